@@ -117,35 +117,6 @@ def test_a_stop_token_names_itself_and_its_text_is_kept_only_when_asked():
         assert (output.text, output.stop_reason, output.finish_reason) == (text, stop_id, "stop")
 
 
-def test_min_tokens_defers_stop_strings_and_end_of_sequence():
-    output = generate(make_engine(model=scripted("aXbXc"), eos=[1]), max_tokens=20, min_tokens=3, stop=["X"])
-    assert output.text == "aXb"
-    output = generate(make_engine(model=scripted("a"), eos=[1]), max_tokens=20, min_tokens=4)
-    assert len(output.token_ids) > 4
-
-
-def test_n_completions_sample_with_consecutive_seeds():
-    engine = make_engine(num_ranks=2)
-    params = SamplingParams(n=3, seed=11, max_tokens=5, output_kind=OutputKind.FINAL_ONLY)
-    engine.add_request("r", [3, 4], params)
-    output = finish(engine)["r"]
-    assert [o.index for o in output.outputs] == [0, 1, 2]
-    assert [o.token_ids for o in output.outputs] == [expected_tokens([3, 4], 5, seed=11 + i) for i in range(3)]
-    assert output.finished
-
-
-def test_requests_without_a_seed_draw_different_ones_reproducibly():
-    texts = []
-    for _ in range(2):
-        engine = make_engine()
-        for name in "ab":
-            engine.add_request(name, [3, 4], SamplingParams(max_tokens=8))
-        outputs = finish(engine)
-        texts.append((outputs["a"].outputs[0].token_ids, outputs["b"].outputs[0].token_ids))
-    assert texts[0] == texts[1]
-    assert texts[0][0] != texts[0][1]
-
-
 def test_abort_gives_a_last_output_and_frees_pages_when_the_step_under_way_is_done():
     engine = make_engine()
     engine.add_request("r", [1, 2, 3], SamplingParams(n=2, max_tokens=50))

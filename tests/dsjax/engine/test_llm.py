@@ -12,21 +12,17 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from goldens.our_model import bound, hf_tensors, logits_of
-from goldens.random_weights import RandomWeights
-from layouts import MODELS, TINY, write_checkpoint
+from layouts import TINY
 
 from dsjax import LLM, SamplingParams
-from dsjax.config import ModelConfig
 from dsjax.engine.contract.commands import Step
 from dsjax.engine.device.buckets import Buckets, Rectangle
-from dsjax.engine.device.slots import ADMISSIONS
 from dsjax.engine.elastic.follower import Follower
 from dsjax.engine.program_cache.folder import ProgramFolder
 from dsjax.engine.text.tokenizer import ChatTemplate
 from dsjax.errors import UserError
 from dsjax.kernels import build
-from sharding import MeshError, MeshSpec
+from sharding import MeshError
 
 VOCABULARY = TINY["vocab_size"]
 PAGE = 4
@@ -46,21 +42,11 @@ def llm(checkpoint):
     made.shutdown()
 
 
-@pytest.fixture(scope="module")
-def on_four(tmp_path_factory):
-    """Four devices that attend to 12 chosen tokens, and keep index keys in their pages; decodes share a program with prompts."""
-    checkpoint = write_checkpoint(tmp_path_factory.mktemp("choosing"), mtp=True, **MODELS["v3.2"])
-    made = load(checkpoint, "dp=2,tp=2", dispatch="padded", max_num_seqs=12, max_num_batched_tokens=256)
-    made.executor.buckets = Buckets(decode=(12,), prefill=(Rectangle(2, 16),), mixed=True)
-    yield made
-    made.shutdown()
-
-
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(request):
     """After each test, whatever happened in it: no request, no page in use."""
     yield
-    for name in {"llm", "on_four"} & set(request.fixturenames):
+    for name in {"llm"} & set(request.fixturenames):
         made = request.getfixturevalue(name)
         assert not made.engine.has_unfinished()
         assert [rank.pool.num_used for rank in made.engine.core.scheduler.ranks] == [0] * made.executor.limits.num_ranks
@@ -81,27 +67,6 @@ def tokens_of(outputs) -> list[list[int]]:
 LENGTHS = (30, 1, 17, 5, 16, 2)
 
 
-@pytest.mark.slow
-def test_outputs_come_in_the_prompts_order_each_by_its_own_parameters(llm):
-    prompts = [prompt(length) for length in LENGTHS]
-    counts = [2, 9, 1, 7, 3, 8]  # the first to come is not the first to end
-    outputs = llm.generate(prompts, [greedy(count) for count in counts])
-    assert [output.prompt_token_ids for output in outputs] == [p["prompt_token_ids"] for p in prompts]
-    assert [len(tokens) for tokens in tokens_of(outputs)] == counts
-    assert all(output.finished for output in outputs)
-    longer = llm.generate(prompts, greedy(9))
-    for tokens, more in zip(tokens_of(outputs), tokens_of(longer), strict=True):
-        assert tokens == more[: len(tokens)]
-
-
-@pytest.mark.slow
-def test_more_requests_than_one_run_of_admissions_takes_start_in_one_step(on_four):
-    prompts = [{"prompt_token_ids": [(7 * i + 3 * j) % 90 + 2 for j in range(15)]} for i in range(2 * (ADMISSIONS + 4))]
-    together = tokens_of(on_four.generate(prompts, greedy()))
-    alone = [tokens_of(on_four.generate([prompt], greedy(), cache_salt="alone"))[0] for prompt in prompts[::3]]
-    assert together[::3] == alone
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -115,12 +80,6 @@ def test_one_wrong_prompt_is_named_and_nothing_runs(llm, wrong, message, monkeyp
     monkeypatch.setattr(llm.executor, "launch", lambda command: pytest.fail("a step was run"))
     with pytest.raises(UserError, match=message):
         llm.generate([prompt(4), wrong, prompt(2)], greedy())
-
-
-def test_a_mesh_that_does_not_fit_the_model_is_refused_before_any_device_is_made(checkpoint, monkeypatch):
-    monkeypatch.setattr(MeshSpec, "build", lambda *args: pytest.fail("devices were made"))
-    with pytest.raises(MeshError, match="32 physical experts"):
-        load(checkpoint, "dp=100000")
 
 
 def test_64_bit_jax_is_refused(checkpoint):
@@ -170,20 +129,6 @@ def test_a_process_whose_engine_cannot_be_started_leaves_the_others_though_it_li
     with pytest.raises(ValueError, match="no room for its cache"):
         LLM(mesh="pp=2", group=group)
     assert left == ["its engine could not be started"]
-
-
-@pytest.mark.slow
-def test_logits_of_any_length_are_those_of_the_model_without_cache(llm, on_four):
-    longest = prompt(41)["prompt_token_ids"]
-    lengths = (41, 1, 16, 17, 32)  # around whole chunks of 16
-    for model, made in (("v3", llm), ("v3.2", on_four)):
-        config = ModelConfig.from_dict(TINY | MODELS[model])
-        reference = logits_of(config, hf_tensors(config, RandomWeights(7, bias_center=-0.2)), np.array([longest]))[0]
-        found = made.logits([longest[:length] for length in lengths])
-        assert [logits.shape for logits in found] == [(length, VOCABULARY) for length in lengths]
-        for length, logits in zip(lengths, found, strict=True):
-            assert logits.dtype == np.float32
-            assert np.abs(logits - reference[:length]).max() <= bound(reference)
 
 
 def test_logits_wait_for_no_running_request(llm):

@@ -25,34 +25,6 @@ def three(monkeypatch):
     return groups(3)
 
 
-def test_those_that_ask_to_leave_at_once_are_told_of_once(three):
-    leader, told = three[0], []
-    leader.on_change = told.append
-    for each in three[1:]:
-        each.leader.request("leave", kind=bool)
-    until(lambda: told)
-    assert (told, leader.leavers) == ([None], True)
-    assert {member.process_id for member in leader.take_leavers()} == {1, 2}
-    assert (leader.take_leavers(), leader.leavers) == ([], False)
-
-
-def test_one_that_is_kept_hears_why_and_one_that_has_no_part_that_it_may_go(three):
-    leader, second, third = three
-    asked = second.leader.request("leave", kind=bool)
-    until(lambda: leader.leavers)
-    leader.keep(leader.take_leavers()[0], "it is needed")
-    with pytest.raises(RefusedError, match="it is needed"):
-        asked.result(60)
-    leader.announce(Announcement(1, [0, 1]))
-    asked = [each.leader.request("leave", kind=bool) for each in (second, third)]
-    until(lambda: len(leader._asked_to_leave) == 2)
-    for member in leader.take_leavers():
-        leader.excuse(member)
-    assert [one.result(60) for one in asked] == [False, True], "the second waits for a generation without it"
-    assert leader.live_ids == [0]
-    assert leader.take_ended() == {1, 2}
-
-
 def test_a_process_that_comes_back_waits_until_jax_has_forgotten_the_one_before_and_is_told_of_when_it_is_ready(
     three, monkeypatch
 ):

@@ -62,15 +62,6 @@ def test_messages_come_in_the_order_in_which_they_were_sent_however_long_they_ar
     assert heard == said
 
 
-def test_the_process_that_was_connected_to_can_ask_too(pair):
-    server, client = pair
-    peers = []
-    server.serve("here", lambda request: (peers.append(request.peer), request.reply()), roles=("member",))
-    client.serve("add", lambda request: request.reply(sum(request.body)), roles=("listener",), kind=list[int])
-    client.connect(server.address, "member").request("here").result(SECONDS)
-    assert peers[0].request("add", [1, 2]).result(SECONDS) == 3
-
-
 @pytest.mark.parametrize(
     ("body", "service", "said"),
     [

@@ -58,15 +58,6 @@ def meet(process, number):
     return process.wait(number)
 
 
-def test_all_go_on_together_with_the_greatest_number(pool, processes):
-    for numbers in ((1, 1, 1), (1, 3, 2), (4, 1, 1)):
-        assert list(pool.map(meet, processes, numbers)) == [max(numbers)] * 3
-    assert [process.leads for process in processes] == [True, False, False]
-    assert [(process.number, process.count, process.name) for process in processes] == [
-        (number, 3, b"side 0") for number in range(3)
-    ]
-
-
 def test_one_that_is_late_is_waited_for_at_that_layer_by_all(pool, processes):
     """It may have told of a layer that the others are at, and is told of the next one before it has looked."""
     first = [pool.submit(meet, process, 0) for process in processes[:2]]

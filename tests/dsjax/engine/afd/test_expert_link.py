@@ -240,15 +240,6 @@ def test_a_stopped_process_is_lost_within_the_heartbeat_and_is_called_again_when
         own.close()
 
 
-def test_a_process_is_looked_for_beside_a_call_that_is_under_way():
-    with contextlib.closing(Endpoint("127.0.0.1", KEY)) as endpoint, contextlib.closing(Experts()) as process:
-        address = f"127.0.0.1:{process.port}"
-        check_reachable(endpoint, address)
-        process.close()
-        with pytest.raises(UserError, match=f"no expert process answers at {address} .* ask again when it is there"):
-            check_reachable(endpoint, address)
-
-
 def test_who_was_there_before_the_link_is_waited_for_though_it_refuses():
     with contextlib.closing(Experts(opens=refuse)) as process:
         with linked(process.port) as first, pytest.raises(UserError, match="refuses: the checkpoint cannot be read"):

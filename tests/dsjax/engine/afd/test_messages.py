@@ -156,14 +156,6 @@ def test_a_process_at_another_place_than_the_attention_side_thinks_is_refused(re
     assert not refusal()
 
 
-def test_a_side_with_other_options_is_refused_with_both_values(process, endpoint):
-    peer = endpoint.connect(process.endpoint.address, "attention")
-    space = process._space | {"dtype": "bfloat16"}
-    error = failure(lambda: peer.request(OPEN, Open(space, b"", b"other"), kind=Opened).result(SECONDS))
-    peer.close()
-    assert "differ in dtype 'float32' here and 'bfloat16' there" in error
-
-
 def test_experts_are_placed_for_a_side_that_is_alone(process, enter, refusal):
     rows = process._writer.rows.copy()
     other = np.roll(rows[0], 1)
@@ -243,19 +235,12 @@ def test_a_process_of_the_side_of_now_is_on_no_other_side_whatever_its_address_i
     assert not refusal(b"scales", rows=rows, change=2)
 
 
-def test_a_new_generation_ends_what_waits_for_a_process_of_the_one_before(process, enter):
-    first, _ = (enter(b"hangs", process=number, processes=2, generation=1) for number in range(2))
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_process_that_leaves_is_waited_for_no_more_and_none_when_a_new_generation_begins(process, enter, leaves):
+    first, second = (enter(b"hangs", process=number, processes=2, generation=1) for number in range(2))
     first.send(Call("moe_layers", 0, 8, 8, NOT_FILLED))
     assert first.link.receive(0.5) is None
-    enter(b"hangs", generation=2)
-    assert not first.answer()
-
-
-def test_a_process_that_leaves_is_waited_for_no_more(process, enter):
-    first, second = (enter(b"leaves", process=number, processes=2) for number in range(2))
-    first.send(Call("moe_layers", 0, 8, 8, NOT_FILLED))
-    assert first.link.receive(0.5) is None
-    second.close()
+    second.close() if leaves else enter(b"hangs", generation=2)
     assert not first.answer()
 
 
@@ -295,18 +280,6 @@ def test_two_processes_of_an_attention_side_have_one_program_run_and_each_gets_i
         answers.append(answer)
     np.testing.assert_array_equal(answers[0], answers[2])
     assert (process.num_calls - counts[0], process.num_products - counts[1]) == (3, 2)
-
-
-def test_of_two_processes_of_a_side_with_different_sizes_that_come_at_once_one_is_refused(refusal, enter):
-    errors = []
-
-    def come(number):
-        errors.append(failure(lambda: enter(b"at once", process=number, processes=2 + number)))
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(come, range(2)))
-    [refused] = filter(None, errors)
-    assert "and others of this generation are of" in refused
 
 
 def test_a_side_that_compiles_does_not_hold_up_the_calls_of_another(process, enter, monkeypatch):
@@ -403,13 +376,10 @@ def test_an_unknown_stack_of_experts_and_a_layer_that_it_has_not_are_refused_in_
 ):
     attention = enter()
     assert attention.call(Call(stack, layer, 8, 8, NOT_FILLED)) == says
+    assert "there is no stack of experts 'nothing', only moe_layers" in attention.ask(Compile("nothing", 8, 8))
     assert not attention.ask(Compile("moe_layers", 8, 8))
     [record] = [record for record in caplog.records if says in record.getMessage()]
     assert (record.levelname, record.exc_info) == ("WARNING", None)
-
-
-def test_nobody_compiles_for_an_unknown_stack(enter):
-    assert "there is no stack of experts 'nothing', only moe_layers" in enter().ask(Compile("nothing", 8, 8))
 
 
 def test_rows_for_which_there_is_no_memory_are_answered_and_the_connection_stays(process, enter, monkeypatch):

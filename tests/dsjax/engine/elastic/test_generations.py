@@ -175,16 +175,6 @@ def test_tokens_that_were_entered_before_something_behind_them_failed_are_given(
     assert len(serving.generations.errors) == 1
 
 
-def test_an_error_that_nothing_survives_is_raised_as_it_was():
-    executor = FakeExecutor()
-    executor.fail_at_step = 1
-    engine = LLMEngine(executor.parts())
-    engine.add_request("0", PROMPTS["0"], SamplingParams(temperature=0, max_tokens=20))
-    engine.step()
-    with pytest.raises(RuntimeError, match="the fake device is lost"):
-        engine.step()
-
-
 def test_a_request_that_the_smaller_cache_cannot_hold_ends_with_that_error_and_one_without_max_tokens_is_shortened():
     executor = FakeExecutor(pages_per_rank=33)
     generations = FakeGenerations([FakeExecutor(pages_per_rank=5)])

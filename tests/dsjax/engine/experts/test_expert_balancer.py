@@ -30,7 +30,7 @@ from dsjax.engine.setup.assembly import make_step
 from dsjax.engine.setup.expert_location import ExpertLocation
 from dsjax.errors import UserError
 from sharding import MeshSpec
-from sharding.balancing import rank_loads, rebalance
+from sharding.balancing import rebalance
 from sharding.layer_placement import exchange_rounds
 
 pytestmark = pytest.mark.slow  # all together
@@ -279,16 +279,6 @@ def test_an_exchange_costs_what_the_last_ones_took_that_moved_experts(warmed, co
     assert balancer._slots.seconds == (median, 10 * median)
     (change,) = balancer._decision(payback=0)().changes
     assert change.cost == pytest.approx(len(change.rounds) * median + 10 * median)
-
-
-def test_the_gain_is_the_busiest_ranks_share_of_the_time_in_experts():
-    load, placed = np.array([[90, 1, 1, 1, 1, 90], [30, 30, 30, 30, 30, 30]]), slots(SIX, 4, None)
-    decision = decide(load, placed, "global", interval=100, step_seconds=0.02)
-    before = rank_loads(load, placed.physical_to_logical, 4).max(axis=1)
-    for change in decision.changes:
-        after = rank_loads(load, np.tile(change.physical_to_logical, (2, 1)), 4)[change.layer].max()
-        expected = (before[change.layer] - after) / before.sum() * 0.02 * 0.5 * 100
-        assert change.gain == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

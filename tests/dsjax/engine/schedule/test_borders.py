@@ -143,13 +143,6 @@ def test_window_pages_are_given_back_behind_confirmed_tokens_alone():
     assert given_back == 2
 
 
-def test_a_preempted_request_goes_back_to_its_last_border():
-    of = scheduler(slots=2, pages=10)  # nine pages: not enough for both to the end
-    older, newer = request("a", 500, 400), request("b", 500, 400)
-    assert run(of, older, newer) == [0, 0]
-    assert (newer.num_preemptions, newer.admissions) == (1, 2)
-
-
 def test_window_pages_that_are_not_kept_go_first_and_are_found_until_then():
     pool = PagePool(2, G, num_windows=5)
     evicted = []

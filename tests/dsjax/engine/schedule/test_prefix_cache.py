@@ -107,14 +107,6 @@ def test_after_a_flush_nothing_is_found_and_running_requests_go_on():
     assert again.num_cached_tokens == 0
 
 
-def test_prompt_logprobs_need_every_position_computed():
-    core = make()
-    run(core, request("first", PROMPT))
-    run(core, again := request("again", PROMPT, prompt_logprobs=1))
-    assert again.num_cached_tokens == 0
-    assert core.loads()[0].queried == len(PROMPT)  # of the first
-
-
 def test_a_prompt_that_another_is_computing_is_waited_for_and_others_pass():
     core = make(max_chunk=8, budget=16)
     twins = [request(name, PROMPT) for name in "ab"]

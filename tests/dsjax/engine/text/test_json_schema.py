@@ -130,8 +130,9 @@ def test_schemas_are_enforced_as_they_are_meant(schema, right, wrong):
             "maxItems": 4,
         },
         {"type": "string", "format": "path", "maxLength": 4},
+        {**OBJECT, "properties": {"a": {"enum": ["x", "yy", 3]}}, "required": ["a"], "additionalProperties": False},
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_any_walk_gives_what_jsonschema_accepts(schema):
     for seed in range(8):

@@ -89,35 +89,6 @@ def test_json_is_written_in_the_usual_ways_and_never_in_floods_of_blanks():
         assert [text for text in (plain, spaced, pretty, *floods) if accepts(outputs, text)] == right
 
 
-def test_any_walk_through_the_masks_gives_json_that_the_schema_accepts():
-    outputs = StructuredOutputs(
-        json={
-            "type": "object",
-            "properties": {
-                "a": {"enum": ["x", "yy", 3]},
-                "b": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
-            },
-            "required": ["a", "b"],
-            "additionalProperties": False,
-        }
-    )
-    seen = set()
-    for seed in range(20):
-        rng, constraint, tokens = np.random.default_rng(seed), COMPILER.compile(outputs), []
-        while True:
-            token = int(rng.choice(sorted(allowed(constraint))))
-            if token == EOS:
-                break
-            tokens.append(token)
-            assert constraint.take(token) is None
-        value = json.loads(TOKENIZER.decode(tokens, skip_special_tokens=False))
-        assert value["a"] in ("x", "yy", 3)
-        assert all(isinstance(each, bool) for each in value["b"])
-        assert len(value["b"]) <= 3
-        seen.add(json.dumps(value))
-    assert len(seen) > 5
-
-
 def test_when_the_form_is_complete_only_the_end_is_allowed_and_stays_so():
     constraint = COMPILER.compile(StructuredOutputs(choice=["a"]))
     assert not constraint.complete

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import zmq
-from event_subscriber import Subscriber, hashes_of
+from event_subscriber import hashes_of
 from fake_executor import FakeExecutor
 from waits import until
 from zmq import auth
@@ -75,27 +75,6 @@ def run(engine, *prompts, together=False):
         engine.add(Request(name, list(tokens), len(tokens), SamplingParams(temperature=0), 2, 0))
         while engine.has_unfinished and not (together and number + 1 < len(prompts)):
             engine.step()
-
-
-def test_a_page_is_followed_through_the_tiers():
-    told = Subscriber(1, 4)
-    engine = core(told, host_pages_per_rank=4, disk_pages=100)
-    engine.executor.disk_takes = 0
-    first = list(range(40))
-    run(engine, first)
-    where = lambda: [medium for medium, known in told.blocks[0].items() if hashes_of(first, 4)[3] in known]  # noqa: E731
-    assert where() == ["GPU"]
-    assert told.tokens[hashes_of(first, 4)[3]] == (hashes_of(first, 4)[2], (12, 13, 14, 15))
-    assert told.tokens[hashes_of(first, 4)[0]] == (None, (0, 1, 2, 3))
-    run(engine, range(100, 156), range(200, 256))
-    told.check(engine.scheduler)
-    assert where() == ["CPU_TIER2"]
-    run(engine, [*first, 7])
-    told.check(engine.scheduler)
-    assert where() == ["GPU", "CPU_TIER2"]
-    engine.flush_prefix_cache()
-    assert where() == []
-    told.check(engine.scheduler)
 
 
 @pytest.fixture
