@@ -51,18 +51,10 @@ def test_a_follower_goes_from_generation_to_generation_and_stands_by_in_one_with
     assert group.follower.executor is group.loaded[1]
     # The stream of a generation begins anew, and so do the results that were collected.
     assert group.loaded[1].in_order() == [("launch", step(2))]
+    group.announce(3, 0)
+    until(lambda: group.dropped == [1, 3])  # weights, for a mesh without this process
     group.end()
     assert group.error is None
-
-
-def test_weights_are_dropped_for_a_mesh_without_this_process():
-    group = Group()
-    until(lambda: group.loaded)
-    group.announce(1, 0, 1)
-    group.announce(2, 0)
-    until(lambda: group.dropped)
-    group.end()
-    assert group.dropped == [2]
 
 
 def test_the_record_is_read_everywhere_when_as_many_results_are_collected(group):

@@ -285,12 +285,9 @@ def test_an_exchange_costs_what_the_last_ones_took_that_moved_experts(warmed, co
     ("given", "message"),
     [
         ('{"window_size": 0}', "window_size 0; expected an integer of at least 1"),
-        ('{"step_interval": "x"}', 'step_interval "x"'),
-        ('{"num_redundant_experts": -1}', "num_redundant_experts -1"),
         ('{"log_balancedness": 1}', "log_balancedness 1; expected true or false"),
         ('{"policy": "best"}', 'policy "best"; expected one of auto, global, hierarchical'),
         ('{"payback": -1}', "payback -1; expected a number of at least 0"),
-        ('{"max_bytes_per_step": 0}', "max_bytes_per_step 0"),
     ],
 )
 def test_a_wrong_configuration_names_what_was_found_and_what_would_fit(given, message):
@@ -299,7 +296,6 @@ def test_a_wrong_configuration_names_what_was_found_and_what_would_fit(given, me
 
 
 NO_EXPERTS = {"n_routed_experts": 0, "n_shared_experts": 0, "first_k_dense_replace": 3}
-NONE_TO_MOVE = "--enable-eplb is given, but this model has no experts"
 
 
 @pytest.mark.parametrize(
@@ -307,14 +303,8 @@ NONE_TO_MOVE = "--enable-eplb is given, but this model has no experts"
     [
         ({}, "dp=1", {}, "every device holds all experts"),
         ({}, "dp=8", {"eplb": {"max_bytes_per_step": 1}}, "to move one expert a device receives [0-9,]+ bytes"),
-        (NO_EXPERTS, "dp=8", {"eplb": {"num_redundant_experts": 0}}, NONE_TO_MOVE),
-        (NO_EXPERTS, "pp=2,dp=2", {"eplb": {"num_redundant_experts": 0}}, NONE_TO_MOVE),
-        (
-            {"n_shared_experts": 2},
-            "dp=8",
-            {"enable_shared_experts_fusion": True},
-            "one shared expert .* this model has 2",
-        ),
+        (NO_EXPERTS, "dp=8", {"eplb": {"num_redundant_experts": 0}}, "--enable-eplb is given, but this model has no"),
+        ({"n_shared_experts": 2}, "dp=8", {"enable_shared_experts_fusion": True}, "one shared expert .* model has 2"),
     ],
 )
 def test_balancing_that_cannot_be_is_refused_at_start(tmp_path, changed, mesh, options, message):
@@ -351,7 +341,6 @@ def test_a_server_begins_as_a_file_of_places_or_of_loads_says(checkpoint, tmp_pa
         ("[", "is not JSON"),
         ('{"logical_load": [[1]]}', "has version None, expected 1"),
         ('{"version": 1}', "has neither"),
-        ('{"version": 1, "logical_load": [[1, -1]]}', "logical_load that is no table of numbers"),
         ('{"version": 1, "logical_load": [[1, 2], [3]]}', "logical_load that is no table of numbers"),
         (
             '{"version": 1, "logical_load": [[1, 2], [3, 4]]}',

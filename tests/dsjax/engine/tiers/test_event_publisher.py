@@ -225,9 +225,7 @@ def test_a_port_that_is_taken_is_refused(tmp_path):
         ({"replay_endpoint": "5558"}, "replay_endpoint"),
         ({"buffer_steps": 0}, "an integer of at least 1"),
         ({"enable_kv_cache_events": "yes"}, "true or false"),
-        ({"bind": "no"}, "true or false"),
         ({"curve_key_file": "key"}, "CURVE needs both"),
-        ({"curve_clients": "keys"}, "CURVE needs both"),
         ({"curve_key_file": 1, "curve_clients": "keys"}, "expected a path"),
     ],
 )
@@ -240,20 +238,16 @@ def test_a_configuration_that_cannot_be_is_refused(given, says):
 
 OPEN = [
     {"endpoint": "tcp://*:5557"},
-    {"endpoint": "tcp://0.0.0.0:5557", "bind": True},
     {"endpoint": "tcp://10.0.0.1:5557", "bind": True},
     {"endpoint": "tcp://[::]:5557"},
     {"endpoint": "tcp://eth0:5557", "bind": True},
-    {"replay_endpoint": "tcp://*:5558"},
     {"replay_endpoint": "tcp://10.0.0.1:5558"},
 ]
 CLOSED = [
     {},
-    {"endpoint": "tcp://127.0.0.2:6000", "bind": True},
     {"endpoint": "tcp://[::1]:6000"},
     {"endpoint": "ipc:///tmp/x", "replay_endpoint": "tcp://127.0.0.1:5558"},
     {"endpoint": "tcp://router.example:5557"},  # connected to: the operator has named who reads
-    {"endpoint": "tcp://127.0.0.1:6000"},
 ]
 
 
@@ -277,7 +271,6 @@ def test_a_socket_of_this_machine_and_one_that_connects_need_no_protection(given
     [
         ({}, True),
         ({"bind": False}, False),
-        ({"endpoint": "tcp://*:1"}, True),
         ({"endpoint": "tcp://[::]:1"}, True),
         ({"endpoint": "ipc://x"}, True),
         ({"endpoint": "tcp://127.0.0.1:1"}, False),
