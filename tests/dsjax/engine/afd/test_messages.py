@@ -3,7 +3,6 @@
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -12,14 +11,12 @@ from layouts import write_checkpoint
 from processes import free_port
 from waits import until
 
-from dsjax.engine import expert_process
 from dsjax.engine.afd.expert_slots import NOBODY
 from dsjax.engine.afd.messages import COMPILE, OPEN, PLACE, STAGE, Answered, Call, Compile, Open, Opened, Place, Stage
 from dsjax.engine.expert_process import load_experts
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.messaging import Endpoint, Link, LinkListener, RefusedError
+from dsjax.messaging import Endpoint, Link, RefusedError
 from dsjax.messaging.cluster_key import local_credentials
-from dsjax.messaging.endpoint import PING
 
 FIRST = 2
 """The second of two processes with two devices each."""
@@ -131,22 +128,6 @@ def refusal(process, enter):
         return error
 
     return refusal
-
-
-def test_who_comes_in_the_moment_before_all_is_ready_is_let_in_then(args, endpoint, monkeypatch):
-    addresses, early = [free_port() for _ in range(2)], []
-
-    def listener(own):
-        peer = endpoint.connect(own.address, "attention")
-        early.append(peer.request(OPEN, Open({})))
-        assert peer.request(PING).result(SECONDS) is None  # so that it has come
-        return LinkListener(own)
-
-    monkeypatch.setattr(expert_process, "LinkListener", listener)
-    process = load_experts(replace(args, afd_address=",".join(f"127.0.0.1:{port}" for port in addresses)))
-    with pytest.raises(RefusedError, match="it gives no name of an attention side"):
-        early[0].result(SECONDS)
-    process.close()
 
 
 def test_a_process_at_another_place_than_the_attention_side_thinks_is_refused(refusal):
@@ -282,23 +263,31 @@ def test_two_processes_of_an_attention_side_have_one_program_run_and_each_gets_i
     assert (process.num_calls - counts[0], process.num_products - counts[1]) == (3, 2)
 
 
-def test_a_side_that_compiles_does_not_hold_up_the_calls_of_another(process, enter, monkeypatch):
-    compiling, go_on, original = threading.Event(), threading.Event(), process.side.compile
+def test_a_side_that_compiles_and_one_that_opens_do_not_hold_up_the_calls_of_another(process, enter, monkeypatch):
+    begun, go_on = threading.Semaphore(0), threading.Event()
 
-    def compile_slowly(*arguments):
-        compiling.set()
-        assert go_on.wait(SECONDS)
-        return original(*arguments)
+    def slowly(original):
+        def run(*arguments):
+            begun.release()
+            assert go_on.wait(SECONDS)
+            return original(*arguments)
+
+        return run
 
     serving, warming = enter(b"serves"), enter(b"warms up")
     assert not serving.call(Call("moe_layers", 0, 8, 8, NOT_FILLED))
-    monkeypatch.setattr(process.side, "compile", compile_slowly)
-    warmed = warming.peer.request(COMPILE, Compile("moe_layers", 4, 16))
-    assert compiling.wait(SECONDS)
-    warming.send(Call("moe_layers", 0, 2, 4, NOT_FILLED))  # which no program is there for either
-    assert not serving.call(Call("moe_layers", 0, 8, 8, NOT_FILLED, 1))
-    go_on.set()
-    assert warmed.result(SECONDS) is None
+    monkeypatch.setattr(process.side, "compile", slowly(process.side.compile))
+    monkeypatch.setattr(process, "_check", slowly(process._check))
+    with ThreadPoolExecutor(1) as pool:
+        warmed = warming.peer.request(COMPILE, Compile("moe_layers", 4, 16))
+        assert begun.acquire(timeout=SECONDS)
+        entered = pool.submit(enter, b"opens")
+        assert begun.acquire(timeout=SECONDS)
+        warming.send(Call("moe_layers", 0, 2, 4, NOT_FILLED))  # which no program is there for either
+        assert not serving.call(Call("moe_layers", 0, 8, 8, NOT_FILLED, 1))
+        go_on.set()
+        assert warmed.result(SECONDS) is None
+        entered.result(SECONDS)
     assert not warming.answer()
 
 
@@ -314,24 +303,6 @@ def test_a_program_that_could_not_be_compiled_is_an_error_and_is_compiled_when_i
         assert attention.ask(Compile("moe_layers", 2, 8)) == "RuntimeError: out of memory"
         assert attention.call(call) == "RuntimeError: out of memory"
     assert not attention.call(msgspec.structs.replace(call, number=1))
-
-
-def test_a_side_that_opens_does_not_hold_up_the_calls_of_another(process, enter, monkeypatch):
-    opening, go_on, original = threading.Event(), threading.Event(), process._check
-
-    def check_slowly(opened):
-        opening.set()
-        assert go_on.wait(SECONDS)
-        original(opened)
-
-    serving = enter(b"serves")
-    monkeypatch.setattr(process, "_check", check_slowly)
-    with ThreadPoolExecutor(1) as pool:
-        entered = pool.submit(enter, b"opens")
-        assert opening.wait(SECONDS)
-        assert not serving.call(Call("moe_layers", 0, 8, 8, NOT_FILLED))
-        go_on.set()
-        entered.result(SECONDS)
 
 
 def test_a_side_hears_why_its_experts_cannot_be_read(process, refusal, monkeypatch):

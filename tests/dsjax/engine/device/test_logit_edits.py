@@ -163,12 +163,3 @@ def test_counts_along_drafts_are_those_of_the_output_with_the_drafts_before():
     np.testing.assert_array_equal(found, expected)
     same = counts_along_drafts(np.tile(counts, (9, 1)), np.full(9, 9), np.arange(9), 8, 4)
     assert np.asarray(same).max() == 2 * 4 + 1
-
-
-def test_biases_hold_along_drafts_until_the_tokens_that_they_are_for_are_made():
-    rules = LogitRules(SamplingParams(min_tokens=3, max_tokens=9, logit_bias={2: 1.5}), V, frozenset({4}))
-    entries = np.concatenate([np.insert(rules.biases(), 0, position, axis=1) for position in range(4)])
-    found = np.asarray(add(np.zeros((4, V), np.float32), np.arange(1, 5), entries))
-    assert np.isneginf(found[:, 4]).tolist() == [True, True, False, False]
-    assert found[:, 2].tolist() == [1.5] * 4
-    assert not found[:, [0, 1, 3, *range(5, V)]].any()

@@ -13,26 +13,8 @@ from hypothesis import strategies as st
 from dsjax.engine.text.tiktoken_model import FILE_NAME, PATTERN
 from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError
 
-MERGED = [
-    "th",
-    "he",
-    "the",
-    " the",
-    "aa",
-    "aaa",
-    "aaaa",
-    "ab",
-    "ba",
-    "aba",
-    "bab",
-    "12",
-    "123",
-    "  ",
-    "    ",
-    "'s",
-    "是的",
-    "\r\n",
-]
+MERGED = ["th", "he", "the", " the", "aa", "aaa", "aaaa", "ab", "ba", "aba", "bab", "12", "123", "  ", "    ", "'s"]
+MERGED += ["是的", "\r\n"]
 RANKS = [bytes([byte]) for byte in range(256)] + [text.encode() for text in MERGED]
 END, CALLS, RESERVED = len(RANKS) + 1, len(RANKS) + 9, len(RANKS) + 20
 CONFIG = {

@@ -363,21 +363,6 @@ def fill(told, count):
     until(lambda: len(told._kept[0]) >= count)
 
 
-def test_a_replay_goes_as_fast_as_its_client_reads_while_publishing_goes_on(publisher, client):
-    told, config = publisher()
-    fill(told, 3000)
-    slow = client("DEALER", config.replay_endpoint, rcvhwm=1)
-    slow.send_multipart([b"", bytes(8)])
-    until(lambda: told._under_way[0])
-    told.publish(0, PAGES)
-    until(lambda: len(told._kept[0]) == 3001)  # although the client reads nothing
-    numbers = []
-    while (frames := slow.recv_multipart())[1] != b"\xff" * 8:
-        numbers.append(int.from_bytes(frames[1], "big"))
-    assert numbers == list(range(len(numbers)))
-    assert len(numbers) >= 3000
-
-
 def test_few_replays_are_under_way_at_once_and_a_place_is_free_again_when_a_client_has_gone(
     publisher, client, monkeypatch, caplog
 ):
