@@ -88,6 +88,14 @@ def test_tokens_are_drawn_from_the_distribution_that_the_parameters_mean(params)
     assert statistic <= degrees + 6 * np.sqrt(2 * degrees) + 6
 
 
+def test_draws_of_one_request_are_as_independent_as_those_of_many():
+    steps = [Row(made=made, seed=7, temperature=1.0) for made in range(DRAWS)]
+    tokens = sampled(np.broadcast_to(LOGITS, (1, len(steps), V)), [steps])[0]
+    expected = len(steps) * distribution(LOGITS)
+    statistic = np.sum((np.bincount(tokens, minlength=V) - expected) ** 2 / expected)
+    assert statistic <= V - 1 + 6 * np.sqrt(2 * (V - 1)) + 6
+
+
 def test_greedy_takes_the_most_probable_and_of_equals_the_lowest():
     logits = np.zeros((2, 3, V), np.float32)
     logits[0, 0, [9, 4, 20]] = 2.5
