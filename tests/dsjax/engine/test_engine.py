@@ -1,6 +1,6 @@
 """From prompt to output, without threads and without JAX.
 
-These are the tests of `core.py` and `text/outputs.py` too.
+These are the tests of `core.py`, `stats.py` and `text/outputs.py` too.
 """
 
 from types import SimpleNamespace
@@ -9,11 +9,13 @@ import pytest
 from fake_executor import FakeExecutor, expected_tokens
 from tiny_tokenizer import EOS, tiny_tokenizer
 
+from dsjax.engine.contract.executor import RankResults, RowResult
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.engine import EngineParts, LLMEngine
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.schedule.scheduler_config import AdmissionError
 from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.stats import DraftCounts
 from dsjax.engine.text.input_processor import PromptError
 from dsjax.errors import UserError
 
@@ -187,3 +189,8 @@ def test_an_interrupt_before_the_mesh_changes_leaves_it_and_another_change_may_b
     assert asked == []
     del engine.core.executor.wait
     assert finish(engine)["r"].outputs[0].token_ids == expected_tokens([1, 2], 3)
+
+
+def test_prompts_and_rows_without_drafts_count_no_draft():
+    result = RankResults([RowResult((5,))], [RowResult((5, 6), num_drafts=2)])
+    assert DraftCounts.of([result]) == DraftCounts(0, 0, 0, ())

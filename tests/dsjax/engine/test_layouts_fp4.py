@@ -23,9 +23,6 @@ def test_options_that_do_not_go_with_fp4_are_refused_with_the_reason(tmp_path, o
     checkpoint = write_checkpoint(tmp_path, num_hidden_layers=2, first_k_dense_replace=0, **widths("mxfp4-bf16", 2))
     with pytest.raises((UserError, MeshError), match=reason):
         LLM(str(checkpoint), **{"mesh": "dp=2", "weights": "mxfp4-bf16"} | options)
-
-
-def test_blocks_that_do_not_divide_a_width_are_refused(tmp_path):
     directory = write_checkpoint(tmp_path, hidden_size=48)
     with pytest.raises(UserError, match="blocks of 32, and this model's hidden_size is 48"):
         LLM(str(directory), weights="mxfp4-bf16")

@@ -92,21 +92,6 @@ def test_without_prefix_caching_nothing_is_found_or_kept():
     assert (core.loads()[0].queried, core.loads()[0].hits) == (0, {"device": 0})
 
 
-def test_after_a_flush_nothing_is_found_and_running_requests_go_on():
-    core = make()
-    run(core, request("first", PROMPT))
-    running = request("running", PROMPT, 10)
-    core.add(running)
-    core.step()
-    core.flush_prefix_cache()
-    assert core.loads()[0].cached_pages == 0
-    run(core)
-    assert running.output_token_ids == expected_tokens(PROMPT, 10)
-    core.flush_prefix_cache()
-    run(core, again := request("again", PROMPT))
-    assert again.num_cached_tokens == 0
-
-
 def test_a_prompt_that_another_is_computing_is_waited_for_and_others_pass():
     core = make(max_chunk=8, budget=16)
     twins = [request(name, PROMPT) for name in "ab"]
@@ -136,22 +121,6 @@ def test_a_preempted_request_finds_its_own_pages_again():
     assert seen, "right after it gave way, what its elder did not take is there"
     for each in (old, new):
         assert each.output_token_ids == expected_tokens(each.prompt_token_ids, 20)
-
-
-def test_a_failed_request_takes_its_pages_out_of_the_cache_and_leaves_those_of_others_as_they_are():
-    core = make()
-    run(core, request("first", PROMPT))
-    bad, good = request("bad", [*PROMPT, 1], 9), request("good", [*PROMPT, 2], 9)
-    core.add(bad)
-    core.add(good)
-    core.step()
-    assert bad.num_cached_tokens == good.num_cached_tokens == 20
-    core.executor.non_finite.add(crc32(b"bad"))
-    run(core)
-    assert bad.finish_reason is FinishReason.ERROR
-    assert good.output_token_ids == expected_tokens([*PROMPT, 2], 9), "it reads pages that the other one held"
-    run(core, again := request("again", PROMPT))
-    assert again.num_cached_tokens == 0
 
 
 def test_a_request_that_fails_for_another_reason_leaves_its_pages_to_be_found():
