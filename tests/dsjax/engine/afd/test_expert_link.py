@@ -193,24 +193,6 @@ def test_what_a_process_could_not_do_is_an_error_with_its_reason():
         assert own.counts.connected
 
 
-def test_a_process_that_has_gone_is_not_connected_though_nobody_calls_it():
-    with contextlib.closing(Experts()) as process, linked(process.port) as own:
-        ask(own).result(60)
-        assert own.counts.connected
-        process.close()
-        until(lambda: not own.counts.connected)
-        assert own.counts.losses == 0, "a loss is one of a call"
-
-
-def test_who_was_there_before_the_link_is_waited_for_though_it_refuses():
-    with contextlib.closing(Experts(opens=refuse)) as process:
-        with linked(process.port) as first, pytest.raises(UserError, match="refuses: the checkpoint cannot be read"):
-            first.connect()
-        gone = pytest.raises(ExpertsGoneError, match=r"for 0.5 s .*the checkpoint cannot be read")
-        with linked(process.port, patience=0.5) as later, gone:
-            later.connect(known=True)
-
-
 @pytest.mark.parametrize(("refuses", "reason"), [(True, "the checkpoint cannot be read"), (False, "--afd-role expert")])
 def test_who_refuses_or_stays_away_for_too_long_ends_the_call_with_the_reason(refuses, reason):
     with left(patience=0.5) as (own, port), contextlib.ExitStack() as refusing:

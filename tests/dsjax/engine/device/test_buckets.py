@@ -94,22 +94,6 @@ def test_every_row_is_laid_once_on_its_rank_into_a_compiled_shape_that_holds_it(
     assert cost(launches) <= cost(dataclasses.replace(buckets, single=()).launches(step))
 
 
-def test_prompts_of_like_length_share_a_rectangle():
-    buckets = Buckets.covering(4, 128, mixed=False)
-    assert buckets.prefill == (Rectangle(1, 128), Rectangle(2, 64), Rectangle(4, 32))
-    assert buckets.single == (Rectangle(1, 64), Rectangle(1, 32))
-    step = Step([prompts_of(5, 100, 30, 60, 20, 10), prompts_of(40)])
-    found = [
-        (launch.prefill, [[piece.length for piece in own] for own in launch.pieces])
-        for launch in buckets.launches(step)
-    ]
-    assert found == [
-        (Rectangle(1, 128), [[100], [40]]),
-        (Rectangle(1, 64), [[60], []]),
-        (Rectangle(4, 32), [[30, 20, 10, 5], []]),
-    ]
-
-
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize(("sequences", "chunk"), [(1, 1), (1, 256), (8, 16), (3, 100), (256, 256), (256, 257)])
 def test_few_shapes_cover_everything(sequences, chunk, mixed):

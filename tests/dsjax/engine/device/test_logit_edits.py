@@ -8,7 +8,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
-from published_logits import published
 
 from dsjax.engine.contract.commands import ALWAYS
 from dsjax.engine.contract.sampling_params import SamplingParams
@@ -75,6 +74,26 @@ def changed(logits, rows):
         logits = add(logits, place, piece)
     logits = penalised(logits, counts, presence, frequency, repetition)
     return np.asarray(np.where(allowed(mask, V), logits, -np.inf))
+
+
+def published(logits, prompt, output, stop_ids=(), bad_words=(), **params):
+    """vLLM's and OpenAI's definitions, token by token in float64."""
+    params = SamplingParams(max_tokens=5000, **params)
+    x = logits.astype(np.float64)
+    for token in range(len(x)):
+        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+            x[token] = -np.inf
+        for word in bad_words:
+            if word[-1] == token and tuple(output[len(output) - len(word) + 1 :]) == tuple(word[:-1]):
+                x[token] = -np.inf
+        if token in stop_ids and len(output) < params.min_tokens:
+            x[token] = -np.inf
+        x[token] += (params.logit_bias or {}).get(token, 0.0)
+        if token in prompt or token in output:
+            x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+        x[token] -= params.frequency_penalty * output.count(token)
+        x[token] -= params.presence_penalty * (token in output)
+    return x
 
 
 CASES = [

@@ -11,9 +11,7 @@ from fake_executor import FakeExecutor, expected_tokens
 from dsjax import SamplingParams
 from dsjax.engine.contract.executor import ErrorKind
 from dsjax.engine.engine_thread import EngineThread
-from dsjax.engine.schedule.page_source import PageSource
 from dsjax.engine.schedule.request import FinishReason, Request
-from dsjax.engine.schedule.scheduler import Scheduler
 
 LONG, SHORT = ([1] * 10, 40), ([3], 4)
 SIZES = {"large": 33, "small": 5}  # pages of a rank's cache
@@ -169,27 +167,3 @@ def test_a_thread_that_rests_ends_it_in_time(monkeypatch):
     assert update.result.kind is ErrorKind.NO_ROOM
     engine.thread.end()
     engine.thread.join(60)
-
-
-def test_a_page_source_forgets_one_that_waits_and_hears_of_it_again(engine):
-    class Source(PageSource):
-        def __init__(self):
-            self.told: list[str] = []
-
-        def added(self, request):
-            self.told.append(f"added {request.request_id}")
-
-        def ended(self, request):
-            self.told.append(f"ended {request.request_id}")
-
-    source = Source()
-    large, small = (FakeExecutor(pages_per_rank=SIZES[size]).config for size in ("large", "small"))
-    scheduler = Scheduler(large, 1, source=source)
-    scheduler.add(long := engine.request("long", *LONG))
-    smaller, refused = scheduler.successor(small, 1)
-    assert [one for one, _ in refused] == [long]
-    smaller, refused = smaller.successor(small, 1, [long])
-    larger, none = smaller.successor(large, 1, [long])
-    assert not none
-    assert source.told == ["added long", "ended long", "added long"]
-    assert larger.num_unfinished == 1

@@ -394,14 +394,3 @@ def test_a_stranger_s_oversized_frame_ends_its_connection_unread(publisher, clie
     other = client("DEALER", config.replay_endpoint)
     while not replay(other, 0):
         pass
-
-
-def test_requests_that_are_none_are_told_of_once(publisher, client, caplog):
-    told, config = publisher()
-    stranger = client("DEALER", config.replay_endpoint)
-    for _ in range(200):
-        stranger.send_multipart([b"x"] * 4)
-    told.publish(0, [])
-    while not replay(stranger, 0):
-        pass
-    assert caplog.text.count("a request for a replay has 5 frames") == 1
