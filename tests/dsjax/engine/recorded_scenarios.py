@@ -138,45 +138,6 @@ def plain_synchronous(run: Run) -> None:
     plain(run, ranks=2, asynchronous=False, policy="fcfs")
 
 
-def disk_tier(run: Run) -> None:
-    """Pages that go to host memory and the disk, which is slow, fails, and works again; then what only the devices have goes there."""
-    executor = make_executor(
-        run,
-        "engine",
-        num_ranks=2,
-        pages_per_rank=25,
-        host_pages_per_rank=12,
-        disk_pages=60,
-        disk_page_bytes=4096,
-    )
-    engine = make_core(run, executor, make_config(executor), events=True)
-    crowd = Crowd(3, beginnings=5)
-    run.play(together(
-        crowd.arrivals(engine, 90, every=4),
-        sessions(engine, crowd, range(7, 340, 19)),
-        {
-            50: [put(executor, reads_fail=True)],
-            80: [put(executor, reads_fail=False)],
-            120: [put(executor, writes_fail=True)],
-            132: [put(executor, writes_fail=False)],
-            140: [lambda: run.clock.advance(3.0)],
-            180: [put(executor, disk_seconds=9.0)],
-            **{turn: [lambda: run.clock.advance(1.5)] for turn in (200, 210, 220)},
-            221: [put(executor, disk_seconds=0.02)],
-            240: [lambda: run.clock.advance(9.5)],
-            300: [engine.flush],
-        },
-    ))  # fmt: skip
-    run.clock.advance(1.0)
-    run.play(crowd.arrivals(engine, 20, every=3, kinds=("greedy", "sampled"), first=1))
-    kept = executor.disk
-    engine.end()
-    run.engines.clear()
-    again = make_executor(run, "restarted", num_ranks=2, pages_per_rank=33, disk_pages=40, disk=dict(kept))
-    engine = make_core(run, again, make_config(again), events=True)
-    run.play(crowd.arrivals(engine, 24, every=2, kinds=("greedy", "sampled")))
-
-
 def separated(run: Run, *, lost: bool = True) -> None:
     """Two prefill engines, one of them reached by its address; transfers that are cancelled, lost, late, failed and given up."""
     first_executor = make_executor(run, "prefill", num_ranks=2, transfers=True)
@@ -324,6 +285,5 @@ def changed_mesh(run: Run) -> None:
 
 
 SCENARIOS: dict[str, Callable[[Run], None]] = {
-    scenario.__name__: scenario
-    for scenario in (plain, plain_synchronous, disk_tier, separated, everything, changed_mesh)
+    scenario.__name__: scenario for scenario in (plain, plain_synchronous, separated, everything, changed_mesh)
 }

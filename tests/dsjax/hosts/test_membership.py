@@ -32,10 +32,13 @@ def test_a_process_that_comes_back_waits_until_jax_has_forgotten_the_one_before_
     monkeypatch.setattr("dsjax.hosts.coordination.wait_until_forgotten", waited.append)
     leader.on_change = told.append
     leader.announce(Announcement(4, [0, 1, 2]))
+    leader._door.wanted = "dp=2"
     three[2].endpoint.close()
     until(lambda: len(told) == 1)
     back = enter(three[2].options)
     assert (waited, back.generation, back._response.here) == ([2], 5, [0, 1])
+    assert back.wanted == "dp=2"  # what it should compile for
+    assert back._response.service == leader._response.service
     assert leader.live_ids == [0, 1]
     time.sleep(0.05)
     assert len(told) == 1, "it has no programs yet"

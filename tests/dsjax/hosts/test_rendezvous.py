@@ -212,19 +212,6 @@ def held(processes: list[HostOptions], left: list) -> list[HostGroup]:
     return groups
 
 
-def test_a_member_that_goes_is_seen_at_once_and_may_come_back_under_its_id(forgotten):
-    processes, left = group_of(3), []
-    groups = held(processes, left)
-    groups[0]._door.wanted = "dp=2"
-    groups[1].endpoint.close()
-    until(lambda: len(left) == 1)
-    back = enter(processes[1], lambda: ALIKE)
-    assert [member.process_id for member in back.members] == [0, 1, 2]
-    assert (back.generation, back._response.here) == (1, [0, 2])
-    assert back.wanted == "dp=2"  # what it should compile for
-    assert back._response.service == groups[0]._response.service
-
-
 def test_another_process_under_the_id_of_a_member_that_lives_is_refused_alone():
     processes, left = group_of(2), []
     held(processes, left)

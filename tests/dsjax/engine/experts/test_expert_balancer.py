@@ -153,20 +153,6 @@ def finish(llm) -> dict:
     return {int(key): output.outputs[0] for key, output in outputs.items()}
 
 
-def test_an_abort_and_requests_that_come_in_the_middle_leave_all_others_their_tokens(llm, expected):
-    start(llm)
-    until_it_moves(llm)
-    llm.engine.abort("2")
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
-    for number, prompt in enumerate(prompts() * 4, start=8):  # 32 hold the slots of 4 ranks, the others wait
-        llm.engine.add_request(str(number), prompt, params)
-    outputs = finish(llm)
-    assert len(outputs) == 40
-    assert outputs.pop(2).finish_reason == "abort"
-    for number, output in outputs.items():
-        assert list(output.token_ids) == expected[number % 8].tokens[: TOKENS if number < 8 else 6]
-
-
 def test_a_second_rebalance_is_refused_in_the_middle_of_one(llm, expected):
     start(llm)
     until_it_moves(llm)
