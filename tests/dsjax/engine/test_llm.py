@@ -233,11 +233,9 @@ def test_nothing_is_computed_after_a_shutdown(checkpoint):
         (lambda llm: llm.generate(prompt(2), greedy(), priority=["a"]), "priority: found 'a', expected an integer"),
         (lambda llm: llm.generate(prompt(2), greedy(), cache_salt=5), "cache_salt: found 5, expected text"),
         (lambda llm: llm.logits([[2, 3], []]), "found a sequence of 0 tokens, expected 1 to 128"),
-        (lambda llm: llm.logits([[2] * 129]), "found a sequence of 129 tokens, expected 1 to 128"),
         (lambda llm: llm.logits([[2, VOCABULARY, -1]]), r"\[96, -1\] are outside the vocabulary, 0 to 95"),
         (lambda llm: llm.logits(None), "token_ids is None, expected a list of lists"),
         (lambda llm: llm.logits([2, 3]), "found the sequence 2, expected a list of token ids"),
-        (lambda llm: llm.logits([[2.5]]), r"found the sequence \[2.5\], expected a list of token ids"),
     ],
 )
 def test_what_is_no_prompt_parameter_or_sequence_is_told(llm, call, message):

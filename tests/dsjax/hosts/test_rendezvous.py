@@ -130,8 +130,6 @@ def test_without_process_0_each_says_where_it_looked():
     ("name", "value", "shown"),
     [
         ("the version of dsjax", "1.1", "has the version of dsjax 1.1, process 0 has 1.0"),
-        ("--mesh", "dp=8", "has --mesh dp=8, process 0 has dp=4"),
-        ("the checkpoint fingerprint", "cd34", "has the checkpoint fingerprint cd34, process 0 has ab12"),
         ("--kernels", "plain", "has --kernels plain, process 0 has not set"),
     ],
 )

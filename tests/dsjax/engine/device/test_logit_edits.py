@@ -98,13 +98,10 @@ def published(logits, prompt, output, stop_ids=(), bad_words=(), **params):
 
 CASES = [
     {"presence_penalty": 1.5},
-    {"presence_penalty": -2.0},
     {"frequency_penalty": 0.7},
     {"repetition_penalty": 1.8},
-    {"repetition_penalty": 0.5},
     {"presence_penalty": 0.3, "frequency_penalty": -0.4, "repetition_penalty": 1.3},
     {"logit_bias": {3: 5.0, 69: -100.0, 0: 100.0}},
-    {"logit_bias": {3: 5.0, 8: -1.0}, "repetition_penalty": 2.0, "frequency_penalty": 1.0},
     {"allowed_token_ids": [0, 31, 32, 63, 64, 69]},
     {"min_tokens": 4000, "stop_ids": range(40)},
     {"min_tokens": 4000, "stop_ids": (5, 6), "logit_bias": {5: 100.0}, "repetition_penalty": 3.0},

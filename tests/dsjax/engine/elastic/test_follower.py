@@ -363,11 +363,9 @@ def test_a_member_may_come_back_while_its_loss_is_looked_at(group):
     ("phase", "generation", "served", "code"),
     [
         ("loading", 0, False, 0),  # the group has not served, and ends with this process
-        ("warming up", 0, False, 0),
         ("compiling ahead", 2, False, 0),  # nobody counts on it yet
         ("loading", 2, False, None),  # a mesh is being made with it
         ("standing by", 2, False, None),
-        ("ready", 0, True, None),
         ("loading", 1, True, None),
     ],
 )

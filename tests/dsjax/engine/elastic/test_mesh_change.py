@@ -32,7 +32,6 @@ def config(experts=32, heads=8):
 @pytest.mark.parametrize(
     ("wanted", "devices", "expected"),
     [
-        ("dp=32", 32, "dp=32"),
         ("dp=32", 24, "dp=24"),
         ("dp=4,tp=8", 31, "dp=3,tp=8"),
         ("dp=4,tp=2,ep=4", 6, "dp=3,tp=2"),

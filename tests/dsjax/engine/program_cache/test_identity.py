@@ -109,10 +109,7 @@ def test_another_process_finds_the_same_digest():
     [
         lambda: 1,
         returns(1),
-        [].append,
-        threading.Lock(),
         object(),
-        iter([]),
         np.array([object()]),
         functools.partial(lambda x: x, 1),
         Pair((1, [{"deep": threading.Lock()}])),

@@ -122,12 +122,9 @@ def test_each_completion_stands_at_its_own_place_in_a_grammar_that_is_compiled_o
     "outputs",
     [
         {"regex": "ab("},
-        {"regex": r"[^\s\S]"},
         {"regex": "(" * 20_000},
         {"json": {"type": "foo"}},
         {"json": {"type": "string", "pattern": "(?=a)b"}},
-        {"json": {"type": "string", "minLength": 5, "maxLength": 2}},
-        {"json": {"allOf": [{"type": "string"}, {"type": "number"}]}},
         {"json": {"$ref": "http://localhost/schema.json"}},
         {"json": '{"items":' * 300 + "{}" + "}" * 300},
         {"grammar": "start: b"},
@@ -135,7 +132,7 @@ def test_each_completion_stands_at_its_own_place_in_a_grammar_that_is_compiled_o
         {"grammar": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000},
         {"grammar": "start: A0\n" + "".join(f"A{i}: A{i + 1} A{i + 1}\n" for i in range(60)) + 'A60: "a"'},
     ],
-    ids=range(13),
+    ids=range(10),
 )
 def test_a_form_that_cannot_be_is_refused_and_its_field_named(outputs):
     with pytest.raises(SamplingError) as caught:
@@ -155,10 +152,8 @@ def test_a_chain_of_as_many_rules_as_fit_does_not_overrun_the_stack():
     ("outputs", "match"),
     [
         ({}, "exactly one"),
-        ({"regex": "a", "choice": ["b"]}, "regex and choice"),
         ({"json_object": False}, "json_object"),
         ({"choice": []}, "choice"),
-        ({"choice": "ab"}, "choice"),
         ({"choice": ["a", ""]}, "choice"),
         ({"choice": ["a"] * 2_000}, "at most"),
         ({"regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "at most"),
