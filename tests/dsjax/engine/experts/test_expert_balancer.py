@@ -221,6 +221,8 @@ def test_a_layer_is_changed_only_where_that_gains_more_than_it_costs():
     assert not few.changes
     assert few.left
     assert 0 in [change.layer for change in many.changes]
+    gain = next(change.gain for change in many.changes if change.layer == 0)
+    assert gain == pytest.approx((91 - 46) / (91 + 60) * 10 * 0.5)  # of 10 s, half of which are in experts
     for change in many.changes:
         assert change.gain > change.cost == pytest.approx(0.01 * len(change.rounds) + 0.02)
     forced = decide(load, slots(SIX, 4, (0.01, 0.02)), "global", interval=1, step_seconds=0.01, payback=0)

@@ -11,7 +11,9 @@ from fake_executor import FakeExecutor, expected_tokens
 from dsjax import SamplingParams
 from dsjax.engine.contract.executor import ErrorKind
 from dsjax.engine.engine_thread import EngineThread
+from dsjax.engine.schedule.page_source import PageSource
 from dsjax.engine.schedule.request import FinishReason, Request
+from dsjax.engine.schedule.scheduler import Scheduler
 
 LONG, SHORT = ([1] * 10, 40), ([3], 4)
 SIZES = {"large": 33, "small": 5}  # pages of a rank's cache
@@ -167,3 +169,16 @@ def test_a_thread_that_rests_ends_it_in_time(monkeypatch):
     assert update.result.kind is ErrorKind.NO_ROOM
     engine.thread.end()
     engine.thread.join(60)
+
+
+def test_a_page_source_forgets_one_that_waits_and_hears_of_it_again(engine):
+    source, told = PageSource(), []
+    source.added, source.ended = (lambda one, what=what: told.append(what) for what in ("added", "ended"))
+    large, small = (FakeExecutor(pages_per_rank=SIZES[size]).config for size in ("large", "small"))
+    scheduler = Scheduler(large, 1, source=source)
+    scheduler.add(long := engine.request("long", *LONG))
+    for config, parked in ((small, []), (small, [long]), (large, [long])):
+        scheduler, refused = scheduler.successor(config, 1, parked)
+        assert [one for one, _ in refused] == ([long] if config is small else [])
+    assert told == ["added", "ended", "added"]
+    assert scheduler.num_unfinished == 1

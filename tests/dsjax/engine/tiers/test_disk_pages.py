@@ -9,6 +9,7 @@ import re
 import threading
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from waits import until
@@ -53,6 +54,16 @@ def test_a_page_is_read_as_it_was_written_by_another_object_too(tmp_path):
     for path in (file_of(tmp_path, 1).parent, file_of(tmp_path, 1).parents[1]):
         assert path.stat().st_mode & 0o777 == 0o700
     assert file_of(tmp_path, 1).stat().st_mode & 0o777 == 0o600
+
+
+def test_bfloat16_goes_there_and_back(tmp_path):
+    """It is what accelerators have in their caches; NumPy knows it by `ml_dtypes` alone."""
+    values = np.arange(24).reshape(2, 3, 4).astype(ml_dtypes.bfloat16)
+    own_files = PageFiles(PageFolder(tmp_path), SPACE, {"latent": (values.shape, values.dtype)})
+    own_files.write(name(1), {"latent": values[:, :, ::-1]})
+    pages_read = own_files.read(name(1))["latent"]
+    assert pages_read.dtype == values.dtype
+    assert (pages_read == values[:, :, ::-1]).all()
 
 
 @pytest.mark.parametrize("at", [3, 9, 50, 80, 85, 130, -1])

@@ -13,7 +13,7 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.transfer.chunk_network import FollowerSendBuffers
 from dsjax.engine.transfer.messages import ChunkReady, ReleaseChunk
 from dsjax.engine.transfer.page_chunks import PageChunks
-from dsjax.engine.transfer.send_buffers import Keeper
+from dsjax.engine.transfer.send_buffers import Keeper, PageSend, SendBuffers
 
 
 def opened(kept, number):
@@ -85,3 +85,13 @@ def test_process_0_offers_what_another_process_keeps_and_has_it_dropped_there_wh
     engine.turn(wait=False)
     assert executor.dropped_chunks == [offer.number for offer in offers]
     assert engine.buffers.num_kept == engine.num_jobs == 0
+
+
+def test_the_numbers_of_a_side_that_was_started_again_are_not_those_of_before():
+    send = PageSend("a", SimpleNamespace(page_hashes=[b""]), None, 0, 0, 1)
+    sides = [SendBuffers(60, print) for _ in range(2)]
+    for side in sides:
+        side.reset([Keeper()])
+    first, again = (side.begin(0, send, 0, 1) for side in sides)
+    assert first != again  # the same in one run of two billion
+    assert all(0 <= number < 2**31 for number in (first, again)), "as commands have them"

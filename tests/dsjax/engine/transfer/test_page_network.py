@@ -192,6 +192,18 @@ def test_what_finds_no_room_in_chunks_is_said_to_be_under_way_again_and_again(li
     assert not any(isinstance(message, TransferFailed) for message in told)
 
 
+@pytest.mark.parametrize(("chosen", "computes"), [(0, [3, 0]), (1, [0, 3]), (2, [2, 1]), (None, [2, 1])])
+def test_a_prompt_is_computed_by_the_rank_that_a_router_has_chosen(chosen, computes):
+    executor = FakeExecutor(num_ranks=2, transfers=True)
+    engine = PrefillEngine(executor, executor.config, timeout=60)
+    server = PrefillServer(engine, None, {}, opened())
+    for number in range(3):
+        server.prefill([number] * 33, dp_rank=chosen)
+    engine.turn(wait=False)
+    assert [load.running + load.waiting for load in engine.core.loads()] == computes
+    server.endpoint.close()
+
+
 def test_what_nobody_asks_for_or_pulls_is_dropped_after_its_lease():
     server, _ = served(lease=0.5)
     server.prefill(list(range(33)))
