@@ -1,5 +1,7 @@
 """Where a process finds its place: options, LeaderWorkerSet, what JAX knows; and what cannot be."""
 
+from unittest.mock import MagicMock
+
 import pytest
 
 from dsjax.addresses import join_address, split_address
@@ -91,28 +93,15 @@ def test_a_group_beyond_loopback_needs_a_cluster_key(monkeypatch, tmp_path):
 @pytest.fixture
 def names(monkeypatch):
     """A host that knows names as its file of hosts says, has all addresses that a test wants, and is reached from the last one given."""
-    known = {"node0": "127.0.1.1", "node1": "10.0.0.1"}
-    real_resolve, real_socket = options.socket.getaddrinfo, options.socket.socket
+    known, resolve = {"node0": "127.0.1.1", "node1": "10.0.0.1"}, options.socket.getaddrinfo
 
-    class Probe:
-        source = None
-
-        def __init__(self, *_):
-            pass
-
-        __enter__ = lambda self: self  # noqa: E731
-        __exit__ = lambda self, *_: None  # noqa: E731
-        bind = connect = lambda self, address: None
-
-        def getsockname(self):
-            return (Probe.source, 0)
-
-    def use(source=None):
-        Probe.source = source
+    def use(source):
+        opened = MagicMock()
+        opened.return_value.__enter__.return_value.getsockname.return_value = (source, 0)
         monkeypatch.setattr(
-            options.socket, "getaddrinfo", lambda host, *a, **k: real_resolve(known.get(host, host), *a, **k)
+            options.socket, "getaddrinfo", lambda host, *a, **k: resolve(known.get(host, host), *a, **k)
         )
-        monkeypatch.setattr(options.socket, "socket", Probe if source or source == "" else real_socket)
+        monkeypatch.setattr(options.socket, "socket", opened)
 
     return use
 

@@ -123,6 +123,22 @@ def test_a_preempted_request_finds_its_own_pages_again():
         assert each.output_token_ids == expected_tokens(each.prompt_token_ids, 20)
 
 
+def test_a_failed_request_takes_its_pages_out_of_the_cache_and_leaves_those_of_others_as_they_are():
+    core = make()
+    run(core, request("first", PROMPT))
+    bad, good = request("bad", [*PROMPT, 1], 9), request("good", [*PROMPT, 2], 9)
+    core.add(bad)
+    core.add(good)
+    core.step()
+    assert bad.num_cached_tokens == good.num_cached_tokens == 20
+    core.executor.non_finite.add(crc32(b"bad"))
+    run(core)
+    assert bad.finish_reason is FinishReason.ERROR
+    assert good.output_token_ids == expected_tokens([*PROMPT, 2], 9), "it reads pages that the other one held"
+    run(core, again := request("again", PROMPT))
+    assert again.num_cached_tokens == 0
+
+
 def test_a_request_that_fails_for_another_reason_leaves_its_pages_to_be_found():
     core = make()
     core.add(bad := request("bad", PROMPT, 9))

@@ -6,6 +6,7 @@ These are the tests of `transfer/remote_prefill.py` and `transfer/send_buffers.p
 import time
 from collections import Counter
 
+import pytest
 from engine_pair import Pair
 from fake_executor import expected_tokens
 from hypothesis import settings
@@ -144,6 +145,4 @@ class TransferMachine(RuleBasedStateMachine):
 
 
 TransferMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-
-
-TestTransferMachine = TransferMachine.TestCase
+TestTransferMachine = pytest.mark.slow(TransferMachine.TestCase)
