@@ -6,7 +6,6 @@ These are the tests of `transfer/remote_prefill.py` and `transfer/send_buffers.p
 import time
 from collections import Counter
 
-import pytest
 from engine_pair import Pair
 from fake_executor import expected_tokens
 from hypothesis import settings
@@ -145,4 +144,4 @@ class TransferMachine(RuleBasedStateMachine):
 
 
 TransferMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-TestTransferMachine = pytest.mark.slow(TransferMachine.TestCase)
+TestTransferMachine = TransferMachine.TestCase
