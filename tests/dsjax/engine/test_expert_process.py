@@ -40,11 +40,7 @@ EPLB = {"num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "payba
 SHARED = {"expert_mesh": "ep=6", "enable_eplb": True, "eplb_config": EPLB}
 """What three processes share, which have two devices each, and between which experts move."""
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=0)
-PROMPTS = [
-    {"prompt_token_ids": [5, 9, 33, 2, 71]},
-    {"prompt_token_ids": [8, 8, 60]},
-    {"prompt_token_ids": list(range(2, 30))},
-]
+PROMPTS = [{"prompt_token_ids": tokens} for tokens in ([5, 9, 33, 2, 71], [8, 8, 60], list(range(2, 30)))]
 
 
 @pytest.fixture(scope="module")

@@ -212,14 +212,10 @@ def test_nothing_is_computed_after_a_shutdown(checkpoint):
         made.close()
     made.shutdown()
     made.shutdown()
-    for call in (
-        lambda: made.generate(prompt(2), greedy()),
-        lambda: made.logits([[2]]),
-        lambda: made.scale("dp=1"),
-        made.warm_up,
-    ):
+    calls = (made.generate, prompt(2), greedy()), (made.logits, [[2]]), (made.scale, "dp=1"), (made.warm_up,)
+    for call, *given in calls:
         with pytest.raises(UserError, match="this LLM was shut down; make another one"):
-            call()
+            call(*given)
 
 
 @pytest.mark.parametrize(

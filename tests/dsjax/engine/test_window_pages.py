@@ -17,6 +17,7 @@ from dsjax.engine.transfer.prefill_links import PrefillLinks
 pytestmark = pytest.mark.slow
 
 G, LONGEST = 8, 96
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "prefill_chunk": 12, "page_size": G, "max_model_len": 96}
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0)
 DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 
@@ -33,14 +34,7 @@ def _sliding(no_programs_on_disk):
 
 
 def load(checkpoint, mesh="dp=1", **options):
-    sizes = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 24,
-        "prefill_chunk": 12,
-        "page_size": G,
-        "max_model_len": LONGEST,
-    }
-    llm = LLM(str(checkpoint), mesh=mesh, dtype="float32", **sizes | options)
+    llm = LLM(str(checkpoint), mesh=mesh, dtype="float32", **SIZES | options)
     llm.executor.buckets = dataclasses.replace(llm.executor.buckets, decode=(4,))
     return llm
 
@@ -118,14 +112,7 @@ def test_pages_of_both_kinds_come_back_from_host_memory(checkpoint, expected):
 
 def test_pages_of_both_kinds_go_from_prefill_to_decode(checkpoint, expected):
     sides = {"prefill_mesh": "dp=2", "decode_mesh": "dp=1", "local_prefill_tokens": 1, "transfer_timeout": 600}
-    sizes = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 24,
-        "prefill_chunk": 12,
-        "page_size": G,
-        "max_model_len": LONGEST,
-    }
-    llm = LLM(str(checkpoint), dtype="float32", **sides, **sizes, **DRAFTS)
+    llm = LLM(str(checkpoint), dtype="float32", **sides, **SIZES, **DRAFTS)
     assert_same(generated(llm, prompts()), expected)
     counts = llm.engine.core.part(PrefillLinks).source.transfer_counts
     assert (counts.completed, counts.given_up) == (counts.asked, 0)

@@ -74,9 +74,7 @@ def test_when_every_order_has_broken_that_is_said():
     for _ in range(2):
         orders.choose(ids((0, 1), 1), (1, 2, 1))
         orders.break_current({1})
-    with pytest.raises(
-        UserError, match=r"the 2 devices that are left have been in every order .* start all processes again"
-    ):
+    with pytest.raises(UserError, match=r"the 2 devices that are left have been in every order .* start all processes"):
         orders.choose(ids((0, 1), 1), (1, 2, 1))
     assert orders.find(ids((0, 1), 1), (1, 2, 1)) is None
     assert orders.find(ids((0,), 1), (1, 1, 1)) == [0]

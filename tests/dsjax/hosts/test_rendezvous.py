@@ -164,10 +164,7 @@ def test_one_that_cannot_be_in_the_group_is_refused_alone_and_the_group_goes_on_
     assert came.wait(60)
     for wrong, message in (
         (processes[1], "both have --process-id 1; give each its own"),
-        (
-            dataclasses.replace(processes[1], num_processes=4),
-            "has --num-processes 4, process 0 has 3; give all the same",
-        ),
+        (dataclasses.replace(processes[1], num_processes=4), "has --num-processes 4, process 0 has 3; give all"),
         (dataclasses.replace(processes[1], process_id=3), "came, but ids go from 0 to 2"),
     ):
         (found,) = messages(hold([wrong]))

@@ -141,9 +141,7 @@ def test_only_the_loopback_interface_needs_no_key(monkeypatch):
     monkeypatch.delenv("DSJAX_CLUSTER_KEY", raising=False)
     assert read_credentials(None, "127.0.0.1", "localhost", "127.8.9.1", "::1").key.is_local
     for host in ("192.0.2.1", "0.0.0.0", "::", "", "no-such-host.invalid"):
-        with pytest.raises(
-            UserError, match=r"--cluster-key-file FILE or in the environment variable DSJAX_CLUSTER_KEY"
-        ):
+        with pytest.raises(UserError, match="--cluster-key-file FILE or in the environment variable DSJAX_CLUSTER_"):
             read_credentials(None, "127.0.0.1", host)
     monkeypatch.setenv("DSJAX_CLUSTER_KEY", TEXT)
     assert not read_credentials(None, "192.0.2.1").key.is_local

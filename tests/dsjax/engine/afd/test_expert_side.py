@@ -99,10 +99,7 @@ def test_of_two_halves_the_one_attends_while_experts_compute_the_other():
     started: list[str] = []
     both = CompiledPass([Recorded("a", started), Recorded("b", started)], [0, 1], waits=False)
     xs, cache, _ = both.run(Passing({}, [], {}, None, [0, 10], [None, None]))
-    assert (xs, cache) == (
-        [2, 12],
-        ["a0", "b0", "a1", "b1"],
-    )  # two layers, each half's entries after those of the half before
+    assert (xs, cache) == ([2, 12], ["a0", "b0", "a1", "b1"]), "each half's entries after those of the half before"
     on_attention = [name for name in started if not name.startswith("compute")]
     first_of_b = started.index("compute b0")
     assert started.index("attend b0") > started.index("compute a0")

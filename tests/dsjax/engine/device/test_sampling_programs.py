@@ -48,15 +48,8 @@ CASES = {
 }
 
 
-DEFAULTS = {
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "presence": 0.0,
-    "frequency": 0.0,
-    "repetition": 1.0,
-}
+DEFAULTS = dict.fromkeys(("temperature", "top_p", "repetition"), 1.0)
+DEFAULTS |= dict.fromkeys(("top_k", "min_p", "presence", "frequency"), 0.0)
 
 
 @functools.cache
@@ -123,10 +116,8 @@ def run(drafted, biases=(), **settings) -> tuple[np.ndarray, np.ndarray]:
     """`[texts, LENGTH]` tokens, and how many tokens each slot made in its first step."""
     biased, draw = programs()
     s = DEFAULTS | settings
-    truncation, penalties = (
-        s["top_k"] > 0 or s["top_p"] < 1,
-        (s["presence"], s["frequency"], s["repetition"]) != (0, 0, 1),
-    )
+    truncation = s["top_k"] > 0 or s["top_p"] < 1
+    penalties = (s["presence"], s["frequency"], s["repetition"]) != (0, 0, 1)
     entries = [
         (position, token, int(np.float32(bias).view(np.int32)), until)
         for position in range(SLOTS * WIDTH)

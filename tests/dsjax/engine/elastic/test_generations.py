@@ -252,9 +252,7 @@ def test_a_model_goes_up_and_down_in_the_middle_of_requests_which_get_the_bits_o
     assert featured._generations.number == before + 4
     assert not on_device(featured.executor.params["embed.weight"].sharding)
     assert running.answers() == alone
-    with pytest.raises(
-        MeshError, match=r"mesh dp=4096 wants 4096 devices, and this server has \d+; ask for a mesh of at most so many"
-    ):
+    with pytest.raises(MeshError, match=r"mesh dp=4096 wants 4096 devices, and this server has \d+; ask for a mesh"):
         featured.scale("dp=4096")
     with pytest.raises(MeshError, match="heads are not divisible by tp=3"):
         featured.scale("tp=3")

@@ -126,9 +126,7 @@ def test_a_callers_own_class_has_no_digest_since_it_may_change(monkeypatch):
     exec("from dsjax.model.forms import Form\nclass Own(Form):\n    name = 'own'", own.__dict__)
     assert own.Own.__module__ == "own_form"
     for value in (own.Own, own.Own(), Pair(own.Own())):
-        with pytest.raises(
-            NotDescribed, match=r"own_form\.Own is defined in a module whose source is not in the digest"
-        ):
+        with pytest.raises(NotDescribed, match=r"own_form\.Own is defined in a module whose source is not in"):
             digest(value)
 
 

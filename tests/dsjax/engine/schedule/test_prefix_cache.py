@@ -31,15 +31,8 @@ def make(*, prefix_caching: bool = True, policy: str = "fcfs", budget: int = 24,
 
 def request(name: str, prompt: list[int], max_tokens: int = 1, *, salt: str | None = None, **params) -> Request:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, **params)
-    return Request(
-        name,
-        list(prompt),
-        len(prompt),
-        params,
-        max_tokens,
-        crc32(name.encode()),
-        options=RequestOptions(cache_salt=salt),
-    )
+    seed, options = crc32(name.encode()), RequestOptions(cache_salt=salt)
+    return Request(name, list(prompt), len(prompt), params, max_tokens, seed, options=options)
 
 
 def run(core: EngineCore, *requests: Request) -> None:

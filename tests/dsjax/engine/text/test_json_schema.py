@@ -68,11 +68,7 @@ def test_what_a_grammar_cannot_enforce_is_refused_in_json_schema_s_words(keyword
 @pytest.mark.parametrize(
     ("schema", "right", "wrong"),
     [
-        (
-            UNION,
-            ['{"kind":"a","next":{"kind":"a"}}', '{"kind":"c","size":1}'],
-            ['{"kind":"b","size":"x"}', '{"size":1}'],
-        ),
+        (UNION, ['{"kind":"a","next":{"kind":"a"}}', '{"kind":"c","size":1}'], ['{"kind":"b","size":"x"}', "{}"]),
         (
             {
                 "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}],
@@ -114,13 +110,7 @@ def test_schemas_are_enforced_as_they_are_meant(schema, right, wrong):
         UNION,
         {**OBJECT, "patternProperties": {"^a": {"type": "boolean"}}, "additionalProperties": False, "minProperties": 1},
         {**OBJECT, "properties": {"k": {"type": "null"}}, "required": ["k"], "minProperties": 2, "maxProperties": 3},
-        {
-            "type": "array",
-            "prefixItems": [{"type": "boolean"}],
-            "items": {"enum": [1, "b"]},
-            "minItems": 1,
-            "maxItems": 4,
-        },
+        {"type": "array", "prefixItems": [{"type": "boolean"}], "items": {"enum": [1, "b"]}, "maxItems": 4},
         {"type": "string", "format": "path", "maxLength": 4},
         {**OBJECT, "properties": {"a": {"enum": ["x", "yy", 3]}}, "required": ["a"], "additionalProperties": False},
     ],

@@ -62,11 +62,7 @@ SCHEMA = {
 @pytest.mark.parametrize(
     ("outputs", "right", "wrong"),
     [
-        (
-            {"json": SCHEMA},
-            ['{"name":"é🙂","age":3}', '{"name": "a", "age": 0}'],
-            ['{"name":"a"}', '{"name":"a","age":-1}'],
-        ),
+        ({"json": SCHEMA}, ['{"name":"é🙂","age":3}', '{"name": "a", "age": 0}'], ['{"name":"a","age":-1}']),
         ({"json": json.dumps(SCHEMA)}, ['{"name":"","age":12}'], ["{}", "3", '{"name":"","age":12'.ljust(60)]),
         ({"json": True}, ["1", '"a"', "[]"], ["a"]),
         ({"json_object": True}, ["{}", '{"a": [1, {"b": null}]}'], ["[]", "{'a': 1}", "{} {}"]),
