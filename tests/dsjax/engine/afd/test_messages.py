@@ -192,28 +192,26 @@ def test_a_slot_whose_writing_has_failed_half_way_holds_nobody_and_is_written_an
         np.testing.assert_array_equal(np.asarray(value), before[path])
 
 
-def test_a_connection_of_an_earlier_generation_is_late_and_moves_no_experts_back(process, enter, refusal):
-    rows = process._writer.rows.copy()
+@pytest.mark.parametrize(
+    ("opened", "later", "says"),
+    [
+        ({"generation": 2}, {"generation": 1}, "generation 1 of the attention side, which goes on with generation 2"),
+        # The side that is prepared knows nothing of experts that are moved meanwhile on the one of now.
+        ({}, {"change": 1}, "it is already on a side of experts that this attention side is connected to"),
+    ],
+    ids=["an earlier generation", "another side, whatever its address is called"],
+)
+def test_a_connection_that_is_late_or_of_another_side_is_refused_and_moves_no_experts_back(
+    process, enter, refusal, opened, later, says
+):
+    side, rows = says[:9].encode(), process._writer.rows.copy()
     moved = np.roll(rows, 1, axis=1)
-    attention = enter(b"group", rows=moved, generation=2)
-    refused = refusal(b"group", rows=rows, generation=1)
-    assert "generation 1 of the attention side, which goes on with generation 2" in refused
+    attention = enter(side, rows=moved, **opened)
+    assert says in refusal(side, rows=rows, **later)
     np.testing.assert_array_equal(process._writer.rows, moved)
     attention.close()
     until(lambda: not process.num_connections)
-    assert not refusal(b"another", rows=rows)  # whose generations are its own
-
-
-def test_a_process_of_the_side_of_now_is_on_no_other_side_whatever_its_address_is_called(process, enter, refusal):
-    """The side that is prepared knows nothing of experts that are moved meanwhile on the one of now."""
-    rows = process._writer.rows.copy()
-    attention = enter(b"scales", rows=np.roll(rows, 1, axis=1))
-    refused = refusal(b"scales", rows=rows, change=1)
-    assert "it is already on a side of experts that this attention side is connected to" in refused
-    np.testing.assert_array_equal(process._writer.rows, np.roll(rows, 1, axis=1))
-    attention.close()
-    until(lambda: not process.num_connections)
-    assert not refusal(b"scales", rows=rows, change=2)
+    assert not refusal(b"not " + side, rows=rows, **later)
 
 
 @pytest.mark.parametrize("leaves", [True, False])

@@ -88,13 +88,10 @@ def test_with_sides_the_mesh_is_that_of_attention_and_all_devices_count():
     assert {role: one.num_devices for role, one in apart.items()} == {"attention": 8, "expert": 24}
 
 
-def test_each_of_several_processes_has_its_own_run_of_the_expert_devices():
+def test_each_of_several_processes_has_its_own_run_of_the_expert_devices_and_attention_may_be_several():
     second = EngineArgs(**SEVERAL, afd_server_rank=1)
     assert expert_share(second) == ("10.0.0.2:7000", 12, 12)
     assert second.num_devices == 12
-
-
-def test_the_attention_side_alone_may_be_several_processes():
     group = {"coordinator_address": "127.0.0.1:8476", "num_processes": 4, "process_id": 3}
     args = EngineArgs(**SEVERAL | {"afd_role": "attention"}, **group)
     assert (host_options(args).process_id, args.num_devices) == (3, 8)

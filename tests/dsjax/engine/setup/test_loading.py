@@ -30,6 +30,9 @@ def test_generation_config_adds_to_the_tokenizer_and_comes_before_config(tmp_pat
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
     assert read_eos_token_ids(tmp_path, tiny_tokenizer()) == (1, 7, 8)
     assert read_eos_token_ids(tmp_path, None) == (7, 8)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(TokenizerError, match="eos_token_id '</s>'"):
+        read_eos_token_ids(tmp_path, None)
 
 
 def test_options_name_another_tokenizer_template_or_encoder_than_the_model_s(tmp_path):
@@ -48,12 +51,6 @@ def test_options_name_another_tokenizer_template_or_encoder_than_the_model_s(tmp
     assert read(chat_template=str(tmp_path / "mine.jinja")).source == "{{ 1 }}"
     with pytest.raises(UserError, match=r"missing.jinja cannot be read"):
         read(chat_template="missing.jinja")
-
-
-def test_a_wrong_eos_token_id_is_named(tmp_path):
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
-    with pytest.raises(TokenizerError, match="eos_token_id '</s>'"):
-        read_eos_token_ids(tmp_path, None)
 
 
 @pytest.mark.parametrize(
