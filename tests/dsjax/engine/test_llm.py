@@ -1,4 +1,4 @@
-"""``dsjax.LLM`` on a tiny checkpoint: order, errors, interruption, and text that depends on nothing but the request.
+"""``dsjax.LLM`` on a tiny checkpoint: errors, interruption, and text that depends on nothing but the request.
 
 These are the tests of `device/mesh_executor.py`, `device/step_programs.py` and `device/slots.py` too.
 """

@@ -1,4 +1,4 @@
-"""Sampling parameters end to end on a mesh with every axis: the text is what they mean, and nothing compiles for it.
+"""Sampling parameters end to end on a mesh with every axis: what is scored, what fails alone, text of a form, and nothing compiles for it.
 
 These are the tests of `device/launch_rows.py` too.
 """
