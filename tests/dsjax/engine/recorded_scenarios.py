@@ -23,7 +23,6 @@ from recorded_executor import ScriptedExecutor
 from dsjax.engine.contract.commands import Copy, FetchPages, PlacePages, PullPages, ReadPages, Step, StorePages
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.engine.transfer.messages import PrefillRequest
 
 KINDS = ("greedy", "sampled", "penalised", "biased", "logprobs", "prompt_logprobs", "structured", "open")
 MOVING = (Copy, StorePages, FetchPages, PlacePages, ReadPages, PullPages)
@@ -138,62 +137,6 @@ def plain_synchronous(run: Run) -> None:
     plain(run, ranks=2, asynchronous=False, policy="fcfs")
 
 
-def separated(run: Run, *, lost: bool = True) -> None:
-    """Two prefill engines, one of them reached by its address; transfers that are cancelled, lost, late, failed and given up."""
-    first_executor = make_executor(run, "prefill", num_ranks=2, transfers=True)
-    first_executor.keeps_elsewhere = {1}
-    second_executor = make_executor(run, "other-prefill", transfers=True, pages_per_rank=49)
-    first = make_prefill(run, first_executor, make_config(first_executor, policy="priority"), events=True)
-    second = make_prefill(run, second_executor, make_config(second_executor))
-    executor = make_executor(run, "decode", num_ranks=2, transfers=True, pages_per_rank=41)
-    links = [ScriptedLink(first)]
-    engine = make_core(
-        run,
-        executor,
-        make_config(executor),
-        links=links,
-        connect=lambda address: ScriptedLink(second),
-        local_tokens=9,
-        timeout=0.4,
-        events=True,
-    )
-    crowd = Crowd(4, longest=100)
-
-    def handed(number: int) -> None:
-        prompt = (crowd.prompt() + [number] * 12)[:100]
-        if number % 3:
-            second.hand(f"handed-{number}", prompt)
-        engine.add(
-            f"handed-{number}",
-            prompt,
-            "greedy",
-            5,
-            number,
-            prefill={"address": "other:1", "transfer": f"handed-{number}"},
-        )
-
-    run.play(together(
-        crowd.arrivals(engine, 90, every=3.2, aborts=4, longest_output=12),
-        sessions(engine, crowd, range(7, 280, 19)),
-        {turn: [lambda turn=turn: handed(turn)] for turn in range(3, 290, 14)},
-        {
-            40: [put(executor, pulls_fail=True)],
-            50: [put(executor, pulls_fail=False)],
-            80: [put(executor, chunk_seconds=float("inf"))],
-            98: [put(executor, chunk_seconds=0.03), lambda: run.clock.advance(0.5)],
-            120: [put(links[0], lost=(PrefillRequest,))],
-            136: [put(links[0], lost=()), lambda: run.clock.advance(0.5)],
-            160: [put(first_executor, chunk_seconds=float("inf"))],
-            178: [put(first_executor, chunk_seconds=0.03), lambda: run.clock.advance(0.5)],
-            200: [engine.flush],
-            220: [links[0].fail],
-            222: [lambda: run.clock.advance(70.0)],
-            240: [put(first_executor, non_finite={0: 12})],
-            256: [put(first_executor, non_finite={})],
-        },
-    ))  # fmt: skip
-
-
 def everything(run: Run) -> None:
     """Host memory and disk on both sides, drafts, and experts that move on both sides, while a prefill engine is asked."""
     both = {"host_pages_per_rank": 10, "disk_pages": 50, "transfers": True, "moves_experts": True}
@@ -285,5 +228,5 @@ def changed_mesh(run: Run) -> None:
 
 
 SCENARIOS: dict[str, Callable[[Run], None]] = {
-    scenario.__name__: scenario for scenario in (plain, plain_synchronous, separated, everything, changed_mesh)
+    scenario.__name__: scenario for scenario in (plain, plain_synchronous, everything, changed_mesh)
 }
