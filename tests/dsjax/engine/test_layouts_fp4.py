@@ -1,11 +1,29 @@
-"""What does not go with experts in FP4 is refused with the reason. Layouts with them: `test_layouts.py`."""
+"""Layouts with experts in FP4 give the answer of one device, and what does not go with FP4 is refused with the reason."""
 
 import pytest
 from layouts import widths, write_checkpoint
+from test_layouts import USUAL, answers, one_device  # noqa: F401
+from test_layouts import test_layout_gives_the_answer_of_one_device as check
 
 from dsjax import LLM
 from dsjax.errors import UserError
 from sharding import MeshError
+
+NVFP4_ROWS = {"weights": "nvfp4-bf16", "activation_scheme": "nvfp4", "redundant_experts": 4}
+INT4 = {"weights": "int4-bf16", "redundant_experts": 4}
+EPLB = {"num_redundant_experts": 2, "window_size": 4, "step_interval": 4, "payback": 0}
+MXFP4_MOVING = {"weights": "mxfp4-bf16", "enable_eplb": True, "eplb_config": EPLB}
+RUNS = [
+    ("dp=2", "ragged", *USUAL, MXFP4_MOVING),
+    ("dp=2,tp=2", "padded", *USUAL, NVFP4_ROWS),
+    ("dp=2,tp=2", "gather", *USUAL, INT4),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS, ids=["MXFP4", "NVFP4", "INT4"])
+def test_a_layout_with_experts_in_four_bits_gives_the_answer_of_one_device(request, kernels, run):
+    check(*map(request.getfixturevalue, ("answers", "one_device")), kernels, "v3, FP4", *run)
 
 
 @pytest.mark.parametrize(

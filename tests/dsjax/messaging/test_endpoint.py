@@ -38,18 +38,6 @@ def test_a_request_is_answered_with_a_value_of_the_type_that_was_asked_for(pair)
         peer.request("double", 21, kind=str).result(SECONDS)
 
 
-def test_a_reply_may_come_later_and_from_any_thread(pair):
-    server, client = pair
-    held = []
-    server.serve("wait", held.append, roles=("member",), kind=int)
-    peer = client.connect(server.address, "member")
-    replies = [peer.request("wait", number) for number in range(3)]
-    until(lambda: len(held) == 3)
-    for request in reversed(held):
-        threading.Thread(target=request.reply, args=(request.body,)).start()
-    assert [reply.result(SECONDS) for reply in replies] == [0, 1, 2]
-
-
 def test_messages_come_in_the_order_in_which_they_were_sent_however_long_they_are(pair):
     server, client = pair
     heard = []
