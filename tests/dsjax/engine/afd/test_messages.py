@@ -3,6 +3,7 @@
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -11,12 +12,14 @@ from layouts import write_checkpoint
 from processes import free_port
 from waits import until
 
+from dsjax.engine import expert_process
 from dsjax.engine.afd.expert_slots import NOBODY
 from dsjax.engine.afd.messages import COMPILE, OPEN, PLACE, STAGE, Answered, Call, Compile, Open, Opened, Place, Stage
 from dsjax.engine.expert_process import load_experts
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.messaging import Endpoint, Link, RefusedError
+from dsjax.messaging import Endpoint, Link, LinkListener, RefusedError
 from dsjax.messaging.cluster_key import local_credentials
+from dsjax.messaging.endpoint import PING
 
 FIRST = 2
 """The second of two processes with two devices each."""
@@ -128,6 +131,22 @@ def refusal(process, enter):
         return error
 
     return refusal
+
+
+def test_who_comes_in_the_moment_before_all_is_ready_is_let_in_then(args, endpoint, monkeypatch):
+    addresses, early = [free_port() for _ in range(2)], []
+
+    def listener(own):
+        peer = endpoint.connect(own.address, "attention")
+        early.append(peer.request(OPEN, Open({})))
+        assert peer.request(PING).result(SECONDS) is None  # so that it has come
+        return LinkListener(own)
+
+    monkeypatch.setattr(expert_process, "LinkListener", listener)
+    process = load_experts(replace(args, afd_address=",".join(f"127.0.0.1:{port}" for port in addresses)))
+    with pytest.raises(RefusedError, match="it gives no name of an attention side"):
+        early[0].result(SECONDS)
+    process.close()
 
 
 def test_a_process_at_another_place_than_the_attention_side_thinks_is_refused(refusal):
@@ -259,6 +278,18 @@ def test_two_processes_of_an_attention_side_have_one_program_run_and_each_gets_i
         answers.append(answer)
     np.testing.assert_array_equal(answers[0], answers[2])
     assert (process.num_calls - counts[0], process.num_products - counts[1]) == (3, 2)
+
+
+def test_of_two_processes_of_a_side_with_different_sizes_that_come_at_once_one_is_refused(refusal, enter):
+    errors = []
+
+    def come(number):
+        errors.append(failure(lambda: enter(b"at once", process=number, processes=2 + number)))
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(come, range(2)))
+    [refused] = filter(None, errors)
+    assert "and others of this generation are of" in refused
 
 
 def test_a_side_that_compiles_and_one_that_opens_do_not_hold_up_the_calls_of_another(process, enter, monkeypatch):

@@ -60,6 +60,16 @@ def test_a_prompt_goes_to_the_prefill_engine_of_which_fewest_pages_are_awaited()
     pair.settle()
 
 
+def test_an_engine_that_reaches_its_own_prefill_engines_alone_ignores_which_one_a_request_names():
+    pair = Pair()
+    prefill = {"address": "127.0.0.1:1", "transfer": "room-7"}
+    request = pair.add("a", list(range(50)), options=RequestOptions(prefill=prefill))
+    pair.run()
+    assert request.output_token_ids == expected_tokens(list(range(50)), 6)
+    assert pair.incoming.transfer_counts.completed == 1
+    pair.settle()
+
+
 class IdleLink(PrefillLink):
     """A link that is not connected, or not any more."""
 
