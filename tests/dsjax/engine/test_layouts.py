@@ -54,8 +54,8 @@ RUNS = [
     ("v3", "dp=8,ep=2", "gather", *USUAL, FUSED | CHUNKS),
     ("v3, no dense layer", "tp=8,ep=1", "gather", *ABSORBED, EVERY_TOKEN),
     ("v3, no dense layer", "dp=12", "ragged", *ABSORBED, {"redundant_experts": 4, "ep_dispatch_algorithm": "static"} | CHUNKS),
-    ("v3.2", "tp=8", "padded", "A_CC_ME", "A_CC_ME", FP8_CACHE | PREEMPTED | {"index_scores": "hadamard"}),
-    ("v3.2", "dp=2,tp=2+ep=8", "auto", "A_CC_ME", "A_CC_ME", FP8_CACHE | MIXED | HOST_EMBEDDING | {"index_scores": "hadamard"}),
+    ("v3.2", "tp=8", "padded", "A_CC_ME", "A_CC_ME", FP8_CACHE | PREEMPTED | {"index_scores": "fp8"}),
+    ("v3.2", "dp=2,tp=2+ep=8", "auto", "A_CC_ME", "A_CC_ME", FP8_CACHE | MIXED | HOST_EMBEDDING | {"index_scores": "fp8"}),
 ]  # fmt: skip
 NUMBERS = (*CHANGES_NUMBERS, *FP8_PRODUCTS, *FP8_CACHE)
 """Options that one device must have too, to compute the same numbers."""
