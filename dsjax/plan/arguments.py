@@ -14,7 +14,7 @@ from dsjax.hardware import load_hardware
 from dsjax.options import Checked, flag_of, option
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import read_dry_run
-from dsjax.plan.engine import Engine, find_engine
+from dsjax.plan.engine import find_engine
 from dsjax.plan.explain import EXPLAINED
 from dsjax.plan.measured import Measured, check_device, read_measured, read_network
 from dsjax.plan.operations import FLASHINFER_FP8_RATE
@@ -27,7 +27,6 @@ from dsjax.plan.workload import Lengths, Objective, Pins, PlanOptions, RequestCl
 from sharding.mesh import MeshSpec
 
 _MODES = {"both": ("aggregated", "separated"), "aggregated": ("aggregated",), "separated": ("separated",)}
-_SGLANG = {"engine": ("sglang",)}
 _APART = {"afd": ("auto", "on")}
 _CONTEXT = "Cached tokens of every request (step), of the longest (fit). Default: as --input and --output make them."
 
@@ -53,12 +52,6 @@ class LayoutArgs(Checked):
         "dsjax; published: kernels of SGLang and TensorRT-LLM; vllm, sglang, tensorrt-llm: in that engine's layouts and commands.",
     )
     dispatch: str | None = option(None, "deepep, or dsjax's auto, gather, padded, ragged, hierarchical.")
-    moe_a2a_backend: str = option(
-        "deepep",
-        "SGLang's; none: all ranks' tokens are gathered for the experts.",
-        choices=("deepep", "none"),
-        needs=_SGLANG,
-    )
     precision: str = option("auto", f"{', '.join(PRECISIONS)} (-bf16: attention in bf16); auto: fp8, or --measured's.")
     kv_cache_dtype: str = option("auto", "Latent cache: auto, bf16 or fp8.")
     mtp: int = option(0, "Tokens drafted by the MTP module a step.")
@@ -144,9 +137,8 @@ class TimedArgs(LayoutArgs):
         "deep_gemm",
         "SGLang's kernels of FP8 products on Blackwell.",
         choices=("deep_gemm", "flashinfer_trtllm"),
-        needs=_SGLANG,
+        needs={"engine": ("sglang",)},
     )
-    host_scheduling: str = option("overlapped", "overlapped with the device's work, or serial.")
     two_batch_overlap: str = option(
         "auto", "auto: where it is faster; on; off. Of dsjax on is where it is faster, and auto is off."
     )
@@ -263,9 +255,6 @@ class SimulateArgs(ServiceArgs):
     random_range_ratio: float | None = option(
         None, "Lengths × (1 - ratio) to × (1 + ratio), as vllm bench serve.", least=0
     )
-    scheduler_recv_interval: int = option(
-        1, "Decode steps between looks for prompts.", min=1, needs={"engine": ("sglang", "published")}
-    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -316,12 +305,9 @@ def _workload(a: SimpleNamespace) -> Workload:
 
 
 def _options(a: SimpleNamespace, measured: Measured | None) -> dict[str, Any]:
-    engine: Engine = dataclasses.replace(find_engine(a.engine), poll_steps=a.scheduler_recv_interval)
+    engine = find_engine(a.engine)
     if a.fp8_gemm_backend == "flashinfer_trtllm":
         engine = dataclasses.replace(engine, fp8_rate=FLASHINFER_FP8_RATE)
-    if a.moe_a2a_backend == "none":
-        # Then SGLang refuses --enable-two-batch-overlap (check_server_args of srt/server_args.py).
-        engine = dataclasses.replace(engine, gathers=True, overlaps=False)
     experts = a.expert_mesh and a.expert_mesh.replace("ep=", "dp=")
     meshes = [_mesh(text) for text in (a.prefill_mesh, a.decode_mesh, a.attention_mesh, experts)]
     return {
@@ -340,7 +326,6 @@ def _options(a: SimpleNamespace, measured: Measured | None) -> dict[str, Any]:
         "mesh": _mesh(a.mesh),
         "measured": measured,
         "operators": operator_tables(a.operators),
-        "host": a.host_scheduling,
         "pins": Pins(*meshes[:2], a.prefill_instances, a.decode_instances, *meshes[2:]),
         "widest": a.max_devices_per_instance,
         "fused": a.enable_shared_experts_fusion,

@@ -267,13 +267,8 @@ class Instance:
             return step
         moved = hand_over(self.cluster, mesh, tokens, config.hidden_size, own)
         # A batch of decodes is planned again when its results are there, and with as many batches as stages nothing hides the host.
-        host = assumption("host, decode, serial") if decode else 0.0
+        host = assumption("host, decode, not overlapped") if decode else 0.0
         return step * fullest_stage(config, mesh.pp_size, self.options.drafts > 0) + moved + host
-
-    @property
-    def ahead(self) -> bool:
-        """Whether a step is planned while the one before computes."""
-        return self.options.host == "overlapped"
 
     @kept_in("steps")
     def decode_attention(self, batch: float) -> float:

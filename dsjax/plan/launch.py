@@ -133,7 +133,7 @@ def launch(
     facts = facts_of(instance, batch, tokens, role) | FOR_SHELL
     facts |= {"model": model, "hosts": hosts, "devices": made.devices, "file": made.file, "port": PORTS[role]}
     whole = facts["ep"] == made.devices > 1
-    facts |= {"whole": whole, "deepep": whole and facts["dp"] > 1 and not instance.options.engine.gathers}
+    facts |= {"whole": whole, "deepep": whole and facts["dp"] > 1}
     for rank in range(1 if "across_hosts" in documented(engine) else hosts):
         flags = written(engine, "flags", facts | {"rank": rank})
         made.flags.append({flag: str(value) for flag, value in flags.items()})

@@ -160,7 +160,6 @@ class StepModel(StepBasis):
         if self.cluster.hardware.platform != "cuda":
             return 0.0
         config, way = self.config, "a layer, eager" if self.engine.eager else "a layer, compiled"
-        way = "a captured layer" if tokens <= self.engine.captured else way
         time = assumption(f"launches of {way}") * config.num_hidden_layers
         if not self.engine.eager and config.is_moe and self.layout.mesh.ep_size > 1:
             table = self.chip.operators.grouped_prefill("h200")
@@ -170,8 +169,7 @@ class StepModel(StepBasis):
 
     def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
         """What a step of so many tokens and requests takes beside its layers and head."""
-        host = assumption(f"host, {'decode' if decode else 'prefill'}, {self.options.host}")
-        return {"host": host, **self.moving()}
+        return {"host": assumption(f"host, {'decode' if decode else 'prefill'}"), **self.moving()}
 
     def moving(self) -> dict[str, float]:
         """Seconds of a step in which experts travel to where the balancer wants them: a whole rebalance ÷ the steps between two."""
@@ -316,8 +314,6 @@ class StepModel(StepBasis):
         config = self.config
         heads, rank = config.num_attention_heads // self.layout.mesh.tp_size, config.kv_lora_rank
         prompt, latent = mean_prompt(tokens, read, context), rank + config.qk_rope_head_dim
-        if absorbed and self.absorbs_below:
-            return self.chip.absorbed_prompts(heads, tokens, context, latent, rank)
         if absorbed:
             return self.chip.decode_attention(heads * prompt, tokens / prompt, context, latent, rank)
         widths = config.qk_head_dim + config.v_head_dim
@@ -326,14 +322,12 @@ class StepModel(StepBasis):
     def absorbs(self, tokens: float, read: float, context: float) -> bool:
         """Whether prompts behind cached positions use absorbed attention instead of expanding every cached latent.
 
-        An engine may have a rule (`Engine.absorbs_below`). Otherwise the form that is faster by published kernel times counts, which for a
-        few tokens behind many is the absorbed one; the recipe passes it to the engine. read, context: as in `attention`.
+        The form that is faster by published kernel times counts, which for a few tokens behind many is the absorbed one; the recipe passes
+        it to the engine. read, context: as in `attention`.
         """
         config = self.config
         if read <= 0 or config.index_topk is not None:
             return False
-        if self.absorbs_below:
-            return read < self.absorbs_below
         more = 2 * config.kv_lora_rank + config.qk_rope_head_dim - config.qk_head_dim - config.v_head_dim
         expanded = (config.qk_nope_head_dim + config.v_head_dim) * config.kv_lora_rank
         if tokens * context * more > read * expanded:  # more operations, at no more of them a second

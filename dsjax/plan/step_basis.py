@@ -46,18 +46,16 @@ class StepBasis:
     chip: Chip = field(init=False)
     engine: Engine = field(init=False)
     dispatch: str = field(init=False)  # `deepep`, or a method of dsjax
-    absorbs_below: int = field(init=False)  # `Engine.absorbs_below`, 0 on Blackwell
 
     def __post_init__(self):
-        options, engine, blackwell = self.options, self.options.engine, self.cluster.hardware.is_blackwell
-        rate = engine.fp8_rate if blackwell else None
+        options, engine = self.options, self.options.engine
+        rate = engine.fp8_rate if self.cluster.hardware.is_blackwell else None
         tables = self.once(tables_of(options.operators), dict)
         about = self.cluster.hardware, options.precision, options.operators, tables, {}, engine.fp8_mla, rate
         key = ("chip", id(options.operators), engine.fp8_mla, rate)
         object.__setattr__(self, "chip", self.once(key, lambda: Chip(*about)))
         object.__setattr__(self, "engine", engine)
         object.__setattr__(self, "dispatch", options.dispatch)
-        object.__setattr__(self, "absorbs_below", 0 if blackwell else engine.absorbs_below)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return the value of `make`, computed once in a draw for all layouts with the same key."""
@@ -131,7 +129,7 @@ def routed_experts(
     split = mesh.expert_width_shards
     alike = mesh.tp_size if split > 1 or step.dispatch != "deepep" else 1
     group = mesh.num_devices // mesh.expert_copies, step.expert_slots, split, step.places_by_load, alike
-    how = step.layout.fused, step.sums_experts, step.engine.gathers
+    how = step.layout.fused, step.sums_experts
     make = partial(_routed, step, tokens / mesh.tp_size, decode, busy, halved)
     if step.dry_runs:
         return make()
@@ -193,10 +191,6 @@ def _exchanges(step: StepBasis, rank_tokens: float, decode: bool, slowest: float
         return _own(step, rank_tokens, decode, slowest, halved)
     if step.sums_experts:
         there = back = 0.0
-    elif step.engine.gathers and mesh.dp_size > 1:
-        # A gather and scattered sums send half of a sum each.
-        size = rank_tokens * mesh.num_devices * width * BF16 * (0.5 if decode else 1.0)
-        there = back = all_reduce(cluster, mesh.num_devices, size)
     elif "etp" in mesh.axes:
         return _ways(step, "even", rank_tokens, slowest, halved, split)
     else:

@@ -222,7 +222,6 @@ class PlanOptions:
     mesh: MeshSpec | None = None  # of every instance; None: searched
     measured: Measured | None = None  # times of modules, taken where they are of a layout
     operators: OperatorTables = BUNDLED
-    host: str = "overlapped"  # with the device's work, or serial
     engine: Engine = PUBLISHED
     pins: Pins = field(default_factory=Pins)
     widest: int | None = None  # most devices of an instance; None: all
@@ -233,7 +232,6 @@ class PlanOptions:
 
     def __post_init__(self):
         for flag, given, known in (
-            ("--host-scheduling", [self.host], ("overlapped", "serial")),
             ("--dispatch", [self.dispatch], DISPATCHES),
             ("--two-batch-overlap", [self.overlap], ("auto", "on", "off")),
             ("--afd", [self.afd], ("off", "auto", "on")),

@@ -30,8 +30,8 @@ def accepted(engine):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def without_deepgemm_and_deepep():
-    return dataclasses.replace(find_engine("sglang"), gathers=True, fp8_rate=FLASHINFER_FP8_RATE)
+def without_deepgemm():
+    return dataclasses.replace(find_engine("sglang"), fp8_rate=FLASHINFER_FP8_RATE)
 
 
 def every_launch(ask, engine):
@@ -41,7 +41,7 @@ def every_launch(ask, engine):
         {"drafts": 1},
         {"precision": precision("nvfp4", "fp8")},
         {"precision": precision("fp8", "fp8"), "overlap": "on"},
-        *({"engine": without_deepgemm_and_deepep()} for _ in range(engine == "sglang")),
+        *({"engine": without_deepgemm()} for _ in range(engine == "sglang")),
     )
     layouts = (
         ("h200-16", "dp=16", 32),

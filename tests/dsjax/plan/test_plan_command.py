@@ -157,11 +157,6 @@ def engine_of(command):
         (["--afd", "on", "--slo", "ttft-p95=370"], "--slo and --afd exclude each other"),
         (["--afd", "on", "--mesh", "dp=8"], "--mesh is of one mesh"),
         (["--attention-mesh", "dp=8", "--expert-mesh", "dp=8"], "such as ep=24"),
-        (["--moe-a2a-backend", "mooncake"], "is 'mooncake', expected one of deepep, none"),
-        (
-            ["--moe-a2a-backend", "none", "--engine", "vllm"],
-            "--moe-a2a-backend needs --engine sglang; give that too, or leave --moe-a2a-backend out",
-        ),
         (["--fp8-gemm-backend", "triton"], "is 'triton', expected one of deep_gemm, flashinfer_trtllm"),
         (["--fp8-gemm-backend", "flashinfer_trtllm", "--engine", "sglang"], "h200-8 has h200"),
         (["--host-cache-gb", "5"], "--host-cache-gb needs --working-set; give that too"),

@@ -34,17 +34,6 @@ def test_one_device_and_one_replica_exchange_nothing(model):
     assert alone["tensor-parallel sums"] > 0
 
 
-def test_gathered_tokens_cost_a_sum_over_all_ranks_each_way_and_half_of_one_in_decode(v3):
-    cluster, layout = load_cluster("h200-8"), parse_layout("dp=8", 0, v3)
-    step = step_model(v3, cluster, layout, PRECISIONS["fp8"], gathers=True)
-    for work, share in ((RankWork(prompts=512, pairs=512 * 500), 1.0), (RankWork(512, 512 * 500), 0.5)):
-        parts = step.step([work])
-        each = all_reduce(cluster, 8, share * 8 * 512 * v3.hidden_size * 2) * v3.num_moe_layers
-        assert parts["dispatch"] == parts["combine"] == pytest.approx(each)
-    alone = step_model(v3, cluster, parse_layout("tp=8,ep=1", 0, v3), PRECISIONS["fp8"], gathers=True)
-    assert alone.decode_parts(512, 500)["dispatch"] == 0
-
-
 def test_cached_prompts_cost_attention_but_no_projections(model):
     step = model()
     fresh, suffix = (step.prefill_parts(8192, prompt=4096, cached=cached) for cached in (0, 4096))
