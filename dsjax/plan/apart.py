@@ -61,10 +61,6 @@ class ApartStep(StepModel):
             parts["command to the other processes"] = assumption("a step's command to the other processes")
         return parts
 
-    def moving(self) -> dict[str, float]:
-        """Experts move between the devices that have them."""
-        return self.expert_side.moving()
-
     def routed(self, tokens: float, decode: bool, busy: float, halved: bool) -> dict[str, float]:
         """The experts' products in one layer, of the tokens of all attention devices."""
         each = tokens * self.layout.mesh.dp_size / self.layout.experts

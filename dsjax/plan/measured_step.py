@@ -136,7 +136,7 @@ class MeasuredStep(StepModel):
             return super().beside(tokens, rows, decode)
         inputs = self._module("inputs", tokens, 1, variant="")
         embedding = self._module("embedding", tokens, 1, variant="device")
-        return {"launch": launch, **self.moving(), **_given(inputs=inputs, embedding=embedding)}
+        return {"launch": launch, **_given(inputs=inputs, embedding=embedding)}
 
 
 def _given(**seconds: float | None) -> dict[str, float]:

@@ -174,24 +174,11 @@ def xla_collective(
     near = min(cluster.domain, ranks) if near is None else near
     crossing = (ranks - near) / (near if kind in ("all_gather", "reduce_scatter") else 1)
     met = cluster.between(of or ranks)
-    time = _over_links(met, each * (ranks - 1 - crossing), each * crossing)
+    share, inside = assumption("XLA's collectives, share of a link"), each * (ranks - 1 - crossing)
+    time = inside * torus_hops(met) / (share * met.hardware.scale_up_bandwidth)
+    time = max(time, each * crossing / (share * met.network_bandwidth))
     latency = network_latency(met) if ranks > near else 0.0
     return time + latency + collective_start(between=ranks > near) * count
-
-
-def _over_links(cluster: Cluster, inside: float, away: float) -> float:
-    """Seconds of bytes in XLA's collectives over the scale-up link, beside those that leave its domain."""
-    share = assumption("XLA's collectives, share of a link")
-    time = inside * torus_hops(cluster) / (share * cluster.hardware.scale_up_bandwidth)
-    return max(time, away / (share * cluster.network_bandwidth))
-
-
-def moved_bytes(cluster: Cluster, ranks: int, size: float) -> float:
-    """Seconds in which each of so many neighbouring ranks receives `size` bytes of weights, from any of the others."""
-    observed = _observed(cluster, "ragged_all_to_all", ranks, size)
-    if observed is not None:
-        return observed
-    return _over_links(cluster.between(ranks), size, size * (1 - min(cluster.domain, ranks) / ranks))
 
 
 def all_reduce(cluster: Cluster, ranks: int, size: float, near: int | None = None) -> float:

@@ -7,12 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from dsjax.plan.figure import assumption, measured
-from dsjax.plan.memory import expert_bytes
-from dsjax.plan.network import all_reduce, moved_bytes
+from dsjax.plan.network import all_reduce
 from dsjax.plan.operator_tables import AICONFIGURATOR
 from dsjax.plan.precision import BF16
 from dsjax.plan.program import excess, nearest, tensor_parallel_sums
-from dsjax.plan.skew import STEP_INTERVAL
 from dsjax.plan.sparse import index_projections, sparse_attention
 from dsjax.plan.step_basis import HALVES, StepBasis, overlapped_layers, routed_experts, windowed_layers
 
@@ -169,16 +167,7 @@ class StepModel(StepBasis):
 
     def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
         """What a step of so many tokens and requests takes beside its layers and head."""
-        return {"host": assumption(f"host, {'decode' if decode else 'prefill'}"), **self.moving()}
-
-    def moving(self) -> dict[str, float]:
-        """Seconds of a step in which experts travel to where the balancer wants them: a whole rebalance ÷ the steps between two."""
-        config, mesh, places = self.config, self.layout.mesh, self.expert_slots
-        if not (self.places_by_load and mesh.ep_size > 1 and config.is_moe):
-            return {}
-        slots = places.physical // mesh.ep_size * self.options.skew.moved(places, config.n_routed_experts)
-        size = slots * expert_bytes(config, mesh.expert_width_shards, self.options.precision) * config.num_moe_layers
-        return {"moving experts": moved_bytes(self.cluster, mesh.ep_size, size) / STEP_INTERVAL}
+        return {"host": assumption(f"host, {'decode' if decode else 'prefill'}")}
 
     # Layers -------------------------------------------------------------------------------------------------------------------
 
