@@ -21,7 +21,7 @@ from dsjax.plan.measured_step import MeasuredStep
 from dsjax.plan.memory import Memory, memory
 from dsjax.plan.moves import fullest_stage, hand_over
 from dsjax.plan.operator_tables import kept as kept_in
-from dsjax.plan.program import halves_refusal, refusal, wire_refusal
+from dsjax.plan.program import refusal, time_refusal
 from dsjax.plan.step import MODULE, WAITING, StepModel
 from dsjax.plan.step_basis import tables_of
 from dsjax.plan.workload import PlanOptions, Workload
@@ -137,18 +137,13 @@ class Instance:
             return [
                 ApartStep(*about, alone, overlap=n > 1, micro_batches=n, published=not own, **alike) for n in counts
             ]
-        usable = [run for run in self.dry_runs if wire_refusal(run, options) is None]
-        programs = tuple(run for run in usable if not run.halves)
         choices = {"auto": (False, True), "on": (True,), "off": (False,)}[options.overlap]
         if own:  # it has to be asked for, as --enable-dbo; thresholds then choose the faster
             choices = (False, True) if options.overlap == "on" else (False,)
-        whole = programs and not any(run.halves for run in usable)
-        if self.layout.mesh.ep_size == 1 or whole or not engine.overlaps:
-            choices = (False,)  # nothing to overlap; or the program that was compiled does not
+        if self.layout.mesh.ep_size == 1 or not engine.overlaps:
+            choices = (False,)
         make = MeasuredStep if options.measured else StepModel
-        return [
-            make(*about, options, overlap=halves, dry_runs=() if halves else programs, **alike) for halves in choices
-        ]
+        return [make(*about, options, overlap=halves, **alike) for halves in choices]
 
     def decode_step(self, batch: float) -> float:
         """Seconds of one decode step, with the overlap that makes it faster."""
@@ -220,19 +215,18 @@ class Instance:
     def pace(self, decode: bool, halves: bool = False) -> float:
         """Timeline of a dry run of such a step ÷ the estimate; 1 without one, or of another engine than dsjax. halves: of a step in two
         halves; where only the other kind was compiled, it tells."""
-        known = (run for run in self.dry_runs if not halves_refusal(run, self.options))
-        runs = [run for run in known if run.timeline and (run.step == "decode") == decode]
+        known = (run for run in self.dry_runs if not time_refusal(run, self.options))
+        runs = [run for run in known if (run.step == "decode") == decode]
         run = min(runs, key=lambda run: run.halves != halves, default=None)
-        own = self.options.engine.name == "dsjax"
-        return drawn(run.timeline) / self.compiled_step(run) if run and own else 1.0
+        return drawn(run.timeline) / self.compiled_step(run) if run else 1.0
 
     def compiled_step(self, run: DryRun) -> float:
         """Seconds of the step that was compiled: the same rows and context, whole or in halves as that is."""
         models = self.step_models()
         model = next((one for one in models if one.overlap == run.halves), models[0])
         if run.step == "decode":
-            return model.decode(run.rows, run.context)
-        return model.prefill(run.step_tokens, prompt=run.row_tokens, cached=run.context - run.row_tokens)
+            return model.decode(run.batch, run.context)
+        return model.prefill(run.step_tokens, prompt=run.chunk, cached=run.context - run.chunk)
 
     def overlapped(self, batch: float) -> bool:
         """Whether `decode_step` overlaps two half batches."""

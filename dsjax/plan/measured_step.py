@@ -63,8 +63,6 @@ class MeasuredStep(StepModel):
                 found["dense MLP"] = self._module("dense MLP", tokens, work.dense)
         if moe:
             found |= self._experts(tokens, moe, work.busy)
-            if found.get("experts"):  # what was timed has the padding that the program computes with
-                parts.pop("products beyond the model's own", None)
         return parts | _given(**found)
 
     def _module(self, name: str, tokens: float, times: int, places: int = 1, **sizes) -> float | None:

@@ -185,5 +185,5 @@ def _set_aside(device_bytes: int, usual: float, dry_runs: tuple[DryRun, ...]) ->
     run = max(dry_runs, key=lambda one: one.temporaries)
     ends = (share * device_bytes for share in (0.02, 0.01, 0.05))
     unseen = assumed(*ends, "runtime, communication buffers, fragmentation", "what a compiler does not see", "B")
-    temporaries = run.figure(run.temporaries, "temporaries", "B") + unseen
+    temporaries = run.temporaries + unseen
     return temporaries if len({one.step for one in dry_runs}) == 2 else max(temporaries, usual)

@@ -15,7 +15,6 @@ from dsjax.options import flag_of
 from dsjax.plan.calibration import calibrated
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cold_start import cold_start, files_precision, host_bytes, reading, recovery
-from dsjax.plan.figure import spread
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED, LaunchCommand, documented, facts_of, launch, said, script, written
 from dsjax.plan.memory import expert_side_bytes
@@ -111,7 +110,7 @@ def notes(candidate: Candidate) -> list[str]:
         "rate": candidate.throughput.high / candidate.count,
         "most_front_ends": _MOST_FRONT_ENDS,
     }
-    return [*_contradicted(candidate), *said("dsjax", "lacks", facts)]
+    return said("dsjax", "lacks", facts)
 
 
 def published_beside(candidate: Candidate | None, other: Candidate | None) -> str | None:
@@ -121,22 +120,6 @@ def published_beside(candidate: Candidate | None, other: Candidate | None) -> st
     more = other.throughput / candidate.throughput if candidate else None
     batches = other.decode.batches_in_turn(other.batch)
     return filled("texts", "published.txt", other=other, layout=other.decode.layout, batches=batches, more=more)
-
-
-def _contradicted(candidate: Candidate) -> list[str]:
-    """Steps whose compiled program is predicted to take another time than the planner's interval."""
-    contradictions = []
-    for instance in {id(i): i for i in (candidate.prefill, candidate.decode)}.values():
-        for run in instance.dry_runs:
-            [ours] = spread(lambda one=instance, run=run: [one.on(one.cluster, {}).compiled_step(run)])
-            theirs = run.timeline
-            if theirs and not ours.low <= theirs <= ours.high:
-                contradictions.append(
-                    f"The program that dsjax serve runs for {run.shape} takes {theirs * 1e3:,.0f} ms by its timeline; the "
-                    f"planner, with published kernels for attention and experts, says {ours * 1e3:,.0f} ms "
-                    f"[{ours.low * 1e3:,.0f} … {ours.high * 1e3:,.0f}]."
-                )
-    return contradictions
 
 
 def launches(engine: str, model: str, candidate: Candidate) -> list[LaunchCommand]:
@@ -185,7 +168,7 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
                 service |= {"command": one.commands()[0], "options": one.flags[0]}
                 service |= {"instances": one.instances, "devices_each": one.devices}
         if name == engine:
-            remarks = list(dict.fromkeys([*_contradicted(candidate), *(text for one in every for text in one.lacks)]))
+            remarks = list(dict.fromkeys(text for one in every for text in one.lacks))
     return {
         "model": model,
         "cluster": question.cluster.name,

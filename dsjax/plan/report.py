@@ -115,7 +115,7 @@ def _first_screen(plan: Plan, model: str, rows: int) -> Iterator[str | Text | Ta
         held = "✓ meets the objectives even at the intervals' ends, ~ in the middle; " if question.bounded else ""
         yield Text(f"{held}≈ as row 1", "dim")
     if any(usage.used for usage in plan.usages) and len(plan.considered) > 1:
-        yield Text("Rows marked compiled count what XLA's program does beyond the published kernels.", "dim")
+        yield Text("Rows marked compiled have memory, and of dsjax the time of a step, of a dry run.", "dim")
     if winner is None:
         return
     rate, tpot = _corrected(winner)

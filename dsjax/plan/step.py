@@ -10,7 +10,6 @@ from dsjax.plan.figure import assumption, measured
 from dsjax.plan.network import all_reduce
 from dsjax.plan.operator_tables import AICONFIGURATOR
 from dsjax.plan.precision import BF16
-from dsjax.plan.program import excess, nearest, tensor_parallel_sums
 from dsjax.plan.sparse import index_projections, sparse_attention
 from dsjax.plan.step_basis import HALVES, StepBasis, overlapped_layers, routed_experts, windowed_layers
 
@@ -189,17 +188,9 @@ class StepModel(StepBasis):
         """Seconds of layers' parts one after the other. halved: the work is one of two half batches."""
         each = ((sum(self.attention(*one) for one in rank.attending(work.verified)), rank) for rank in work.ranks)
         attention, rank = max(each)
-        tokens, decode, per_device = work.tokens, work.decode, work.tokens / self.layout.mesh.tp_size
+        tokens, decode = work.tokens, work.decode
         absorbed = decode or (rank.prompts > 0 and self.absorbs(rank.prompts, rank.cached, rank.pairs / rank.prompts))
         parts = {**self._dense(work, rank.cached, absorbed), "attention": attention * work.layers}
-        whole = self.dry_runs and work.layers == self.config.num_hidden_layers
-        run = nearest(self.dry_runs, decode, per_device) if whole else None
-        if run:
-            if self.layout.mesh.tp_size > 1:
-                parts["tensor-parallel sums"] = tensor_parallel_sums(self.cluster, run, per_device)
-            beyond = excess(self.chip, self.config, run, per_device)
-            if beyond:
-                parts["products beyond the model's own"] = beyond
         moe = work.layers - work.dense
         if moe:
             routed = self.routed(tokens, decode, work.busy, halved)
