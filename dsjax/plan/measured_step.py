@@ -78,7 +78,7 @@ class MeasuredStep(StepModel):
             return find(DECODE_FORM, rows, width, context, times=layers, places=stacks, verify=width > 1)
         prompt = mean_prompt(tokens, read, context)
         cached = read / tokens * prompt
-        chunks = [row["sizes"]["chunk"] for row in self.measured.rows("attention", f"{PREFILL_FORM} prefill")]
+        chunks = [row.sizes["chunk"] for row in self.measured.of("attention", f"{PREFILL_FORM} prefill")]
         chunk = min(prompt, tokens, max(chunks, default=tokens))
         seconds = find(PREFILL_FORM, 1, chunk, cached + (prompt - chunk) / 2, times=layers, places=stacks)
         return seconds if seconds is None or tokens == chunk else seconds * (tokens / chunk)

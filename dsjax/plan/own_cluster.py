@@ -29,17 +29,17 @@ def find_cluster(name: str | None, measured: Measured | None) -> Cluster:
             )
         return load_cluster(name or _DEFAULT)
     device = measured.device
-    if name == THIS_MACHINE and device["platform"] == "cpu" and device["name"] != cpu_name():
+    if name == THIS_MACHINE and device.platform == "cpu" and device.name != cpu_name():
         raise UserError(
-            f"--measured {measured.path} was taken on {device['name']}, and this machine is {cpu_name()}; time it here, with "
+            f"--measured {measured.path} was taken on {device.name}, and this machine is {cpu_name()}; time it here, with "
             "dsjax bench modules --json FILE, or leave --cluster out to plan for the device that was measured"
         )
     if name in (None, THIS_MACHINE):
         return _of_device(measured)
     cluster = load_cluster(name)
-    if cluster.hardware.key != device["hardware"] and cluster.hardware.name != device["name"]:
+    if cluster.hardware.key != device.hardware and cluster.hardware.name != device.name:
         raise UserError(
-            f"--measured {measured.path} was taken on {device['name']}, and {cluster.name} has {cluster.hardware.name}; "
+            f"--measured {measured.path} was taken on {device.name}, and {cluster.name} has {cluster.hardware.name}; "
             "leave --cluster out to plan for the device that was measured, or measure on one of the cluster's"
         )
     return cluster
@@ -83,30 +83,30 @@ def _timed_alike(chip: Hardware) -> tuple:
 
 def _of_device(measured: Measured) -> Cluster:
     """One host of the devices that were measured; an unknown device's rates are the ceilings that the file has."""
-    device, count = measured.device, measured.device["count"]
-    if device["hardware"]:
-        chip = load_hardware(device["hardware"])
+    device, count = measured.device, measured.device.count
+    if device.hardware:
+        chip = load_hardware(device.hardware)
     else:
-        ceilings = measured.body["ceilings"]
-        moved = dict.fromkeys(("memory_bandwidth", "scale_up_bandwidth"), ceilings["bytes_per_s"])
-        computed = dict.fromkeys(("bf16_flops", "fp8_flops"), ceilings["flops_per_s"])
+        ceilings = measured.ceilings
+        moved = dict.fromkeys(("memory_bandwidth", "scale_up_bandwidth"), ceilings.bytes_per_s)
+        computed = dict.fromkeys(("bf16_flops", "fp8_flops"), ceilings.flops_per_s)
         fields = ("memory_bytes", *moved, *computed, "scale_up_devices")
         chip = Hardware(
-            key=device["name"],
-            name=device["name"],
-            platform=device["platform"],
-            memory_bytes=device["memory_bytes"],
+            key=device.name,
+            name=device.name,
+            platform=device.platform,
+            memory_bytes=device.memory_bytes,
             **moved,
             **computed,
             scale_up_devices=count,
             devices_per_host=count,
             scale_out_gbps=1.0,
-            sources=dict.fromkeys(fields, ceilings["source"]),
+            sources=dict.fromkeys(fields, ceilings.source),
         )
     nothing = f"one host with {count} device{'s' * (count > 1)}: nothing is sent between hosts"
     return Cluster(
         name="measured device",
-        description=f"{count} × {device['name']}",
+        description=f"{count} × {device.name}",
         hardware=chip,
         hosts=1,
         devices_per_host=count,
@@ -129,13 +129,12 @@ def choose_precision(name: str, cache: str, measured: Measured | None) -> Precis
     """
     if measured is None:
         return precision("fp8" if name == "auto" else name, cache)
-    body = measured.body
-    weights = body["weights"]
-    if name not in ("auto", weights) or cache not in ("auto", _CACHES.get(body["kv_cache_dtype"])):
+    weights = measured.weights
+    if name not in ("auto", weights) or cache not in ("auto", _CACHES.get(measured.kv_cache_dtype)):
         raise UserError(
             f"--precision {name} with --kv-cache-dtype {cache}, but --measured {measured.path} was taken with {weights} weights and a "
-            f"{body['kv_cache_dtype']} cache; leave both out, or measure again with dsjax bench modules --weights and --kv-cache-dtype"
+            f"{measured.kv_cache_dtype} cache; leave both out, or measure again with dsjax bench modules --weights and --kv-cache-dtype"
         )
     expert, linear = (BF16, 4.0) if weights == "mixed" else (_BYTES[weights],) * 2
-    kept = f"{weights} weights, {body['dtype']}"
-    return Precision(kept, expert, linear, _BYTES[body["kv_cache_dtype"]], _BYTES[body["dtype"]])
+    kept = f"{weights} weights, {measured.dtype}"
+    return Precision(kept, expert, linear, _BYTES[measured.kv_cache_dtype], _BYTES[measured.dtype])
