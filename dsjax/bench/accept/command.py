@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import json
 import secrets
 import shlex
 import signal
