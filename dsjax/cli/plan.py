@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from dsjax.plan.percentiles import Kept, Slo
     from dsjax.plan.question import Question
     from dsjax.plan.search import Plan
-    from dsjax.plan.sweep import Sweep
 
 _SEARCH = "search"
 
@@ -71,11 +68,11 @@ class _Answer:
         """The winner, or the nearest where none meets the objectives."""
         return next(iter([*self.plan.ranked[:1], *self.plan.missed[:1]]), None)
 
-    def to_json(self, args: ServiceArgs, sweeps: Sequence[Sweep] = (), outcomes: Any = ()) -> dict[str, Any]:
+    def to_json(self, args: ServiceArgs, outcomes: Any = ()) -> dict[str, Any]:
         """The plan and the percentiles."""
         from dsjax.plan.report import to_json
 
-        body = to_json(self.plan, args.model, args.rows, list(sweeps), outcomes)
+        body = to_json(self.plan, args.model, args.rows, outcomes)
         return body | {"percentiles": [one.to_json(self.slos) for one in self.kept]}
 
     def show(self, console: Console, args: ServiceArgs) -> None:
@@ -106,36 +103,26 @@ def _answer(args: ServiceArgs) -> _Answer:
 def search_layouts(args: PlanArgs) -> None:
     """Find the layout for a cluster, a workload and objectives; `dsjax plan` alone does this."""
     from dsjax.plan.explain import explain
-    from dsjax.plan.report import details, show_sweep
-    from dsjax.plan.sweep import read_sweep, sweep
+    from dsjax.plan.report import details
 
-    points = [read_sweep(text) for text in args.sweep or ()]
     answer = _answer(args)
-    best, everything = answer.best, args.explain == "plan" or args.json_file is not None
-    beside = _published_beside(args, answer) if everything else None
-    sweeps = [sweep(answer.question, best, *one) for one in points] if best else []
-    _draw(args, answer.plan, sweeps)
-    found = None
-    if args.working_set is not None and best:
-        from dsjax.plan.reuse import reuse
+    best = answer.best
+    if args.pareto:
+        from dsjax.plan.pareto import draw_front
 
-        found = reuse(best, args.working_set, args.host_cache_gb * 1e9, args.disk_cache_gb * 1e9)
+        with writing(args.pareto):
+            draw_front(answer.plan, args.pareto)
     if args.json_file is not None:
-        body = {"reuse": found and found.to_json(), "published": beside}
-        write_json(args.json_file, answer.to_json(args, sweeps) | body)
+        write_json(args.json_file, answer.to_json(args))
         return
     console = report_console()
     answer.show(console, args)
-    if found:
-        console.print(str(found), highlight=False, soft_wrap=True)
     if args.explain == "plan":
-        details(console, answer.plan, args.model, args.rows, beside)
+        details(console, answer.plan, args.model, args.rows)
     elif args.explain:
         console.print(
             Text(explain(best, args.explain)) if best else "nothing fits: there is nothing to explain", soft_wrap=True
         )
-    for swept in sweeps:
-        show_sweep(console, swept)
 
 
 @app.command("compare", cls=PanelledCommand)
@@ -252,32 +239,3 @@ def recipe(
     console = report_console()
     answer.show(console, args)
     console.print(f"written to {file}", highlight=False, soft_wrap=True)
-
-
-def _published_beside(args: PlanArgs, answer: _Answer) -> str | None:
-    """What published engines would do there, for a plan of dsjax's own figures; None for another."""
-    from dsjax.plan.engine import PUBLISHED
-    from dsjax.plan.recipe import published_beside
-    from dsjax.plan.search import search
-
-    question = answer.question
-    if question.options.engine.name != "dsjax" or args.compiled or args.measured:
-        return None
-    options = dataclasses.replace(question.options, engine=PUBLISHED, dispatch=args.dispatch or PUBLISHED.dispatch)
-    return published_beside(answer.plan.winner, search(dataclasses.replace(question, options=options)).winner)
-
-
-def _draw(args: PlanArgs, answer: Plan, sweeps: list[Sweep]) -> None:
-    """Write the pictures that are asked for."""
-    if not (args.pareto or args.plots):
-        return
-    from dsjax.plan.pareto import draw_front, draw_sweep, write_html
-
-    if args.pareto:
-        with writing(args.pareto):
-            (write_html if args.pareto.suffix == ".html" else draw_front)(answer, args.pareto)
-    if args.plots:
-        with writing(args.plots):
-            args.plots.mkdir(parents=True, exist_ok=True)
-            for swept in sweeps:
-                draw_sweep(swept, args.plots / f"{swept.quantity}.png")

@@ -223,26 +223,7 @@ class PlanArgs(ServiceArgs):
     explain: str | None = option(
         None, "plan: every figure; or one figure's derivation.", choices=EXPLAINED, excludes=("json_file",)
     )
-    sweep: list[str] | None = option(
-        None,
-        "latency, bandwidth, loss-of-hosts, hosts, concurrency; points: latency=1,10; hosts=8:400 (users); repeatable.",
-    )
-    plots: Path | None = option(None, "Folder for the sweeps' pictures.", needs={"sweep": ()})
-    pareto: Path | None = option(None, "Write the Pareto front: .html, or a picture.")
-    working_set: float | None = option(
-        None, "Tokens of prompts that come back: what share caches have.", above=0, most=1e18, excludes=("afd",)
-    )
-    host_cache_gb: float = option(0.0, "A host's memory for pages.", least=0, most=1e9, needs={"working_set": ()})
-    disk_cache_gb: float = option(0.0, "A host's disk for pages.", least=0, most=1e9, needs={"working_set": ()})
-
-    def __post_init__(self):
-        super().__post_init__()
-        meshes = (_mesh(text) for text in (self.mesh, self.prefill_mesh, self.decode_mesh) if text)
-        staged = any(count > 1 for count in self.stages or ()) or any(mesh.pp_size > 1 for mesh in meshes)
-        if (self.host_cache_gb or self.disk_cache_gb) and self.engine == "dsjax" and staged:
-            raise UserError(
-                "--host-cache-gb and --disk-cache-gb: dsjax keeps no pages beside those on its devices where a mesh has stages"
-            )
+    pareto: Path | None = option(None, "Draw the Pareto front, such as front.svg or front.png.")
 
 
 @dataclass(frozen=True, kw_only=True)

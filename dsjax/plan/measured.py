@@ -215,7 +215,7 @@ class MeasuredNetwork:
     """The rows of a file as curves, for a planner's `Cluster.measured`.
 
     curves: (collective, whether its groups span hosts) → curves for each number of ranks. inside_host, between_hosts, latency: how many
-    times as much of a link's bandwidth, or as short a latency, is asked about than was measured (a planner's sweep).
+    times as much of a link's bandwidth, or as short a latency, is asked about than was measured (`Cluster.scaled`).
     """
 
     source: str  # the file, its date and device

@@ -67,7 +67,7 @@ def with_tables(cluster: Cluster, tables: OperatorTables) -> tuple[Cluster, Oper
     if chip.key in bundled_hardware():
         return cluster, tables
     if chip.key in tables.devices:
-        if any(known.key == chip.key for known in tables.own_hardware):  # as it was timed, before a sweep changed it
+        if any(known.key == chip.key for known in tables.own_hardware):  # as it was timed, before it was changed
             return cluster, tables
         return cluster, dataclasses.replace(tables, own_hardware=(*tables.own_hardware, chip))
     chip = dataclasses.replace(chip, operators=chip.operators or "h200")

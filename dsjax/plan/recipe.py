@@ -20,7 +20,6 @@ from dsjax.plan.launch import LAUNCHED, LaunchCommand, documented, facts_of, lau
 from dsjax.plan.memory import expert_side_bytes
 from dsjax.plan.moves import in_one_process, processes_of
 from dsjax.plan.question import Question
-from dsjax.texts import filled
 
 REPOSITORIES: Mapping[str, str] = documented("any")["repositories"]
 """Where the weights of bundled configurations are; a service has to load some."""
@@ -111,15 +110,6 @@ def notes(candidate: Candidate) -> list[str]:
         "most_front_ends": _MOST_FRONT_ENDS,
     }
     return said("dsjax", "lacks", facts)
-
-
-def published_beside(candidate: Candidate | None, other: Candidate | None) -> str | None:
-    """What engines with published kernels and overlaps would give beside a runnable plan, and by what; None where there is nothing."""
-    if other is None:
-        return None
-    more = other.throughput / candidate.throughput if candidate else None
-    batches = other.decode.batches_in_turn(other.batch)
-    return filled("texts", "published.txt", other=other, layout=other.decode.layout, batches=batches, more=more)
 
 
 def launches(engine: str, model: str, candidate: Candidate) -> list[LaunchCommand]:
