@@ -84,10 +84,6 @@ class LayoutArgs(Checked):
         measured = read_measured(a.measured, config) if a.measured else None
         cluster, workload = _cluster(a, find_cluster(a.cluster, measured)), _workload(a)
         objective = Objective(a.ttft_ms and a.ttft_ms / 1e3, a.tpot_ms and a.tpot_ms / 1e3, a.throughput)
-        if a.slo:
-            from dsjax.plan.percentiles import guide
-
-            objective = guide(objective, parse_slos(a.slo, workload), workload)
         return Question(config, cluster, workload, objective, PlanOptions(**_options(a, measured)))
 
 
@@ -191,12 +187,6 @@ class ServiceArgs(TimedArgs):
     ttft_ms: float | None = option(None, "Objective: mean time to first token.", alias="--ttft")
     tpot_ms: float | None = option(None, "Objective: mean time per output token.", alias="--itl")
     throughput: float | None = option(None, "Objective: output tokens a second, all together.")
-    slo: list[str] | None = option(
-        None,
-        "Percentile to keep, ms: ttft-p95=370, tpot-p99=60, e2e-p50=9000, short:ttft-p90=370 of a class; repeatable. Deployments are "
-        "played (--num-prompts, --seed).",
-        excludes=("afd",),
-    )
     prefill_mesh: str | None = option(None, "Separated: mesh of a prefill instance.")
     decode_mesh: str | None = option(None, "Separated: mesh of a decode instance.")
     prefill_instances: int | None = option(None, "Separated: how many of them.")
@@ -204,16 +194,6 @@ class ServiceArgs(TimedArgs):
     price_per_hour: float | None = option(
         None, "Price of a device: adds the cost of a million tokens.", above=0, most=1e9
     )
-    num_prompts: int = option(1000, "Requests that are played and measured.", min=1)
-    burstiness: float = option(
-        1.0, "Arrivals: 1 is Poisson, less is burstier.", above=0, most=1e9, excludes=("max_concurrency",)
-    )
-    seed: int = option(0, "Of the lengths and arrivals that are played.", min=0)
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.burstiness != 1 and self.request_rate == math.inf:
-            raise UserError("--burstiness is of arrivals at a rate; with --request-rate inf requests follow each other")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +210,11 @@ class PlanArgs(ServiceArgs):
 class SimulateArgs(ServiceArgs):
     """The options of `dsjax plan simulate`."""
 
+    num_prompts: int = option(1000, "Requests that are played and measured.", min=1)
+    burstiness: float = option(
+        1.0, "Arrivals: 1 is Poisson, less is burstier.", above=0, most=1e9, excludes=("max_concurrency",)
+    )
+    seed: int = option(0, "Of the lengths and arrivals that are played.", min=0)
     warmup: int | None = option(
         None, "Requests left out at the start; default: a stay's, with --request-rate inf none.", min=0
     )
@@ -239,6 +224,8 @@ class SimulateArgs(ServiceArgs):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.burstiness != 1 and self.request_rate == math.inf:
+            raise UserError("--burstiness is of arrivals at a rate; with --request-rate inf requests follow each other")
         if self.afd != "off":
             raise UserError("plan simulate knows layouts of one mesh, and --afd looks at two; leave it out")
         if self.random_range_ratio is not None and self.random_range_ratio >= 1:
@@ -314,15 +301,6 @@ def _options(a: SimpleNamespace, measured: Measured | None) -> dict[str, Any]:
         "afd_stages": a.num_afd_stages,
         "stages": (1, *(a.stages or ())),
     }
-
-
-def parse_slos(texts: list[str] | None, workload: Workload) -> list[Any]:
-    """The percentiles (`percentiles.Slo`) that must hold."""
-    if not texts:
-        return []
-    from dsjax.plan.percentiles import Slo  # brings the engine's scheduler in, a third of a second
-
-    return [Slo.parse(text, workload) for text in texts]
 
 
 def _mesh(text: str | None) -> MeshSpec | None:

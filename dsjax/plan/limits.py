@@ -69,7 +69,7 @@ class Forbidden:
 
 def forbidden(plan: Plan) -> list[Forbidden]:
     """The bounds that forbid a plan without a winner; empty where there is one."""
-    if plan.winner or plan.unkept:
+    if plan.winner:
         return []
     if not plan.every:
         return [_no_room_for_all(plan) if plan.fitting else _no_room(plan)]

@@ -41,8 +41,7 @@ def to_json(plan: Plan, model: str, rows: int, outcomes: Sequence[SimulationOutc
     - `winner`: `recipe`, or null; `calibrated`: `calibrated` of the winner, or null
     - `simulation`: `SimulationOutcome.to_json` of each load; `compiled`: `DryRunUsage.to_json`
 
-    The command adds `percentiles` (`Kept.to_json`, with `--slo`). `dsjax plan step` writes `model`, `cluster`, `mode`, `ranked` and
-    `compiled`.
+    `dsjax plan step` writes `model`, `cluster`, `mode`, `ranked` and `compiled`.
     """
     question, shared, winner = plan.question, {}, plan.winner
 

@@ -54,7 +54,6 @@ class Plan:
     fitting: list[Instance]
     too_large: list[Instance]
     every: list[Candidate]  # all candidates where none meets the objectives
-    unkept: bool = False  # some meet them, but when played none kept the percentiles that were asked for
 
     @property
     def usages(self) -> list[DryRunUsage]:
@@ -65,6 +64,11 @@ class Plan:
     def winner(self) -> Candidate | None:
         """The best that meets the objectives."""
         return self.ranked[0] if self.ranked else None
+
+    @property
+    def best(self) -> Candidate | None:
+        """The winner, or the nearest where none meets the objectives."""
+        return next(iter([*self.ranked[:1], *self.missed[:1]]), None)
 
 
 class Shown(Sequence[Row]):

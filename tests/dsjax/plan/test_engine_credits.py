@@ -87,7 +87,7 @@ def credit_table():
 
 
 QUESTION = """
-    model cluster hosts input_tokens output_tokens classes slo ttft_ms tpot_ms throughput measured network engine
+    model cluster hosts input_tokens output_tokens classes ttft_ms tpot_ms throughput measured network engine
     operators mode batch context max_devices max_devices_per_instance price_per_hour explain num_prompts
     request_rate warmup random_range_ratio burstiness seed rows pareto json_file
 """

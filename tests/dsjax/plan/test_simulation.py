@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from dsjax.cli import app
 from dsjax.engine.schedule.scheduler import Scheduler
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.errors import UserError
 from dsjax.plan.candidate import aggregated, prefill_pool, separated, transfer_seconds
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.engine import PUBLISHED, find_engine
@@ -25,7 +26,7 @@ from dsjax.plan.simulation import deployment
 from dsjax.plan.simulation.outcome import Spread, simulate
 from dsjax.plan.simulation.service import Decoder, OfferedLoad, Served, SimulatedEngine, StepPrices, requests
 from dsjax.plan.step import RankWork
-from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
+from dsjax.plan.workload import Lengths, Objective, PlanOptions, RequestClass, Workload
 
 pytestmark = pytest.mark.slow  # all together
 
@@ -179,6 +180,36 @@ def test_lengths_and_gaps_have_the_moments_that_were_asked_for():
     assert outputs.mean() == pytest.approx(300, rel=0.03)
     assert gaps.mean() == pytest.approx(0.1, rel=0.04)
     assert gaps.std() / gaps.mean() == pytest.approx(2**0.5, rel=0.05)
+
+
+TWO = Workload.of_classes([RequestClass.parse("short=0.8,512:0.2,64"), RequestClass.parse("long=0.2,4096,128")])
+
+
+def test_a_mixture_has_the_moments_of_what_is_drawn_from_it():
+    source = requests(OfferedLoad(10.0, None), TWO, 10**6, seed=0)
+    drawn = [next(source) for _ in range(20_000)]
+    prompts = np.array([one.prompt for one in drawn])
+    # 20,000 draws: standard errors below 1 %.
+    assert prompts.mean() == pytest.approx(TWO.input.mean, rel=0.03)
+    assert prompts.std() / prompts.mean() == pytest.approx(TWO.input.variation, rel=0.03)
+    assert np.mean([one.kind == "long" for one in drawn]) == pytest.approx(0.2, abs=0.01)
+    assert {one.prompt for one in drawn if one.kind == "long"} == {4096}
+
+
+def test_classes_are_played_together_and_shown_apart(candidate):
+    found = candidate()
+    mixed = dataclasses.replace(found, decode=dataclasses.replace(found.decode, workload=TWO, steps={}))
+    seen = simulate(mixed, OfferedLoad(1.0, None), Objective(), num_requests=60)
+    assert seen.classes["short"].ttft.p50 < seen.classes["long"].ttft.p50
+    assert seen.classes["short"].requests + seen.classes["long"].requests == 60
+
+
+def test_a_class_that_cannot_be_read_is_refused():
+    for text in ("short", "a=0.5,10", "a=2,10,10", "=1,2,3", "a:b=1,2,3"):
+        with pytest.raises(UserError, match="--class"):
+            RequestClass.parse(text)
+    with pytest.raises(UserError, match="expected 1 in all"):
+        Workload.of_classes([RequestClass.parse("short=0.5,512,64")])
 
 
 def test_prompts_that_fill_a_step_each_wait_as_the_queue_of_one_server_says(candidate):
