@@ -126,9 +126,8 @@ def published_moves(
         if near:
             seconds = max(leaving, arriving) * size / (link * attention.hardware.scale_up_bandwidth)
         else:
-            far = attention.between(attention.num_devices)
-            seconds = max(leaving / far.network_bandwidth, arriving / experts.network_bandwidth) * size / network
-            seconds += network_latency(far)
+            seconds = max(leaving / attention.network_bandwidth, arriving / experts.network_bandwidth) * size / network
+            seconds += network_latency(attention)
         ways.append(seconds + fixed)
     return Moves(*ways, 0.0, 0.0, 0.0, one_call=False)
 
@@ -164,8 +163,7 @@ def hand_over(cluster: Cluster, mesh: MeshSpec, tokens: float, width: int, own: 
         rate, message = connection(cluster, cluster)
         crossing = size * mesh.dp_size / rate + message
     elif mesh.num_devices > cluster.domain:
-        far = cluster.between(mesh.num_devices)
-        crossing = size / (share * far.network_bandwidth) + network_latency(far) + fixed
+        crossing = size / (share * cluster.network_bandwidth) + network_latency(cluster) + fixed
         # Whole stages lie beside each other in a domain, or each is as wide as one.
         between = hops if cluster.domain % mesh.stage_devices else cluster.domains_of(mesh.num_devices) - 1
     inside = size / (share * cluster.hardware.scale_up_bandwidth) + fixed
