@@ -10,7 +10,6 @@ from typing import Any
 
 from dsjax.config import load_config
 from dsjax.errors import UserError
-from dsjax.hardware import load_hardware
 from dsjax.options import Checked, flag_of, option
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import read_dry_run
@@ -146,8 +145,6 @@ class TimedArgs(LayoutArgs):
     num_afd_stages: int = option(
         2, "Most micro-batches that the sides take in turn.", min=2, needs={"engine": ("dsjax",)} | _APART
     )
-    expert_device: str | None = option(None, "Experts are on hosts of this device beside the cluster's.", needs=_APART)
-    expert_hosts: int | None = option(None, "Hosts of it; default: the cluster's.", min=1, needs={"expert_device": ()})
     rows: int = option(5, "Rows of the table.", min=1)
 
     def __post_init__(self):
@@ -239,10 +236,9 @@ _DEFAULTS = {
 
 def _cluster(a: SimpleNamespace, found: Cluster) -> Cluster:
     if a.price_per_hour is not None:
-        if found.prefill is not None or a.expert_device is not None:
-            two = f"{found.name} has two" if a.expert_device is None else "--expert-device is another"
+        if found.prefill is not None:
             raise UserError(
-                f"--price-per-hour is of one kind of device, and {two}; give price_per_hour in the file of each of them"
+                f"--price-per-hour is of one kind of device, and {found.name} has two; give price_per_hour in the file of each of them"
             )
         chip = dataclasses.replace(found.hardware, price_per_hour=a.price_per_hour)
         found = dataclasses.replace(found, hardware=chip)
@@ -254,10 +250,7 @@ def _cluster(a: SimpleNamespace, found: Cluster) -> Cluster:
         network = read_network(a.network)
         check_device(network, found.hardware, found.name)
         found = dataclasses.replace(found, measured=network)
-    found = found.resized(a.hosts) if a.hosts else found
-    if a.expert_device is None:
-        return found
-    return found.with_experts_on(load_hardware(a.expert_device), a.expert_hosts or found.hosts)
+    return found.resized(a.hosts) if a.hosts else found
 
 
 def _workload(a: SimpleNamespace) -> Workload:

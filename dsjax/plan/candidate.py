@@ -82,12 +82,10 @@ class Candidate:
         """Price of a million output tokens, in the currency of the devices' price an hour; None where that is not given."""
         an_hour = 0.0
         for instance, count in self.sides:
-            cluster, layout = instance.cluster, instance.layout
-            apart = layout.experts if cluster.experts is not None else 0
-            for there, devices in ((cluster, layout.devices - apart), (cluster.experts, apart)):
-                if devices and there.hardware.price_per_hour is None:
-                    return None
-                an_hour += devices and there.hardware.price_per_hour * devices * count
+            price = instance.cluster.hardware.price_per_hour
+            if price is None:
+                return None
+            an_hour += price * instance.layout.devices * count
         return through(self.throughput, lambda rate: an_hour / 3600 * 1e6 / rate)
 
     @property

@@ -75,7 +75,6 @@ class Cluster:
     acceptance: Acceptance = Acceptance()  # for a measurement of the network
     measured: MeasuredNetwork | None = None  # such a measurement, in place of the links' figures
     prefill: Cluster | None = None
-    experts: Cluster | None = None  # hosts of another kind for the routed experts, while these have attention
 
     @property
     def num_devices(self) -> int:
@@ -98,7 +97,7 @@ class Cluster:
 
     def scaled(self, resource: str, factor: float) -> Cluster:
         """Make a cluster with `factor` times as much of one of `RESOURCES` (latency: so many times shorter)."""
-        parts = {name: getattr(self, name) for name in ("prefill", "experts", "measured")}
+        parts = {name: getattr(self, name) for name in ("prefill", "measured")}
         changed = {name: part.scaled(resource, factor) for name, part in parts.items() if part is not None}
         chip = self.hardware
         if resource == "latency":
@@ -112,20 +111,6 @@ class Cluster:
             field = {"memory bandwidth": "memory_bandwidth", "scale-up": "scale_up_bandwidth"}[resource]
             changed["hardware"] = dataclasses.replace(chip, **{field: getattr(chip, field) * factor})
         return dataclasses.replace(self, **changed)
-
-    def with_experts_on(self, hardware: Hardware, hosts: int) -> Cluster:
-        """Make a cluster with so many hosts of another device beside it for the routed experts, with cards and network as these have."""
-        alone = dataclasses.replace(self, prefill=None, experts=None, measured=None)
-        beside = dataclasses.replace(
-            alone,
-            name=f"{self.name}, experts",
-            description=f"{hosts} hosts of {hardware.name}",
-            hardware=hardware,
-            hosts=hosts,
-            devices_per_host=hardware.devices_per_host,
-            scale_up_devices=hardware.scale_up_devices,
-        )
-        return dataclasses.replace(self, experts=beside)
 
     def resized(self, hosts: int) -> Cluster:
         """Make a cluster with another number of hosts."""

@@ -11,7 +11,6 @@ from dsjax.plan.figure import Figure, assumption, spread
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED
 from dsjax.plan.memory import expert_side_bytes, weight_bytes
-from dsjax.plan.moves import in_one_process
 from dsjax.plan.precision import Precision, of_files
 
 _DIVIDED_BY_TP = ("attention", "dense MLP", "shared experts", "embedding and head")
@@ -38,8 +37,8 @@ def host_bytes(instance: Instance) -> int:
     if layout.fused:  # each device has it whole, or as many parts of it as an expert has
         parts["shared experts"] = min(mesh.expert_width_shards, devices)
     weights = weight_bytes(instance.config, layout, precision, drafts)
-    beside, experts_on = 0, instance.cluster.experts or instance.cluster
-    if layout.experts and in_one_process(instance.cluster, experts_on, layout.devices):
+    beside = 0
+    if layout.experts and layout.devices <= per_host:  # one process has both sides
         beside = layout.experts * expert_side_bytes(instance.config, layout, precision, drafts)
     return beside + stages * sum(size * parts.get(name, 1) for name, size in weights.items())
 

@@ -59,10 +59,9 @@ def _engine(name: str, able: Collection[str], fp8_cache: float = 1.0) -> Engine:
     return Engine(name, **{**how, "fp8_cache": fp8_cache if how["fp8_cache"] else None})
 
 
-PUBLISHED = _engine("published", set(CAPABILITIES) - {"holds_prompts"})
-"""SGLang and TensorRT-LLM with the kernels and overlaps that they publish, and attention and experts apart as papers of MegaScale-Infer,
-StepFun and Baidu Baige have it; fp8_mla: FlashMLA's pull request 82, which the image `ghcr.io/antgroup/sglang:h20-blog-release` has and
-SGLang's releases have not."""
+PUBLISHED = _engine("published", set(CAPABILITIES) - {"holds_prompts", "apart"})
+"""SGLang and TensorRT-LLM with the kernels and overlaps that they publish; fp8_mla: FlashMLA's pull request 82, which the image
+`ghcr.io/antgroup/sglang:h20-blog-release` has and SGLang's releases have not."""
 _ENGINES = {"dsjax": _engine("dsjax", CREDITS["dsjax"], FP8_CACHE), "published": PUBLISHED}
 _ENGINES |= {name: _engine(name, CREDITS[name]) for name in ("vllm", "sglang", "tensorrt-llm")}
 ENGINES = tuple(_ENGINES)

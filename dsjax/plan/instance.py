@@ -74,11 +74,10 @@ class Instance:
     @cached_property
     def memory(self) -> Memory:
         """What the memory of one device holds."""
-        device, beside, options = self.cluster.hardware.visible_bytes, self.cluster.experts, self.options
+        device, options = self.cluster.hardware.visible_bytes, self.options
         launch = planned_launch(options, device, self.layout, math.ceil(self.workload.held))
         aside = set_aside(self.config, self.layout, options.precision, launch)
-        there = beside.hardware.visible_bytes if beside else None
-        about = (aside, options.drafts > 0, self.dry_runs, self.places_by_load, there)
+        about = (aside, options.drafts > 0, self.dry_runs, self.places_by_load)
         return memory(self.config, self.layout, options.precision, device, *about)
 
     @cached_property
@@ -131,11 +130,8 @@ class Instance:
         own, about = engine.name == "dsjax", (self.config, self.cluster, self.layout.unit)
         alike = {"shared": self.steps.setdefault("shared", {}), "balancing": self.places_by_load}
         if self.layout.experts:
-            # Shared experts are computed while the rows are away.
-            alone = dataclasses.replace(options, engine=dataclasses.replace(engine, shared_beside=False))
-            counts = (1, options.afd_stages) if own else (1, 2, 3)
             return [
-                ApartStep(*about, alone, overlap=n > 1, micro_batches=n, published=not own, **alike) for n in counts
+                ApartStep(*about, options, overlap=n > 1, micro_batches=n, **alike) for n in (1, options.afd_stages)
             ]
         choices = {"auto": (False, True), "on": (True,), "off": (False,)}[options.overlap]
         if own:  # it has to be asked for, as --enable-dbo; thresholds then choose the faster
@@ -233,7 +229,7 @@ class Instance:
         return self.batches_in_turn(batch) > 1
 
     def batches_in_turn(self, batch: float) -> int:
-        """Micro-batches that `decode_step` has: 1, 2, or where attention and experts are apart up to 3, and `--num-afd-stages` of dsjax."""
+        """Micro-batches that `decode_step` has: 1, 2, or where attention and experts are apart up to `--num-afd-stages`."""
         model = self._decode(batch)[1]
         return getattr(model, "micro_batches", 1 + model.overlap) if self.config.is_moe else 1
 

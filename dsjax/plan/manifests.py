@@ -92,11 +92,11 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
     service = made["one_process"] or made["services"][0]
     pods, start, engines = _pods(cluster, service), service["cold_start_s"], service["instances"]
     hosts, devices, options = pods["hosts"], pods["devices"], service["options"]
-    said, sides, files = [f"Note: {note}" for note in made["notes"]], {"dsjax": cluster}, {}
+    said, images, files = [f"Note: {note}" for note in made["notes"]], ["dsjax"], {}
     if pods["domain"]:
         files[DOMAIN_FILE] = fill(DOMAIN_FILE, name="dsjax", nodes=engines * hosts)
     if experts:
-        sides["dsjax-experts"] = cluster.experts or cluster
+        images.append("dsjax-experts")
         options = options | _where_experts_are(experts)
         files[EXPERTS_FILE] = _expert_pods(cluster, experts)
         said.insert(
@@ -104,9 +104,8 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
             f"Beside each engine, which has attention: {len(experts)} process{'es' * (len(experts) > 1)} with experts ({EXPERTS_FILE}) of "
             f"{experts[0]['devices_each']} devices each.",
         )
-    for side in {id(one): one for one in sides.values() if one.hardware.key not in _TPU}.values():
-        for key, value in _label_of(side, cluster).items():
-            said.append(f"Nodes with {side.hardware.name} must say so: kubectl label node NAME {key}={value}")
+    for key, value in _label_of(cluster).items() if cluster.hardware.key not in _TPU else ():
+        said.append(f"Nodes with {cluster.hardware.name} must say so: kubectl label node NAME {key}={value}")
     files["kustomization.yaml"] = fill(
         "overlay.yaml",
         command=command,
@@ -114,12 +113,12 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
         f"each; weights are read in about {start['value']:,.0f} s [{start['low']:,.0f} … {start['high']:,.0f}].",
         notes=said,
         resources=[base, *files],
-        images=[{"name": name, "newName": "dsjax", "newTag": one.hardware.platform} for name, one in sides.items()],
+        images=[{"name": name, "newName": "dsjax", "newTag": cluster.hardware.platform} for name in images],
         replicas=engines,
         args=_serve(options, {"--shutdown-timeout": "600"}),
         pod=pods,
         experts=bool(experts),
-        node_selector=_node_selector(cluster, service["devices_each"], cluster),
+        node_selector=_node_selector(cluster, service["devices_each"]),
         model=REPOSITORIES.get(model, model),
         volume=volume(candidate),
     )
@@ -155,7 +154,7 @@ def _addresses(group: int | str, processes: int) -> str:
 
 def _expert_pods(cluster: Cluster, experts: list[dict[str, Any]]) -> str:
     """The processes with experts of all instances: a StatefulSet for each, whose pods that instance's group calls."""
-    own, one, processes = cluster.experts or cluster, experts[0], len(experts)
+    one, processes = experts[0], len(experts)
     options = {flag: value for flag, value in one["options"].items() if flag != "--afd-server-rank"}
     rank = {"--afd-server-rank": "$(AFD_RANK)"} if processes > 1 else {}
     groups = [options | {"--afd-address": _addresses(group, processes)} | rank for group in range(one["instances"])]
@@ -164,8 +163,8 @@ def _expert_pods(cluster: Cluster, experts: list[dict[str, Any]]) -> str:
         instances=one["instances"],
         processes=processes,
         args=[_serve(given) for given in groups],
-        resources=_pod_resources(own.hardware.platform, one["devices_each"]),
-        node_selector=_node_selector(own, one["devices_each"], cluster),
+        resources=_pod_resources(cluster.hardware.platform, one["devices_each"]),
+        node_selector=_node_selector(cluster, one["devices_each"]),
     )
 
 
@@ -211,20 +210,20 @@ def needs_compute_domain(hardware: Hardware, hosts: int) -> bool:
     return hosts > 1 and hardware.links_hosts
 
 
-def _node_selector(side: Cluster, devices: int, cluster: Cluster) -> dict[str, str]:
+def _node_selector(cluster: Cluster, devices: int) -> dict[str, str]:
     """GKE places a TPU slice by its chip and topology; GPU nodes are told apart by what they offer, or by a label."""
-    chip = _TPU.get(side.hardware.key)
+    chip = _TPU.get(cluster.hardware.key)
     if chip is None:
-        return _label_of(side, cluster)
+        return _label_of(cluster)
     wide = 2 ** math.ceil(math.log2(devices) / 2)
     short, long = sorted((wide, devices // wide))
     return {"cloud.google.com/gke-tpu-accelerator": chip, "cloud.google.com/gke-tpu-topology": f"{short}x{long}"}
 
 
-def _label_of(side: Cluster, cluster: Cluster) -> dict[str, str]:
-    """The label that tells nodes of one kind from those of the other, where a cluster has two kinds of GPUs."""
-    both = {one.hardware.key for one in (cluster, cluster.experts, cluster.prefill) if one is not None}
-    return {"dsjax-device": side.hardware.key} if len(both) > 1 else {}
+def _label_of(cluster: Cluster) -> dict[str, str]:
+    """The label that tells nodes that decode from those that compute prompts, where a cluster has two kinds of GPUs."""
+    others = cluster.prefill is not None and cluster.prefill.hardware.key != cluster.hardware.key
+    return {"dsjax-device": cluster.hardware.key} if others else {}
 
 
 def checkpoint_bytes(candidate: Candidate) -> float:

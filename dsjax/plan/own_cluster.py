@@ -54,10 +54,9 @@ def with_tables(cluster: Cluster, tables: OperatorTables) -> tuple[Cluster, Oper
     Raises:
         UserError: `operators` is a device without tables.
     """
-    for side in ("prefill", "experts"):
-        if getattr(cluster, side) is not None:
-            known, tables = with_tables(getattr(cluster, side), tables)
-            cluster = dataclasses.replace(cluster, **{side: known})
+    if cluster.prefill is not None:
+        known, tables = with_tables(cluster.prefill, tables)
+        cluster = dataclasses.replace(cluster, prefill=known)
     chip = cluster.hardware
     if chip.operators and chip.operators not in tables.devices:
         raise UserError(

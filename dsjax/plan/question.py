@@ -98,11 +98,7 @@ class Question:
 
     def most_instances(self, layout: InstanceLayout) -> int:
         """How many instances there is room for: one that fits into a host shares it, of a larger one either side has whole hosts."""
-        here, beside = self.cluster.devices_per_host, self.cluster.experts
-        attention, experts = layout.mesh.num_devices, layout.experts
-        if beside is not None and experts:
-            there = _room(beside.num_devices, beside.devices_per_host, experts)
-            return min(_room(self.devices, here, attention), there)
+        here, attention, experts = self.cluster.devices_per_host, layout.mesh.num_devices, layout.experts
         if layout.devices <= here:
             return _room(self.devices, here, layout.devices)
         return self.devices // (_whole_hosts(attention, here) + _whole_hosts(experts, here))
@@ -116,14 +112,9 @@ class Question:
 
     def pairs_apart(self) -> list[tuple[int, int]]:
         """(devices with attention, devices with experts) of an instance: on one host, or with whole hosts on either side."""
-        cluster, beside, pins = self.cluster, self.cluster.experts, self.options.pins
-        most, here = min(self.devices, _WIDEST_APART), cluster.devices_per_host
+        pins, most, here = self.options.pins, min(self.devices, _WIDEST_APART), self.cluster.devices_per_host
         if pins.attention_mesh is not None:
             return [(pins.attention_mesh.num_devices, pins.expert_mesh.ep_size)]
-        if beside is not None:
-            there = beside.devices_per_host
-            hosts = range(1, min(beside.num_devices, _WIDEST_APART) // there + 1)
-            return [(a * here, e * there) for a in range(1, most // here + 1) for e in hosts]
         inside = [(a, n - a) for n in instance_sizes(min(here, most), here) for a in range(1, n)]
         hosts = most // here
         return inside + [(a * here, e * here) for a in range(1, hosts) for e in range(1, hosts - a + 1)]

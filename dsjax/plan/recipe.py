@@ -18,7 +18,7 @@ from dsjax.plan.cold_start import cold_start, files_precision, host_bytes, readi
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED, LaunchCommand, documented, facts_of, launch, said, script, written
 from dsjax.plan.memory import expert_side_bytes
-from dsjax.plan.moves import in_one_process, processes_of
+from dsjax.plan.moves import processes_of
 from dsjax.plan.question import Question
 
 REPOSITORIES: Mapping[str, str] = documented("any")["repositories"]
@@ -75,9 +75,9 @@ def _meshes(instance: Instance) -> dict[str, str]:
     if not layout.experts:
         return {"--mesh": str(layout.mesh)}
     named = {"--attention-mesh": str(layout.mesh), "--expert-mesh": f"ep={layout.experts}"}
-    if in_one_process(cluster, cluster.experts or cluster, layout.devices):
+    if layout.devices <= cluster.devices_per_host:
         return named
-    parts = processes_of(cluster.experts or cluster, layout.experts)
+    parts = processes_of(cluster, layout.experts)
     at = ",".join(f"{_EXPERTS_AT}{rank}:7000" if parts > 1 else f"{_EXPERTS_AT}:7000" for rank in range(parts))
     return named | {"--afd-role": "attention", "--afd-address": at}
 
@@ -148,8 +148,7 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
         services[0]["options"]["--api-server-count"] = str(needed)
         services[0]["command"] = command(services[0]["options"])
     remarks, together = notes(candidate), None if engine in LAUNCHED else one_process(services, candidate)
-    # No engine has released options for experts on devices of their own.
-    others = () if candidate.decode.layout.experts else LAUNCHED if engine == "published" else (engine,)
+    others = LAUNCHED if engine == "published" else (engine,)
     for name in (one for one in LAUNCHED if one in others):
         every = launches(name, model, candidate)
         for service, one in zip(services, every, strict=True):
@@ -221,7 +220,7 @@ def _started(role: str, instances: int, devices: int, options: dict[str, str]) -
 
 def _expert_services(attention: Mapping[str, Any], instance: Instance) -> list[dict[str, Any]]:
     """The processes with experts that one with attention calls: the same options, another role, and a rank where there are several."""
-    layout, cluster = instance.layout, instance.cluster.experts or instance.cluster
+    layout, cluster = instance.layout, instance.cluster
     parts = attention["options"]["--afd-address"].count(",") + 1
     size = expert_side_bytes(instance.config, layout, files_precision(instance), instance.options.drafts > 0)
     size *= layout.experts // parts

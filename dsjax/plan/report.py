@@ -185,10 +185,8 @@ def _device(plan: Plan) -> str:
 
 
 def _beside(plan: Plan) -> str:
-    """Hosts of another kind: that compute prompts, or that have experts."""
-    first, experts = plan.question.cluster.prefill, plan.question.cluster.experts
-    if experts is not None:
-        return f", and {experts.num_devices} {experts.hardware.name} for experts"
+    """Hosts of another kind that compute prompts."""
+    first = plan.question.cluster.prefill
     return "" if first is None else f" that decode, and {first.num_devices} {first.hardware.name} for prefill"
 
 

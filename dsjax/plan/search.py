@@ -22,8 +22,8 @@ from dsjax.plan.separated import separated_candidates
 from sharding import MeshSpec
 
 _NO_PAGES = (
-    "prefill and decode on instances of their own are asked for, and all layouts of this plan have stages, or attention and experts apart "
-    "as dsjax has it or on hosts of two kinds: these take no pages of prompts from one another; give --mode aggregated, or other meshes"
+    "prefill and decode on instances of their own are asked for, and all layouts of this plan have stages, or attention and experts apart: "
+    "these take no pages of prompts from one another; give --mode aggregated, or other meshes"
 )
 NO_LAYOUT = (
     "no layout of the model is left to look at: the devices at hand and their hosts, and the meshes, redundant experts and widest instance "
@@ -186,10 +186,8 @@ def _search(question: Question) -> Plan:
     if "aggregated" in modes:
         candidates += _aggregated(question, fitting)
     if "separated" in modes:
-        # Pages are not handed over between engines with stages. Where a cluster has hosts for experts, how many of them are left beside
-        # prefill is not reckoned, and dsjax refuses prefill apart from decode with experts apart.
-        both = question.options.engine.name != "dsjax" and question.cluster.experts is None
-        decoding = [one for one in fitting if one.layout.mesh.pp_size == 1 and (both or not one.layout.experts)]
+        # Pages are not handed over between engines with stages, nor with experts apart.
+        decoding = [one for one in fitting if one.layout.mesh.pp_size == 1 and not one.layout.experts]
         if fitting and not decoding and "aggregated" not in modes:
             raise UserError(_NO_PAGES)
         if decoding:

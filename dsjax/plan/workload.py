@@ -258,7 +258,7 @@ class PlanOptions:
         _refuse(
             {
                 f"--afd {self.afd} is attention and experts on devices of their own, for which {self.engine.name} has no released option; "
-                "give --engine dsjax, or --engine published for moves as papers have them": unreleased,
+                "give --engine dsjax": unreleased,
                 f"--measured {of_one_mesh}": apart and self.measured,
                 f"--enable-shared-experts-fusion {of_one_mesh}": apart and self.fused,
                 f"--mesh {of_one_mesh}": self.afd == "on" and self.mesh,
