@@ -26,7 +26,6 @@ from dsjax.plan.workload import Lengths, Objective, Pins, PlanOptions, RequestCl
 from sharding.mesh import MeshSpec
 
 _MODES = {"both": ("aggregated", "separated"), "aggregated": ("aggregated",), "separated": ("separated",)}
-_APART = {"afd": ("auto", "on")}
 _CONTEXT = "Cached tokens of every request (step), of the longest (fit). Default: as --input and --output make them."
 
 
@@ -137,26 +136,24 @@ class TimedArgs(LayoutArgs):
     two_batch_overlap: str = option(
         "auto", "auto: where it is faster; on; off. Of dsjax on is where it is faster, and auto is off."
     )
-    afd: str = option(
-        "off", "auto: also look at attention and experts on devices of their own (AFD); on: at nothing else; off."
+    attention_mesh: str | None = option(
+        None,
+        "With --expert-mesh, in place of --mesh: devices for attention alone (AFD), dp=8.",
+        needs={"expert_mesh": ()},
+        excludes=("mesh",),
     )
-    attention_mesh: str | None = option(None, "With --expert-mesh, in place of --mesh: devices for attention, dp=8.")
-    expert_mesh: str | None = option(None, "With --attention-mesh: and these for the routed experts, ep=24.")
+    expert_mesh: str | None = option(
+        None, "With --attention-mesh: and these for the routed experts, ep=24.", needs={"attention_mesh": ()}
+    )
     num_afd_stages: int = option(
-        2, "Most micro-batches that the sides take in turn.", min=2, needs={"engine": ("dsjax",)} | _APART
+        2, "Most micro-batches that the sides take in turn.", min=2, needs={"attention_mesh": ()}
     )
     rows: int = option(5, "Rows of the table.", min=1)
 
     def __post_init__(self):
-        if self.attention_mesh is not None:
-            object.__setattr__(self, "afd", "on")
         super().__post_init__()
         if self.mesh == "":
             raise UserError("--mesh is '', expected axes such as dp=32 or pp=2,tp=8; leave it out for a search")
-        if (self.attention_mesh is None) != (self.expert_mesh is None):
-            raise UserError(
-                "--attention-mesh and --expert-mesh name the two sides of one instance; give both, or --afd alone"
-            )
         if self.expert_mesh is not None and not re.fullmatch(r"ep=[1-9]\d*", self.expert_mesh):
             raise UserError(
                 f"--expert-mesh is {self.expert_mesh!r}, expected ep= and the number of devices, such as ep=24"
@@ -223,8 +220,8 @@ class SimulateArgs(ServiceArgs):
         super().__post_init__()
         if self.burstiness != 1 and self.request_rate == math.inf:
             raise UserError("--burstiness is of arrivals at a rate; with --request-rate inf requests follow each other")
-        if self.afd != "off":
-            raise UserError("plan simulate knows layouts of one mesh, and --afd looks at two; leave it out")
+        if self.attention_mesh is not None:
+            raise UserError("plan simulate knows layouts of one mesh; leave --attention-mesh and --expert-mesh out")
         if self.random_range_ratio is not None and self.random_range_ratio >= 1:
             raise UserError(f"--random-range-ratio is {self.random_range_ratio:g}, expected at least 0 and less than 1")
 
@@ -290,7 +287,6 @@ def _options(a: SimpleNamespace, measured: Measured | None) -> dict[str, Any]:
         "pins": Pins(*meshes[:2], a.prefill_instances, a.decode_instances, *meshes[2:]),
         "widest": a.max_devices_per_instance,
         "fused": a.enable_shared_experts_fusion,
-        "afd": a.afd,
         "afd_stages": a.num_afd_stages,
         "stages": (1, *(a.stages or ())),
     }

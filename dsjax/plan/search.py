@@ -13,7 +13,7 @@ from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate, aggregated, all_with_intervals, frontier
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED, unfit
-from dsjax.plan.layout import InstanceLayout, apart_layouts, layouts, with_redundancy
+from dsjax.plan.layout import InstanceLayout, layouts, with_redundancy
 from dsjax.plan.moves import cut_stage
 from dsjax.plan.program import DryRunUsage, usage
 from dsjax.plan.prompts import best_step
@@ -97,12 +97,12 @@ def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance],
     """(all layouts, instances with room for at least one request, instances without)."""
     options, widest = question.options, question.options.widest or math.inf
     options.check(question.config, question.workload)
-    looked_at = _of_one_mesh(question, widest) if options.afd != "on" else []
-    if options.afd != "off":
-        here, alike = question.cluster.devices_per_host, {"redundant": options.redundant, **options.precision.blocks}
-        for layout in apart_layouts(question.config, question.pairs_apart(), here, **alike):
-            if options.pins.attention_mesh in (None, layout.mesh) and layout.devices <= widest:
-                looked_at += [layout] if question.most_instances(layout) else []
+    if options.apart:
+        sides = [(options.pins.attention_mesh, options.pins.expert_mesh.num_devices)]
+        found = with_redundancy(question.config, sides, options.redundant, **options.precision.blocks)
+        looked_at = [one for one in found if one.devices <= widest and question.most_instances(one)]
+    else:
+        looked_at = _of_one_mesh(question, widest)
     steps: dict[tuple[InstanceLayout, int], dict] = {}
     shared: dict = {}
     made = []
@@ -205,14 +205,11 @@ def _search(question: Question) -> Plan:
 
 
 def of_prefill(question: Question, fitting: list[Instance]) -> list[Instance]:
-    """Instances that may compute prompts: the same, or those on hosts of another kind where the cluster has two; experts are not apart."""
-    if question.options.afd == "on":
-        question = dataclasses.replace(question, options=dataclasses.replace(question.options, afd="off"))
-        fitting = instances(question)[1]
+    """Instances that may compute prompts: the same, or those on hosts of another kind where the cluster has two."""
     if question.cluster.prefill is not None:
         # A mesh that is given is of every instance; one that those hosts are too few for is no answer.
-        fitting = instances(dataclasses.replace(question, cluster=question.cluster.prefill))[1]
-    return [one for one in fitting if not one.layout.experts]
+        return instances(dataclasses.replace(question, cluster=question.cluster.prefill))[1]
+    return fitting
 
 
 def _best_of_each(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -226,15 +226,13 @@ class PlanOptions:
     pins: Pins = field(default_factory=Pins)
     widest: int | None = None  # most devices of an instance; None: all
     fused: bool = False  # the shared expert is a routed one, with a copy on each device
-    afd: str = "off"  # attention and experts on devices of their own: off, auto (such layouts beside others), on
-    afd_stages: int = 2  # micro-batches that dsjax has in turn then, where that is faster
+    afd_stages: int = 2  # micro-batches with attention and experts apart, where that is faster
     stages: tuple[int, ...] = (1,)  # numbers of pipeline stages that are looked at
 
     def __post_init__(self):
         for flag, given, known in (
             ("--dispatch", [self.dispatch], DISPATCHES),
             ("--two-batch-overlap", [self.overlap], ("auto", "on", "off")),
-            ("--afd", [self.afd], ("off", "auto", "on")),
             ("--mode", self.modes, ("aggregated", "separated")),
         ):
             if not given or not set(given) <= set(known):
@@ -252,22 +250,26 @@ class PlanOptions:
         ):
             if value is not None and value < least:
                 raise UserError(f"{flag} is {value}, expected at least {least}")
-        apart, not_separated = self.afd != "off", self.pins and "separated" not in self.modes
-        unreleased = apart and not self.engine.apart
-        of_one_mesh = f"is of one mesh, and --afd {self.afd} looks at two; leave one of the two out"
+        not_separated = self.pins and "separated" not in self.modes
+        of_one_mesh = "is of one mesh, and --attention-mesh and --expert-mesh are two; leave one of the two out"
         _refuse(
             {
-                f"--afd {self.afd} is attention and experts on devices of their own, for which {self.engine.name} has no released option; "
-                "give --engine dsjax": unreleased,
-                f"--measured {of_one_mesh}": apart and self.measured,
-                f"--enable-shared-experts-fusion {of_one_mesh}": apart and self.fused,
-                f"--mesh {of_one_mesh}": self.afd == "on" and self.mesh,
+                f"--attention-mesh has attention and experts on devices of their own, for which {self.engine.name} has no released option; "
+                "give --engine dsjax": self.apart and not self.engine.apart,
+                f"--measured {of_one_mesh}": self.apart and self.measured,
+                f"--enable-shared-experts-fusion {of_one_mesh}": self.apart and self.fused,
+                f"--mesh {of_one_mesh}": self.apart and self.mesh,
                 "--enable-shared-experts-fusion is given with --measured, whose experts were timed without the shared one; leave one of "
                 "them out": self.fused and self.measured,
                 "--prefill-mesh, --decode-mesh, --prefill-instances and --decode-instances are of prefill and decode on instances of "
                 "their own, which --mode aggregated leaves out; give --mode separated, or --mesh for an aggregated service": not_separated,
             }
         )
+
+    @property
+    def apart(self) -> bool:
+        """Whether attention and experts are on devices of their own."""
+        return self.pins.attention_mesh is not None
 
     @property
     def possible_modes(self) -> tuple[str, ...]:

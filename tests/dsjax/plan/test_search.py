@@ -286,11 +286,14 @@ def test_a_request_longer_than_the_models_positions_is_refused(ask):
         search(ask(prompt=163_000, output=1000))
 
 
+TWO_MESHES = Pins(attention_mesh=MeshSpec.parse("dp=8"), expert_mesh=MeshSpec.parse("dp=8"))
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"mesh": MeshSpec.parse("pp=2,tp=8")},
-        {"afd": "on", "engine": find_engine("dsjax"), "dispatch": "auto", "redundant": 0},
+        {"pins": TWO_MESHES, "engine": find_engine("dsjax"), "dispatch": "auto", "redundant": 0},
     ],
 )
 def test_what_hands_no_pages_over_is_no_separated_service_and_may_be_an_aggregated_one(ask, changes):
@@ -314,12 +317,10 @@ def test_meshes_and_numbers_of_a_separated_service_can_be_given(ask):
 
 
 OVER_TWO_HOSTS = Pins(prefill_mesh=MeshSpec.parse("dp=8"), decode_mesh=MeshSpec.parse("dp=12,ep=6,etp=2"))
-OVER_THREE_HOSTS = Pins(attention_mesh=MeshSpec.parse("dp=4"), expert_mesh=MeshSpec.parse("dp=12"))
 
 
-@pytest.mark.parametrize(("pins", "afd", "hosts_of_decode"), [(OVER_TWO_HOSTS, "off", 2), (OVER_THREE_HOSTS, "on", 3)])
-def test_decode_instances_that_do_not_divide_a_host_leave_whole_ones_to_prefill(ask, pins, afd, hosts_of_decode):
-    found = search(ask("h200-32", options=PlanOptions(modes=("separated",), pins=pins, afd=afd)))
+def test_decode_instances_that_do_not_divide_a_host_leave_whole_ones_to_prefill(ask):
+    found = search(ask("h200-32", options=PlanOptions(modes=("separated",), pins=OVER_TWO_HOSTS)))
     assert found.ranked
-    hosts = [c.prefill_count * c.prefill.layout.devices / 8 + c.count * hosts_of_decode for c in found.ranked]
+    hosts = [c.prefill_count * c.prefill.layout.devices / 8 + c.count * 2 for c in found.ranked]
     assert max(hosts) <= 4
