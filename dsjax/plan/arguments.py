@@ -21,6 +21,7 @@ from dsjax.plan.operator_tables import operator_tables
 from dsjax.plan.own_cluster import choose_precision, find_cluster
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.question import Question
+from dsjax.plan.rules import refuse
 from dsjax.plan.skew import read_skew
 from dsjax.plan.workload import Lengths, Objective, Pins, PlanOptions, RequestClass, Workload, read_acceptance
 from sharding.mesh import MeshSpec
@@ -218,12 +219,7 @@ class SimulateArgs(ServiceArgs):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.burstiness != 1 and self.request_rate == math.inf:
-            raise UserError("--burstiness is of arrivals at a rate; with --request-rate inf requests follow each other")
-        if self.attention_mesh is not None:
-            raise UserError("plan simulate knows layouts of one mesh; leave --attention-mesh and --expert-mesh out")
-        if self.random_range_ratio is not None and self.random_range_ratio >= 1:
-            raise UserError(f"--random-range-ratio is {self.random_range_ratio:g}, expected at least 0 and less than 1")
+        refuse("simulate", o=self)
 
 
 _DEFAULTS = {
@@ -232,17 +228,10 @@ _DEFAULTS = {
 
 
 def _cluster(a: SimpleNamespace, found: Cluster) -> Cluster:
+    refuse("cluster", o=a, cluster=found)
     if a.price_per_hour is not None:
-        if found.prefill is not None:
-            raise UserError(
-                f"--price-per-hour is of one kind of device, and {found.name} has two; give price_per_hour in the file of each of them"
-            )
         chip = dataclasses.replace(found.hardware, price_per_hour=a.price_per_hour)
         found = dataclasses.replace(found, hardware=chip)
-    if a.fp8_gemm_backend == "flashinfer_trtllm" and not found.hardware.is_blackwell:
-        raise UserError(
-            f"--fp8-gemm-backend is flashinfer_trtllm, which needs Blackwell, but {found.name} has {found.hardware.key}; leave it out"
-        )
     if a.network is not None:
         network = read_network(a.network)
         check_device(network, found.hardware, found.name)

@@ -12,6 +12,7 @@ from dsjax.plan.figure import Figure, assumed, assumption, spread
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.memory import stage_shares, weight_bytes
 from dsjax.plan.precision import BF16
+from dsjax.plan.rules import refuse
 from dsjax.texts import filled
 
 if TYPE_CHECKING:
@@ -160,11 +161,7 @@ def asked(question: Asked, mesh: str, fraction: float | None = None, longest: in
     config, cluster, options = question.config, question.cluster, question.options
     options.check_launch(config, question.workload)
     layout = dataclasses.replace(parse_layout(mesh, options.redundant, config), fused=options.fused)
-    if layout.devices > cluster.num_devices:
-        raise UserError(
-            f"--mesh {layout.mesh} has {layout.devices} devices, and {cluster.name} has {cluster.num_devices}; give a smaller mesh, or "
-            "--hosts"
-        )
+    refuse("fit", layout=layout, cluster=cluster)
     longest = longest or math.ceil(question.workload.held)
     launch = planned_launch(options, cluster.hardware.visible_bytes, layout, longest, fraction)
     return fit(config, layout, options.precision, launch)

@@ -21,12 +21,12 @@ from dsjax.hardware import Hardware
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.cold_start import files_precision
-from dsjax.plan.launch import comment
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.memory import weight_bytes
 from dsjax.plan.moves import processes_of
 from dsjax.plan.question import Question
 from dsjax.plan.recipe import REPOSITORIES, recipe, write_json_recipe
+from dsjax.plan.rules import comment, refuse
 
 DOMAIN_FILE, EXPERTS_FILE = "computedomain.yaml", "experts.yaml"
 ROOM = 1.25
@@ -84,11 +84,7 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
     """
     made, cluster = recipe(model, question, candidate), question.cluster
     experts = [service for service in made["services"] if service["role"] == "experts"]
-    if len(made["services"]) > 1 and made["one_process"] is None and not experts:
-        raise UserError(
-            "a folder is for dsjax serve, and the winner has prefill and decode apart, which one process on a host cannot have as they "
-            "were priced; give FILE.yaml for NVIDIA Dynamo, or add --mode aggregated"
-        )
+    refuse("folder", many=len(made["services"]) > 1 and made["one_process"] is None, experts=experts)
     service = made["one_process"] or made["services"][0]
     pods, start, engines = _pods(cluster, service), service["cold_start_s"], service["instances"]
     hosts, devices, options = pods["hosts"], pods["devices"], service["options"]
@@ -246,22 +242,9 @@ def planned_graph(name: str, model: str, question: Question, candidate: Candidat
             download the model.
     """
     repository, cluster, work = REPOSITORIES.get(model, model), question.cluster, question.workload
-    if not _REPOSITORY.fullmatch(repository) or Path(model).exists():
-        raise UserError(
-            f"FILE.yaml has pods download the model from Hugging Face, and --model is {model!r}; expected a repository, such as "
-            "deepseek-ai/DeepSeek-V3; give that, or a folder for manifests whose volume you fill yourself"
-        )
+    local = not _REPOSITORY.fullmatch(repository) or Path(model).exists()
     made = recipe(model, question, candidate)
-    if any(service["role"] == "experts" for service in made["services"]):
-        raise UserError(
-            "FILE.yaml is for Dynamo, whose operator starts workers that take requests, and the winner has experts in processes "
-            "of their own, which take none and must keep their addresses; give a folder, which has both sides for Kubernetes"
-        )
-    if cluster.hardware.platform != "cuda":
-        raise UserError(
-            f"FILE.yaml is for Dynamo, whose operator places NVIDIA GPUs, and {cluster.name} has {cluster.hardware.platform}; "
-            "give a folder for LeaderWorkerSet's manifests"
-        )
+    refuse("graph", local=local, model=model, roles=[one["role"] for one in made["services"]], cluster=cluster)
     sides = [
         {
             "kind": service["role"] if service["role"] in ("prefill", "decode") else "worker",

@@ -9,6 +9,7 @@ from dsjax.plan.cluster import Cluster, load_cluster
 from dsjax.plan.measured import Measured
 from dsjax.plan.operator_tables import OperatorTables
 from dsjax.plan.precision import BF16, FP8_BLOCK, FP8_CACHE, Precision, precision
+from dsjax.plan.rules import refuse
 
 THIS_MACHINE = "this-machine"
 _DEFAULT = "h100-32"
@@ -22,27 +23,9 @@ def find_cluster(name: str | None, measured: Measured | None) -> Cluster:
     Raises:
         UserError: a file that was measured on other devices than the cluster's; `this-machine` without a file of it.
     """
-    if measured is None:
-        if name == THIS_MACHINE:
-            raise UserError(
-                "--cluster this-machine needs --measured FILE: time this machine first, with dsjax bench modules --json FILE"
-            )
-        return load_cluster(name or _DEFAULT)
-    device = measured.device
-    if name == THIS_MACHINE and device.platform == "cpu" and device.name != cpu_name():
-        raise UserError(
-            f"--measured {measured.path} was taken on {device.name}, and this machine is {cpu_name()}; time it here, with "
-            "dsjax bench modules --json FILE, or leave --cluster out to plan for the device that was measured"
-        )
-    if name in (None, THIS_MACHINE):
-        return _of_device(measured)
-    cluster = load_cluster(name)
-    if cluster.hardware.key != device.hardware and cluster.hardware.name != device.name:
-        raise UserError(
-            f"--measured {measured.path} was taken on {device.name}, and {cluster.name} has {cluster.hardware.name}; "
-            "leave --cluster out to plan for the device that was measured, or measure on one of the cluster's"
-        )
-    return cluster
+    cluster = None if name == THIS_MACHINE or (measured and name is None) else load_cluster(name or _DEFAULT)
+    refuse("measured", name=name, measured=measured, cluster=cluster, here=cpu_name())
+    return cluster or _of_device(measured)
 
 
 def with_tables(cluster: Cluster, tables: OperatorTables) -> tuple[Cluster, OperatorTables]:
@@ -128,12 +111,9 @@ def choose_precision(name: str, cache: str, measured: Measured | None) -> Precis
     """
     if measured is None:
         return precision("fp8" if name == "auto" else name, cache)
+    of_cache = _CACHES.get(measured.kv_cache_dtype)
+    refuse("formats", weights=name, cache=cache, measured=measured, of_cache=of_cache)
     weights = measured.weights
-    if name not in ("auto", weights) or cache not in ("auto", _CACHES.get(measured.kv_cache_dtype)):
-        raise UserError(
-            f"--precision {name} with --kv-cache-dtype {cache}, but --measured {measured.path} was taken with {weights} weights and a "
-            f"{measured.kv_cache_dtype} cache; leave both out, or measure again with dsjax bench modules --weights and --kv-cache-dtype"
-        )
     expert, linear = (BF16, 4.0) if weights == "mixed" else (_BYTES[weights],) * 2
     kept = f"{weights} weights, {measured.dtype}"
     return Precision(kept, expert, linear, _BYTES[measured.kv_cache_dtype], _BYTES[measured.dtype])

@@ -16,10 +16,11 @@ from dsjax.plan.calibration import calibrated
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cold_start import cold_start, files_precision, host_bytes, reading, recovery
 from dsjax.plan.instance import Instance
-from dsjax.plan.launch import LAUNCHED, LaunchCommand, documented, facts_of, launch, said, script, written
+from dsjax.plan.launch import LAUNCHED, LaunchCommand, facts_of, launch, script
 from dsjax.plan.memory import expert_side_bytes
 from dsjax.plan.moves import processes_of
 from dsjax.plan.question import Question
+from dsjax.plan.rules import documented, refuse, said, written
 
 REPOSITORIES: Mapping[str, str] = documented("any")["repositories"]
 """Where the weights of bundled configurations are; a service has to load some."""
@@ -279,15 +280,7 @@ def one_process(services: Sequence[Mapping[str, Any]], candidate: Candidate) -> 
 
 def check_recipe(file: Path, engine: str) -> None:
     """Whether a recipe of that kind can be written for an engine. Raises `UserError`: it cannot."""
-    if file.suffix == ".sh" and engine not in LAUNCHED:
-        raise UserError(
-            f"{file} would hold the commands of one engine, and --engine is {engine}; give --engine {', '.join(LAUNCHED[:-1])} or "
-            f"{LAUNCHED[-1]}, or FILE.json, which has those of all of them with --engine published"
-        )
-    if file.suffix not in (".json", ".sh") and engine in LAUNCHED:
-        raise UserError(
-            f"{file} would be a deployment of dsjax, and --engine is {engine}; give FILE.sh or FILE.json for its own commands"
-        )
+    refuse("recipe", file=file, suffix=file.suffix, engine=engine, launched=LAUNCHED)
 
 
 def write_script(file: Path, model: str, question: Question, candidate: Candidate, command: str) -> None:

@@ -12,10 +12,11 @@ from importlib import resources
 import pytest
 
 from dsjax.plan.engine import find_engine
-from dsjax.plan.launch import LAUNCHED, documented, launch
+from dsjax.plan.launch import LAUNCHED, launch
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.operations import FLASHINFER_FP8_RATE
 from dsjax.plan.precision import precision
+from dsjax.plan.rules import documented
 from dsjax.plan.workload import PlanOptions
 
 STILL_WRITTEN = {
