@@ -15,7 +15,7 @@ from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import read_dry_run
 from dsjax.plan.engine import find_engine
 from dsjax.plan.explain import EXPLAINED
-from dsjax.plan.measured import Measured, check_device, read_measured, read_network
+from dsjax.plan.measured import Measured, read_measured, read_network
 from dsjax.plan.operations import FLASHINFER_FP8_RATE
 from dsjax.plan.operator_tables import operator_tables
 from dsjax.plan.own_cluster import choose_precision, find_cluster
@@ -234,7 +234,7 @@ def _cluster(a: SimpleNamespace, found: Cluster) -> Cluster:
         found = dataclasses.replace(found, hardware=chip)
     if a.network is not None:
         network = read_network(a.network)
-        check_device(network, found.hardware, found.name)
+        refuse("network", device=network.device, hardware=found.hardware, cluster=found.name)
         found = dataclasses.replace(found, measured=network)
     return found.resized(a.hosts) if a.hosts else found
 

@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dsjax.errors import UserError
 from dsjax.plan.figure import Figure, assumed, assumption, spread
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.memory import stage_shares, weight_bytes
@@ -63,10 +62,7 @@ class Launch:
     mtp: bool = False  # the MTP module is loaded
 
     def __post_init__(self):
-        if self.fraction is not None and not 0 < self.fraction <= 1:
-            raise UserError(
-                f"--memory-fraction is {self.fraction:g}, expected a number above 0 and at most 1, such as 0.9"
-            )
+        refuse("fraction", fraction=self.fraction)
 
     @property
     def share(self) -> float:

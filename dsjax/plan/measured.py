@@ -14,7 +14,6 @@ import numpy as np
 
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError
-from dsjax.hardware import Hardware
 from dsjax.plan.curves import Curve
 from dsjax.plan.figure import Figure, Kind, drawn
 from dsjax.plan.files import read_json
@@ -279,13 +278,3 @@ def read_network(path: str | Path, option: str = "--network") -> MeasuredNetwork
         for key, of_ranks in timed.items()
     }
     return MeasuredNetwork(f"{path}: {found.date}, {found.device.name}", found.device, curves)
-
-
-def check_device(network: MeasuredNetwork, hardware: Hardware, cluster: str) -> None:
-    """Make sure that a file speaks of a cluster's devices. Raises `UserError`: it was taken on others."""
-    device = network.device
-    if hardware.key != device.hardware and hardware.name != device.name:
-        raise UserError(
-            f"--network was taken on {device.name}, and {cluster} has {hardware.name}; measure on the cluster's devices, or leave "
-            "--network out"
-        )

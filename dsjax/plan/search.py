@@ -18,6 +18,7 @@ from dsjax.plan.moves import cut_stage
 from dsjax.plan.program import DryRunUsage, usage
 from dsjax.plan.prompts import best_step
 from dsjax.plan.question import Question, users_told_apart
+from dsjax.plan.rules import refuse
 from dsjax.plan.separated import separated_candidates
 from sharding import MeshSpec
 
@@ -125,24 +126,12 @@ def _of_one_mesh(question: Question, widest: float) -> list[InstanceLayout]:
     more = with_redundancy(config, shared_width, options.redundant, **alike)
     found += [layout for layout in more if question.most_instances(layout)]
     if options.fused:
-        if config.n_shared_experts != 1:
-            raise UserError(
-                f"--enable-shared-experts-fusion needs a model with one shared expert; this one has {config.n_shared_experts}"
-            )
         found = [dataclasses.replace(layout, fused=True) for layout in found]
     found = [layout for layout in _runnable(question, found, named) if layout.devices <= widest]
-    wanted = options.mesh
-    kept = [layout for layout in found if wanted in (None, layout.mesh)]
-    if wanted is not None and not kept:
-        sizes = sorted({layout.devices for layout in found})
-        most = max((layout.mesh.tp_size for layout in found), default=1)
-        redundant = "the fewest" if options.redundant is None else options.redundant
-        raise UserError(
-            f"--mesh {wanted} is no layout of this plan: {wanted.num_devices} devices wanted, {question.devices} at hand in "
-            f"hosts of {cluster.devices_per_host}; instances of {', '.join(map(str, sizes))} devices with tp up to {most} are "
-            f"looked at, with {redundant} redundant experts"
-        )
-    return kept
+    sizes, meshes = sorted({layout.devices for layout in found}), {layout.mesh for layout in found}
+    about = {"sizes": sizes, "meshes": meshes, "most": max((mesh.tp_size for mesh in meshes), default=1)}
+    refuse("mesh", o=options, config=config, devices=question.devices, per_host=cluster.devices_per_host, **about)
+    return [layout for layout in found if options.mesh in (None, layout.mesh)]
 
 
 def _runnable(question: Question, found: list[InstanceLayout], named: set[MeshSpec]) -> list[InstanceLayout]:

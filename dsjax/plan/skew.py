@@ -20,6 +20,7 @@ import numpy as np
 from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.errors import UserError, why_unreadable
 from dsjax.plan.figure import assumed, ends, is_drawing, measured
+from dsjax.plan.rules import refuse
 from dsjax.toml_files import bundled_text
 from sharding.balancing import by_host, rank_loads, rebalance
 
@@ -277,14 +278,8 @@ def read_skew(text: str) -> Skew:
     files = [text] if Path(text).exists() or text.count(",") != 1 else text.split(",")
     tables = [_read_trace(file) for file in files]
     seen, served = tables[0], tables[-1]
-    if seen.shape != served.shape:
-        raise UserError(
-            f"{wrong} {files[0]} has {seen.shape[0]} layers of {seen.shape[1]} experts, {files[1]} has {served.shape[0]} of "
-            f"{served.shape[1]}; expected two recordings of one model"
-        )
+    refuse("trace", given=text, seen=seen, served=served)
     used = (seen.sum(axis=1) > 0) & (served.sum(axis=1) > 0)
-    if not used.any():
-        raise UserError(f"{wrong} no layer has a token; expected counts of a server that has answered requests")
     seen = seen[used]
     trace = Loads(seen, seen if len(files) == 1 else served[used])
     return Skew(*counts_variation(trace.served), f"trace {text}", trace)
