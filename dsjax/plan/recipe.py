@@ -34,7 +34,7 @@ larger one needs while it runs would be missing from the cache, and was not pric
 
 _ONE_PROCESS, _FRONT_END, _MOST_FRONT_ENDS = 15_000.0, 15_750.0, 66_600.0
 """Events a second of `dsjax serve`: of one process that does all; of each front end beside an engine process (two: 31,500); and of the
-engine process behind any number of them. By arithmetic from processor times: docs/measurements/2026-11-22-epyc-2-cores.md."""
+engine process behind any number of them. By arithmetic from processor times: docs/measurements/2026-11-22-epyc-2-cores.csv."""
 
 
 def front_ends(rate: float) -> int:

@@ -97,7 +97,11 @@ def add_load_metrics(registry: Registry, state: LatestState) -> None:
             lambda load: load.used_pages / load.usable_pages if load.usable_pages else 0.0,
         ),
         ("dsjax_rank_waiting_tokens", "Tokens of the requests in the queue.", lambda load: load.waiting_tokens),
-        ("dsjax_rank_cost", "What the next request would find: routing takes the lowest.", lambda load: load.cost),
+        (
+            "dsjax_rank_cost",
+            "Cost of routing the next request to this DP rank; routing takes the lowest.",
+            lambda load: load.cost,
+        ),
         ("dsjax_rank_pages", "Pages of the latent cache.", lambda load: load.usable_pages),
         ("dsjax_rank_pages_used", "Pages that requests hold.", lambda load: load.used_pages),
         ("dsjax_rank_pages_cached", "Pages kept for their prefix alone; evictable.", lambda load: load.cached_pages),
@@ -145,7 +149,7 @@ def add_tier_metrics(registry: Registry, state: LatestState) -> None:
     )
     registry.total(
         "vllm:external_prefix_cache_hits",
-        "Those that a tier below had.",
+        "Tokens of prompts that a tier below the devices' cache had.",
         below_device(lambda load: sum(load.hits.values()) - load.hits["device"]),
         "engine",
     )
@@ -176,8 +180,8 @@ def _add_host_metrics(registry: Registry, state: LatestState) -> None:
     registry.gauge(f"{name}_used", "Pages in host memory.", count("used_pages"), "engine")
     for what, documentation in (
         ("stored", "Pages that went from the device to host memory."),
-        ("fetched", "Pages that came back from there."),
-        ("evicted", "Pages that were dropped there because others needed the room."),
+        ("fetched", "Pages that came back from host memory."),
+        ("evicted", "Pages dropped from host memory because others needed the room."),
     ):
         registry.total(f"{name}_{what}", documentation, count(what), "engine")
 
@@ -189,8 +193,8 @@ def _add_disk_metrics(registry: Registry, state: LatestState) -> None:
     registry.gauge(f"{name}_writing", "Pages on their way to the disk.", count("writing"))
     for what, documentation in (
         ("stored", "Pages that were written to the disk."),
-        ("fetched", "Pages that came back from there."),
-        ("evicted", "Pages that were deleted there because others needed the room."),
+        ("fetched", "Pages that came back from the disk."),
+        ("evicted", "Pages deleted from the disk because others needed the room."),
         ("not_written", "Pages that were not written, because the disk was too slow or had failed."),
     ):
         registry.total(f"{name}_{what}", documentation, count(what))
@@ -228,7 +232,7 @@ def add_transfer_metrics(registry: Registry, state: LatestState) -> None:
     registry.total(f"{name}_pages", "Pages that came from prefill engines.", count("pages"))
     registry.gauge(
         f"{name}_landed_bytes",
-        "Of chunks from prefill engines that lie on the devices, whose pages are not in the cache yet.",
+        "Bytes of chunks from prefill engines on the devices, whose pages are not in the cache yet.",
         landed_bytes,
     )
     registry.total(
@@ -341,9 +345,9 @@ def add_balance_metrics(registry: Registry, state: LatestState) -> None:
         ("failures", "Rebalances that were given up because an exchange failed.", "failures"),
         ("layers_changed", "Layers that were placed anew.", "layers_changed"),
         ("experts_moved", "Experts that were written to another slot.", "experts_moved"),
-        ("moved_bytes", "Bytes of those, over the devices of an EP group.", "bytes_moved"),
+        ("moved_bytes", "Bytes of moved experts, over the devices of an EP group.", "bytes_moved"),
         ("exchanges", "Commands between steps that moved experts.", "exchanges"),
-        ("exchange_seconds", "Time in those, in which no step computed.", "exchange_seconds"),
+        ("exchange_seconds", "Time of exchanges that moved experts, in which no step computed.", "exchange_seconds"),
         ("rebalance_seconds", "Time from decisions to the last layer.", "rebalance_seconds"),
     ):
         registry.total(f"dsjax_eplb_{name}", documentation, count(counted))
@@ -371,11 +375,16 @@ class DraftMetrics:
         most_drafts: positions of drafts that are shown from the start, with 0.
     """
 
-    def __init__(self, registry: Registry, most_drafts: int):
+    def __init__(self, registry: Registry, state: LatestState, most_drafts: int):
+        registry.gauge(
+            "dsjax_draft_tokens_chosen",
+            "Tokens that each row drafts now, where the engine chooses by measurement.",
+            lambda: state.parts.get("draft_choice"),
+        )
         name = "vllm:spec_decode_num"
         self._rows = registry.counter(f"{name}_drafts", "Rows that had drafts to verify.")
         self._drafted = registry.counter(f"{name}_draft_tokens", "Drafted tokens that were verified.")
-        self._accepted = registry.counter(f"{name}_accepted_tokens", "Those that were accepted.")
+        self._accepted = registry.counter(f"{name}_accepted_tokens", "Drafted tokens that were accepted.")
         self._per_position = registry.counter(
             f"{name}_accepted_tokens_per_pos",
             "Drafted tokens that were accepted, by their place in the row's drafts; 0 is the first.",
@@ -399,11 +408,11 @@ def add_generation_metrics(registry: Registry, generations: Generations, parked:
     for name, documentation, value in (
         ("dsjax_generation", "Number of the mesh; it begins with 0.", lambda: generations.number),
         ("dsjax_generation_devices", "Devices of the mesh.", lambda: generations.spec.num_devices),
-        ("dsjax_generation_devices_wanted", "Devices it was to have.", lambda: generations.wanted.num_devices),
+        ("dsjax_generation_devices_wanted", "Devices the mesh was to have.", lambda: generations.wanted.num_devices),
         ("dsjax_generation_processes", "Processes with a part in it.", lambda: generations.facts.num_processes),
         (
             "dsjax_requests_waiting_for_mesh",
-            "Requests that it cannot hold, and that wait for a larger one.",
+            "Requests that the mesh cannot hold, and that wait for a larger one.",
             lambda: len(parked),
         ),
         (
@@ -413,7 +422,7 @@ def add_generation_metrics(registry: Registry, generations: Generations, parked:
         ),
         (
             "dsjax_compile_ahead_programs_wanted",
-            "Of those, how many it is to have.",
+            "Programs of the meshes that may come next that process 0 is to have.",
             lambda: 0 if ahead is None else ahead.total,
         ),
         (
@@ -446,7 +455,7 @@ def add_generation_metrics(registry: Registry, generations: Generations, parked:
     )
     registry.total(
         "dsjax_generation_change_seconds",
-        "Time in those, in which no step computed.",
+        "Time of changes of the mesh, in which no step computed.",
         lambda: generations.counts.seconds,
     )
 
@@ -466,11 +475,11 @@ def add_prefill_metrics(registry: Registry, engines: Sequence[PrefillEngine]) ->
     name, label = "dsjax_prefill_engine", "prefill_engine"
     registry.gauge(
         f"{name}_up",
-        "1 while it computes prompts; 0 when it has failed, and decode engines compute them.",
+        "1 while the prefill engine computes prompts; 0 when it has failed, and decode engines compute them.",
         each(lambda engine: engine.error is None),
         label,
     )
-    registry.gauge(f"{name}_prompts", "Prompts that it has.", prompts, label, "state")
+    registry.gauge(f"{name}_prompts", "Prompts that the prefill engine has, by state.", prompts, label, "state")
     registry.gauge(
         f"{name}_kept_pages",
         "Pages that it keeps for decode engines, which have not taken them yet.",
@@ -479,13 +488,13 @@ def add_prefill_metrics(registry: Registry, engines: Sequence[PrefillEngine]) ->
     )
     registry.total(
         f"{name}_tokens",
-        "Tokens of prompts that it computed.",
+        "Tokens of prompts that the prefill engine computed.",
         each(lambda engine: engine.service.counts.tokens),
         label,
     )
     registry.total(
         f"{name}_step_seconds",
-        "Time in which it computed: its rate is the share of time that the engine is busy.",
+        "Time in which the prefill engine computed: its rate is the share of time that it is busy.",
         each(lambda engine: engine.service.counts.seconds),
         label,
     )
