@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dsjax.config import load_config
+from dsjax.config import ModelConfig, load_config
 from dsjax.errors import UserError
 from dsjax.options import Checked, flag_of, option
 from dsjax.plan.cluster import Cluster
@@ -51,7 +51,10 @@ class LayoutArgs(Checked):
         "dsjax; published: kernels of SGLang and TensorRT-LLM; vllm, sglang, tensorrt-llm: in that engine's layouts and commands.",
     )
     dispatch: str | None = option(None, "deepep, or dsjax's auto, gather, padded, ragged, hierarchical.")
-    precision: str = option("auto", f"{', '.join(PRECISIONS)} (-bf16: attention in bf16); auto: fp8, or --measured's.")
+    precision: str = option(
+        "auto",
+        f"{', '.join(PRECISIONS)} (-bf16: attention in bf16); auto: fp8, the model's four bits with a bf16 cache, or --measured's.",
+    )
     kv_cache_dtype: str = option("auto", "Latent cache: auto, bf16 or fp8.")
     mtp: int = option(0, "Tokens drafted by the MTP module a step.")
     redundant_experts: int | None = option(None, "Physical minus logical; default: tried.")
@@ -83,7 +86,7 @@ class LayoutArgs(Checked):
         measured = read_measured(a.measured, config) if a.measured else None
         cluster, workload = _cluster(a, find_cluster(a.cluster, measured)), _workload(a)
         objective = Objective(a.ttft_ms and a.ttft_ms / 1e3, a.tpot_ms and a.tpot_ms / 1e3, a.throughput)
-        return Question(config, cluster, workload, objective, PlanOptions(**_options(a, measured)))
+        return Question(config, cluster, workload, objective, PlanOptions(**_options(a, config, measured)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,15 +254,15 @@ def _workload(a: SimpleNamespace) -> Workload:
     return Workload(*lengths, **load)
 
 
-def _options(a: SimpleNamespace, measured: Measured | None) -> dict[str, Any]:
-    engine = find_engine(a.engine)
+def _options(a: SimpleNamespace, config: ModelConfig, measured: Measured | None) -> dict[str, Any]:
+    engine = find_engine(a.engine).serving(config)
     if a.fp8_gemm_backend == "flashinfer_trtllm":
         engine = dataclasses.replace(engine, fp8_rate=FLASHINFER_FP8_RATE)
     experts = a.expert_mesh and a.expert_mesh.replace("ep=", "dp=")
     meshes = [_mesh(text) for text in (a.prefill_mesh, a.decode_mesh, a.attention_mesh, experts)]
     return {
         "engine": engine,
-        "precision": engine.precision(choose_precision(a.precision, a.kv_cache_dtype, measured)),
+        "precision": engine.precision(choose_precision(a.precision, a.kv_cache_dtype, config, measured)),
         "drafts": a.mtp,
         "acceptance": read_acceptance(a.mtp_acceptance),
         "redundant": a.redundant_experts,

@@ -10,6 +10,8 @@ from dsjax.plan.curves import Curve, Grid, doublings
 from dsjax.plan.figure import assumed, assumption, measured
 from dsjax.plan.operations import (
     DEEPGEMM,
+    FLASH_MLA,
+    FLASH_MLA_FLOPS,
     FLASHINFER_FP8,
     FP8_MLA,
     FP8_MLA_GAIN,
@@ -297,6 +299,13 @@ class Chip:
 
         contexts = sorted({size for curve in curves.values() for size in curve.sizes})
         return sorted(curves), contexts, time, max(0.05, spread), AICONFIGURATOR
+
+    def absorbed_prompts(self, heads: int, tokens: float, context: float, latent: int, rank: int) -> float:
+        """Seconds of absorbed attention in one layer of so many prompt tokens, each attending to `context` positions on average, at 95 % of
+        FlashMLA's "up to" 660 TFLOP/s: it is bound by its products, and tables of decode end long before."""
+        work = OperationWork(2.0 * heads * (latent + rank) * tokens * context, 16, 0.0)
+        seconds = carried(work.flops / (0.95 * FLASH_MLA_FLOPS), work, as_filed("h800"), self.hardware)
+        return seconds * self._factor(0.2, "attention", FLASH_MLA)
 
     @kept("priced")
     def prefill_attention(self, heads: int, tokens: float, prompts: float, context: float, per_pair: int) -> float:

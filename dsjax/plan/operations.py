@@ -37,6 +37,7 @@ _MASKED = {(4096, 7168): {256: 932, 512: 1040, 1024: 1233}, (7168, 2048): {256: 
 FP8_MLA = "lmsys.org, 2025-09-26, H20: FP8 queries, keys and values in FlashMLA (pull request 82) are about 70 % faster than bf16"
 FP8_MLA_GAIN = 1.7
 """How much faster FlashMLA's FP8 pipeline computes on an H20, whose operations bound it (1.6 to 1.8: "about 70 %")."""
+FLASH_MLA = "FlashMLA README (H800, dense decode, bf16)"
 FLASH_MLA_FLOPS = 660e12
 
 DEEPEP = "DeepEP v1 README (H800, ConnectX-7 400 Gb/s)"

@@ -264,7 +264,7 @@ class PlanOptions:
 
     def check_launch(self, config: ModelConfig, workload: Workload) -> None:
         """Raise `UserError` where the engine lacks it, or the model has no MTP module for drafts, or no positions for `--context`."""
-        name = "dsjax serve" if self.engine.name == "dsjax" else self.engine.name
+        name = ("dsjax serve" if self.engine.name == "dsjax" else self.engine.name) + self.engine.of_models
         change = "change that, or give --engine published for engines that can"
         refuse("launch", o=self, engine=self.engine, config=config, work=workload, name=name, change=change)
 

@@ -75,10 +75,12 @@ def test_the_table_of_mechanisms_has_each_of_them():
     assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:]] == ["nothing", *MECHANISMS]
 
 
-@pytest.mark.parametrize(("kind", "bound"), [(RATE, 0.18), (TPOT, 0.08)])
-def test_the_newest_round_on_one_host_is_predicted_as_well_as_blind(kind, bound):
+@pytest.mark.slow
+def test_the_newest_round_on_one_host_is_predicted_as_well_as_blind():
     """Guards the planner: `all left` was 16.9 % off in rates, for cold engines that the mean value lacks, and 7.0 % in TPOT."""
-    rows = [row for row in read() if (row["round"], row["kind"], row["distance"]) == ("all left", kind, HOST)]
-    errors = [abs(float(row["predicted"]) / float(row["measured"]) - 1) for row in replayed(rows)]
-    assert len(errors) == 134
-    assert statistics.mean(errors) < bound
+    errors = {RATE: [], TPOT: []}
+    for row in replayed(row for row in read() if (row["round"], row["distance"]) == ("all left", HOST)):
+        errors[row["kind"]].append(abs(float(row["predicted"]) / float(row["measured"]) - 1))
+    assert {kind: len(each) for kind, each in errors.items()} == {RATE: 134, TPOT: 134}
+    assert statistics.mean(errors[RATE]) < 0.18
+    assert statistics.mean(errors[TPOT]) < 0.08

@@ -72,7 +72,7 @@ def test_an_option_is_answered_with_what_does_its_work_here(words: str, answer: 
     assert re.search(answer, line)
 
 
-def test_their_variables_are_named_where_they_are_set_and_their_option_is_not_given() -> None:
+def test_their_variables_are_named_where_set_without_their_option_and_a_command_warns_before_it_runs(monkeypatch):
     known, on = _options("serve"), {"VLLM_BATCH_INVARIANT": "1"}
     (line,) = unread_variables(["--model", "demo"], known, on)
     assert line == "VLLM_BATCH_INVARIANT is set, and not read here: give --batch-invariant, or unset it"
@@ -80,9 +80,6 @@ def test_their_variables_are_named_where_they_are_set_and_their_option_is_not_gi
         assert unread_variables(words, known, on) == []
     assert unread_variables([], known, {"VLLM_BATCH_INVARIANT": "0"}) == []
     assert unread_variables([], {"--model"}, on) == []
-
-
-def test_a_command_warns_of_a_variable_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     found = RUNNER.invoke(app, ["serve", "--disaggregation-mode", "prefill"])  # refused before anything is loaded
     assert found.stderr.startswith("warning: VLLM_BATCH_INVARIANT is set, and not read here: give --batch-invariant")
@@ -112,7 +109,7 @@ def test_the_table_in_the_docs_has_every_option() -> None:
         assert list(csv.DictReader(file)) == answers(), __doc__
 
 
-def test_all_of_them_on_a_command_line_are_explained_at_once() -> None:
+def test_all_of_them_on_a_command_line_are_explained_at_once_and_a_model_without_its_option_too():
     found = RUNNER.invoke(
         app, ["serve", "--model-path", "x", "-tp", "8", "--context-length=4096", "--trust-remote-code"]
     )
@@ -120,6 +117,9 @@ def test_all_of_them_on_a_command_line_are_explained_at_once() -> None:
     answers = ("--model-path is --model", "-tp is --mesh tp=N", "--context-length is --max-model-len")
     for line in (*answers, "--trust-remote-code is not needed"):
         assert line in found.output
+    found = RUNNER.invoke(app, ["serve", "deepseek-ai/DeepSeek-R1"])
+    assert found.exit_code == 2
+    assert "a model is given as --model MODEL" in found.output
 
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
@@ -129,12 +129,6 @@ def test_an_option_for_tls_is_answered_with_the_cluster_key_and_the_encryption_o
     for name in ("--cluster-tls-cert", "--cluster-tls-key"):
         assert re.search(f"{name} was removed: .*--cluster-key-file.*--encrypt-bulk", found.output)
     assert _options(command) >= {"--cluster-key-file", "--encrypt-bulk"}
-
-
-def test_a_model_without_its_option_is_explained() -> None:
-    found = RUNNER.invoke(app, ["serve", "deepseek-ai/DeepSeek-R1"])
-    assert found.exit_code == 2
-    assert "a model is given as --model MODEL" in found.output
 
 
 def test_a_command_says_nothing_of_what_it_has_no_counterpart_for() -> None:

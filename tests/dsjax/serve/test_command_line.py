@@ -284,19 +284,6 @@ def test_the_warm_up_bar_counts():
     assert "3/3" in console.file.getvalue()
 
 
-def test_without_a_terminal_a_line_is_written_at_each_tenth():
-    console = Console(file=io.StringIO(), width=120)
-    with warm_up_bar(console) as progress:
-        progress(0, 31, "decode 8 rows")
-        for done in range(32):
-            progress(done, 31, f"shape {done}")
-    lines = console.file.getvalue().splitlines()
-    assert len(lines) == 11
-    assert lines[0] == "compiling shapes: 0 of 31 (0%), 0 s"
-    assert lines[1].startswith("compiling shapes: 4 of 31 (13%)")
-    assert lines[-1].startswith("compiling shapes: 31 of 31 (100%)")
-
-
 def test_without_a_terminal_the_decode_and_the_prefill_engine_say_how_far_they_are():
     parts = FakeExecutor(num_ranks=2).parts()
     parts.prefills = (parts.core.executor,)  # it has what a link has of a warm-up

@@ -72,13 +72,10 @@ def test_what_an_option_means_is_said_where_it_cannot_be():
         IndexScores.parse("hadamard", 96, False)
 
 
-def test_the_indexers_parameters_are_as_many_as_are_counted():
+def test_the_indexers_parameters_are_as_many_as_are_counted_and_in_fp8_where_the_checkpoint_has_them_so():
     infos = abstract_parameters(V32)
     one = [info.shape[1:] for path, info in infos.items() if path.startswith("moe_layers.attn.indexer.")]
     assert sum(int(np.prod(shape)) for shape in one) == indexer_parameters(V32)
-
-
-def test_fp8_weights_have_the_matrices_that_the_checkpoint_has_so():
     infos = abstract_parameters(V32, weights="fp8")
     kept = {
         path.split("indexer.")[1]: info.dtype.name
