@@ -1,12 +1,7 @@
-"""Whoever types an option of vLLM's or SGLang's is told what it is called here. docs/other-engines.csv has all of them:
+"""Options of vLLM and SGLang are taken for ours, or explained: `configs/engines/other-engines.csv`."""
 
-python tests/dsjax/cli/test_other_engines.py > docs/other-engines.csv
-"""
-
-import csv
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,11 +9,10 @@ import typer
 from typer.testing import CliRunner
 
 from dsjax.cli.main import app
-from dsjax.cli.other_engines import ABSENT, HERE, NEEDLESS, VARIABLES, advice, unread_variables
+from dsjax.cli.other_engines import TRANSLATIONS, advice, rows, unread_variables
 
 RUNNER = CliRunner()
 ROOT = Path(__file__).parents[3]
-DOCS = ROOT / "docs"
 WIDE = re.compile(
     r"parallel-(?!loading)|^--(dp|tp|pp|ep)(-size)?$|-(dp|tp|pp|ep|cp)-size$|^--(dcp|cp)-|nnodes|node-rank|headless|eplb|redundant|dbo|ubatch"
     r"|batch-overlap|tbo|speculative-|^--spec-(method|model|tokens)|kv-transfer|disaggregation-(mode|transfer|bootstrap)|^--quantization"
@@ -34,11 +28,9 @@ def _options(command: str) -> set[str]:
 
 def test_every_counterpart_is_an_option_of_serve_and_no_option_of_serve_is_taken_for_anothers() -> None:
     known = _options("serve")
-    for names, here in HERE.items():
-        assert here.split()[0].rstrip(":;") in known, here
-        assert not known & set(names.split())
-    assert not known & {name for names in (*NEEDLESS, *ABSENT) for name in names.split()}
-    assert set(VARIABLES.values()) <= known
+    assert {row.ours for row in rows().values()} - {""} <= known
+    assert not known & set(rows())
+    assert all("=" in row.value or row.value in TRANSLATIONS for row in rows().values() if row.value)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -62,9 +54,9 @@ def test_the_command_of_the_h20_plan_and_old_names_of_vllm_are_answered() -> Non
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ("--quantization modelopt_fp4", "is --weights fp8, nvfp4, nvfp4-bf16, mxfp4, mxfp4-bf16, int4, int4-bf16: "),
-        ("--speculative-draft-model-path", "not needed.*MTP module|MTP module.*not needed"),  # and not the config
-        ("--dcp-size 8", "^--dcp-size has no counterpart here: "),
+        ("--speculative-draft-model-path", "is not needed: .*MTP module"),  # and not the config
+        ("--speculative-algorithm NEXTN", "is --speculative-config "),
+        ("--dcp-size 8", "^--dcp-size is without counterpart here: "),
     ],
 )
 def test_an_option_is_answered_with_what_does_its_work_here(words: str, answer: str) -> None:
@@ -85,36 +77,12 @@ def test_their_variables_are_named_where_set_without_their_option_and_a_command_
     assert found.stderr.startswith("warning: VLLM_BATCH_INVARIANT is set, and not read here: give --batch-invariant")
 
 
-def answers() -> list[dict[str, str]]:
-    """The rows of docs/other-engines.csv: each option of another engine, what it is here, and why."""
-    tables = ((HERE, ""), (NEEDLESS, "not needed"), (ABSENT, "no counterpart"))
-    rows = [
-        (name, verdict, text) for table, verdict in tables for names, text in table.items() for name in names.split()
-    ]
-    made = [
-        {
-            "option": name,
-            "here": verdict or text.partition(": ")[0],
-            "note": text if verdict else text.partition(": ")[2],
-        }
-        for name, verdict, text in rows
-    ]
-    return made + [
-        {"option": name, "here": option, "note": "not read: give the option"} for name, option in VARIABLES.items()
-    ]
-
-
-def test_the_table_in_the_docs_has_every_option() -> None:
-    with (DOCS / "other-engines.csv").open(encoding="utf-8", newline="") as file:
-        assert list(csv.DictReader(file)) == answers(), __doc__
-
-
 def test_all_of_them_on_a_command_line_are_explained_at_once_and_a_model_without_its_option_too():
     found = RUNNER.invoke(
-        app, ["serve", "--model-path", "x", "-tp", "8", "--context-length=4096", "--trust-remote-code"]
+        app, ["serve", "-tp", "8", "--max-running-requests=8", "--enable-dp-attention", "--trust-remote-code"]
     )
     assert found.exit_code == 2
-    answers = ("--model-path is --model", "-tp is --mesh tp=N", "--context-length is --max-model-len")
+    answers = ("--max-running-requests is --max-num-seqs: of a DP rank", "--enable-dp-attention is --mesh dp=N")
     for line in (*answers, "--trust-remote-code is not needed"):
         assert line in found.output
     found = RUNNER.invoke(app, ["serve", "deepseek-ai/DeepSeek-R1"])
@@ -127,7 +95,7 @@ def test_an_option_for_tls_is_answered_with_the_cluster_key_and_the_encryption_o
     found = RUNNER.invoke(app, [command, "--cluster-tls-cert", "a.pem", "--cluster-tls-key=b.pem"])
     assert found.exit_code == 2
     for name in ("--cluster-tls-cert", "--cluster-tls-key"):
-        assert re.search(f"{name} was removed: .*--cluster-key-file.*--encrypt-bulk", found.output)
+        assert re.search(f"{name} is removed: .*--cluster-key-file.*--encrypt-bulk", found.output)
     assert _options(command) >= {"--cluster-key-file", "--encrypt-bulk"}
 
 
@@ -137,9 +105,3 @@ def test_a_command_says_nothing_of_what_it_has_no_counterpart_for() -> None:
     found = RUNNER.invoke(app, ["serve", "--mehs", "dp=2"])
     assert found.exit_code == 2
     assert "--mesh" in found.output  # the nearest of ours
-
-
-if __name__ == "__main__":
-    writer = csv.DictWriter(sys.stdout, ["option", "here", "note"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(answers())

@@ -149,10 +149,16 @@ def test_help_pages_show_every_name_in_full(page, width):
     assert "…" not in text.replace("500MB, …", "").replace("tpu-v5e, …", "").replace("znver4, …", "")
     assert "..." not in text.replace("]...", "")
     assert "<bool>" not in text
+    assert "[default: (" not in text
     assert "--help" in text
     if page == "serve":
         assert "--max-num-batched-tokens <int>" in text
-        assert text.index("Options:") < text.index("--port") < text.index("Engine:") < text.index("--max-num-seqs")
+        assert (
+            text.index("Options:")
+            < text.index("--port")
+            < text.index("Scheduling:")
+            < text.index("--max-num-seqs <int>")
+        )
 
 
 def test_the_version_is_printed():

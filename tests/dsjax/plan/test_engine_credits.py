@@ -96,7 +96,7 @@ QUESTION = """
 """Options of `dsjax plan` that say what is asked, on which grounds, and how the answer is given."""
 RUNNING = """
     model revision tokenizer tokenizer_mode chat_template dtype router page_source kv_events_config
-    scheduling_policy stream_interval seed record_steps record_steps_bytes transfer_timeout transfer_host
+    scheduling_policy stream_interval seed record_steps transfer_timeout transfer_host
     coordinator_address num_processes process_id host_address start_timeout link_monitor_interval cluster_key_file
     encrypt_bulk index_scores
 """
