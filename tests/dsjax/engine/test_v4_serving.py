@@ -56,7 +56,6 @@ def test_answers_are_the_plain_forms_also_where_the_prefix_cache_has_the_prompt(
     [
         ({"enable_dbo": True, "mesh": "dp=2"}, "--enable-dbo"),
         ({"enable_eplb": True, "mesh": "dp=2"}, "--enable-eplb"),
-        ({"index_scores": "fp8"}, "--index-scores"),
         ({"mla_decode": "CC"}, "has no MLA"),
         ({"batch_invariant": True}, "--batch-invariant"),
         ({"page_size": 12}, "--page-size is 12"),

@@ -71,7 +71,7 @@ def test_layouts_divide_the_groups_of_the_output_projection():
         (("--mode", "separated"), "deepseek_v4 model does not move caches"),
         (("--two-batch-overlap", "on"), "deepseek_v4 model does not overlap"),
         (("--kv-cache-dtype", "fp8"), "an FP8 cache is asked for"),
-        (("--afd", "on"), "deepseek_v4 model has no released option"),
+        (("--attention-mesh", "dp=4", "--expert-mesh", "ep=4"), "deepseek_v4 model has no released option"),
         (("--stages", "2"), "stages cannot cut the layers of a deepseek_v4"),
     ],
 )
