@@ -205,6 +205,11 @@ class ModelConfig:
         return self.num_hidden_layers - self.num_dense_layers
 
     @property
+    def streams(self) -> tuple[int, ...]:
+        """The axis between tokens and width of what passes from layer to layer: the residual's streams, if it has several."""
+        return () if self.v4 is None else (self.v4.hc_mult,)
+
+    @property
     def residual(self) -> str:
         """How layers add to what passes through them: a name in `dsjax.model.residual.RESIDUALS`."""
         return "addition" if self.v4 is None else "streams"

@@ -68,7 +68,7 @@ def make_step(
             'jax.config.update("jax_enable_x64", False)'
         )
     if config.v4 is not None:
-        _check_v4(args, mtp)
+        _check_v4(args)
     if mtp and not config.num_nextn_predict_layers:
         raise UserError(
             "--speculative-config drafts with the model's MTP module, but this model has none (num_nextn_predict_layers is 0, "
@@ -157,6 +157,7 @@ def make_step(
         index_scores=index_scores,
         overlap=_overlap(args),
         stage=stage,
+        drafts=args.num_drafts,
     )
     if expert_side is not None:
         infos = {path: info for path, info in table.infos.items() if EXPERTS in path}
@@ -187,14 +188,13 @@ def _dispatch(args: EngineArgs, config: ModelConfig, mesh: Mesh, placement: Laye
     )
 
 
-def _check_v4(args: EngineArgs, mtp: bool) -> None:
+def _check_v4(args: EngineArgs) -> None:
     """Refuse what engines cannot do with a DeepSeek-V4 yet, and the choice of an MLA form."""
     forms = EngineArgs(batch_invariant=args.batch_invariant)
     chosen = (args.mla_prefill, args.mla_decode) != (forms.mla_prefill, forms.mla_decode)
     if chosen:
         raise UserError("--mla-prefill or --mla-decode is given, but a deepseek_v4 model has no MLA; leave them out")
     missing = {
-        "--speculative-config": (mtp, "its MTP module reads four streams, which the step does not give it"),
         "--prefill-mesh": (args.prefill_mesh is not None, "its window pages have not been sent to another engine"),
         "--expert-mesh": (
             expert_spec(args) is not None,
@@ -218,8 +218,7 @@ def _overlap(args: EngineArgs) -> TwoBatchOverlap | None:
     if not args.enable_dbo:
         return None
     thresholds = args.dbo_decode_token_threshold, args.dbo_prefill_token_threshold
-    drafts = args.speculation.num_speculative_tokens if args.speculation else 0
-    return TwoBatchOverlap(*thresholds, decode_chunk=1 + drafts, stages=args.num_afd_stages)
+    return TwoBatchOverlap(*thresholds, decode_chunk=1 + args.num_drafts, stages=args.num_afd_stages)
 
 
 def _kernels(
