@@ -50,7 +50,8 @@ def further(
     hidden: from ``ModelStep.hidden``, or from here for one token more. next_tokens: the token after each.
     copies: of all ``moe_layers_with_module``; the module's experts are the last.
 
-    Returns what ``ModelStep.logits`` takes with ``module``, and this function for one token more; the updated cache and ``filled``; and dispatch reports with a leading axis of 1, which continue those of ``ModelStep.hidden``.
+    Returns what ``ModelStep.logits`` takes with ``module``, and this function for one token more; the updated cache and
+    ``filled``; and dispatch reports with a leading axis of 1, which continue those of ``ModelStep.hidden``.
     """
     sharding, products = step.sharding, step.in_place
     layers, moe_layers = step.config.num_hidden_layers, step.config.num_moe_layers

@@ -77,6 +77,8 @@ OWN_CLASS = Choice(
     lambda args: any(isinstance(given, type) for given in (args.dispatch, args.mla_prefill, args.mla_decode)),
 )
 COMPILE_AHEAD = Choice("--compile-ahead", lambda args: args.compile_ahead not in (0, type(args).compile_ahead))
+FAMILIES = {"deepseek_v4": Choice("a deepseek_v4 model", lambda args: False)}
+"""By `model_type`; which one a model is of is known when its configuration has been read (`check_family`)."""
 
 _PARTS = "a page of the cache is in parts with stages, one at each stage, which are not handed over yet"
 _ATTENTION = "prompts are computed on the attention side"
@@ -145,6 +147,18 @@ EXCLUSIONS = (
         _given("kernel_config"),
         "the first has the same tiles for every shape, the file others",
     ),
+    *(
+        Exclusion(one, FAMILIES["deepseek_v4"], reason, "leave it out")
+        for one, reason in (
+            (_given("batch_invariant"), "its attention has no kernels"),
+            (Choice("--mla-prefill", lambda args: args.mla_prefill != "CC"), "it has no MLA"),
+            (_given("mla_decode"), "it has no MLA"),
+            (_given("index_scores"), "its index keys are scored in the dtype of computation"),
+            (Choice("--kv-cache-dtype fp8", lambda args: args.kv_cache_dtype == "fp8"), "its cache cannot be FP8 yet"),
+            (EXPERT_MESH, "experts on devices of their own know plain addition as residual alone"),
+            (_given("enable_dbo"), "halves of a step go through layers of one kind, and its kinds take turns"),
+        )
+    ),
 )
 """Pairs that are refused."""
 
@@ -176,6 +190,13 @@ def check_combinations(args: Any) -> None:
             raise UserError(f"{need.one} is given without {need.other}; {advice}")
     for pair in EXCLUSIONS:
         if pair.one.made(args) and pair.other.made(args):
+            raise _refusal(pair)
+
+
+def check_family(args: Any, model_type: str) -> None:
+    """Refuse options that models of a family do not have, by the `model_type` that a configuration says."""
+    for pair in EXCLUSIONS:
+        if pair.other is FAMILIES.get(model_type) and pair.one.made(args):
             raise _refusal(pair)
 
 

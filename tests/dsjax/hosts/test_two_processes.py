@@ -8,12 +8,19 @@ from layouts import MODELS, write_checkpoint
 from llm_process import generate, generate_alone, sample
 from processes import Group
 from quick_compilation import FEW_SHAPES
+from v4_models import write_v4_checkpoint
 
 from dsjax.checkpoint.shards import SafetensorsFolder
 
 pytestmark = pytest.mark.slow
 
-MODEL = MODELS["v3.2"]
+WRITERS = {
+    "v3.2": lambda folder: write_checkpoint(folder, mtp=True, **MODELS["v3.2"]),
+    # Rates of which a page of `FEW_SHAPES` holds whole windows.
+    "v4": lambda folder: write_v4_checkpoint(
+        folder, "wch", hashed=1, rates=(2, 4), sliding_window=4, num_nextn_predict_layers=1
+    ),
+}
 MESH = {"mesh": "dp=2,tp=2", "dispatch": "ragged"}
 # Without any of these, and with gather, a server over two processes makes the tokens of one on dp=4: test_two_process_server.py.
 ALL_AT_ONCE = {
@@ -25,9 +32,9 @@ ALL_AT_ONCE = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return str(write_checkpoint(tmp_path_factory.mktemp("tiny"), mtp=True, **MODEL))
+@pytest.fixture(scope="module", params=WRITERS)
+def checkpoint(request, tmp_path_factory):
+    return str(WRITERS[request.param](tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +66,7 @@ def test_drafts_balanced_experts_and_pages_in_host_memory_are_over_two_processes
     assert found[2]["fetched"] > found[0]["fetched"]
 
 
+@pytest.mark.parametrize("checkpoint", ["v3.2"], indirect=True)
 def test_each_process_reads_what_its_own_devices_hold_and_nothing_else(outputs, checkpoint):
     sizes = {name: spec.nbytes for name, spec in SafetensorsFolder(checkpoint).specs.items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)

@@ -14,7 +14,6 @@ from v4_models import v4_config, v4_tensors
 
 from dsjax.checkpoint.load import from_hf_tensors
 from dsjax.config import ModelConfig
-from dsjax.errors import UserError
 from dsjax.model.compressed.family import Compressed
 from dsjax.model.compressed.rotations import Rotations
 from dsjax.model.forms import FORMS
@@ -23,7 +22,6 @@ from dsjax.model.paging import Rows
 from dsjax.model.parameter_table import parameter_table
 from dsjax.model.rows import GroupShape, RowGroup, flatten
 from sharding import MeshSpec
-from sharding.fp8 import E4M3
 from sharding.rules import Rules
 
 T, LENGTH, CONTEXT = 128, 300, 3  # tokens of a page, of the prompt, and pages of its context
@@ -260,9 +258,3 @@ def test_a_query_sees_the_entries_of_windows_that_are_full(kind, counts):
     for position, entries in counts.items():
         expected = entries / (min(position + 1, 128) + entries + 1)
         np.testing.assert_allclose(out[position, :, 0], expected, rtol=1e-6, err_msg=f"{position}")
-
-
-def test_a_cache_in_fp8_is_refused():
-    layer = Layer("window")
-    with pytest.raises(UserError, match="cannot be FP8 yet"):
-        Compressed(layer.mesh, layer.rules, layer.config, E4M3)
