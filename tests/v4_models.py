@@ -61,7 +61,9 @@ def guessing(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[str, n
     """
     module = f"model.layers.{config.num_hidden_layers}."
     small = ("o_b_proj.weight", "w2.weight", "shared_experts.down_proj.weight", "h_proj.weight")
-    changed = {name: values * np.float32(1 / 128) if name.endswith(small) else values for name, values in tensors.items()}
+    changed = {
+        name: values * np.float32(1 / 128) if name.endswith(small) else values for name, values in tensors.items()
+    }
     changed[f"{module}e_proj.weight"] = np.eye(config.hidden_size, dtype=np.float32)
     changed[f"{module}enorm.weight"] = np.ones(config.hidden_size, np.float32)
     changed[f"{module}shared_head.norm.weight"] = tensors["model.norm.weight"]

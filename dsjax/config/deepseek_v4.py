@@ -17,6 +17,16 @@ KINDS = {
 """Kinds of attention → transformers' `layer_types`: a window alone; beside it entries with an overlap, of which an indexer chooses; and
 beside it all entries without overlap."""
 RATES = (4, 128)
+REFUSED = {
+    "batch_invariant": "its attention has no kernels",
+    "mla_prefill": "it has no MLA",
+    "mla_decode": "it has no MLA",
+    "index_scores": "its index keys are scored in the dtype of computation",
+    "kv_cache_dtype": "its cache cannot be FP8 yet",
+    "expert_mesh": "experts on devices of their own know plain addition as residual alone",
+    "enable_dbo": "halves of a step go through layers of one kind, and its kinds take turns",
+}
+"""Options of an engine that it cannot have, and why (`dsjax/engine/setup/combinations.py`)."""
 _LATER = ("dspark_", "engram_", "kv_source_layer", "index_source_layer", "candidate_", "text_config", "vision_config")
 """How the names of fields begin that later releases of the family have, and that would change the arithmetic."""
 _INTEGERS = ("o_groups", "o_lora_rank", "sliding_window", "hc_mult", "hc_sinkhorn_iters")

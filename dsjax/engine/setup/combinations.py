@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from dsjax.config.deepseek_v4 import REFUSED
 from dsjax.engine.text.prompt_encoder import ENCODERS
 from dsjax.errors import UserError
 
@@ -79,6 +80,11 @@ OWN_CLASS = Choice(
 COMPILE_AHEAD = Choice("--compile-ahead", lambda args: args.compile_ahead not in (0, type(args).compile_ahead))
 FAMILIES = {"deepseek_v4": Choice("a deepseek_v4 model", lambda args: False)}
 """By `model_type`; which one a model is of is known when its configuration has been read (`check_family`)."""
+_OF_FAMILIES = {
+    "mla_prefill": Choice("--mla-prefill", lambda args: args.mla_prefill != "CC"),
+    "kv_cache_dtype": Choice("--kv-cache-dtype fp8", lambda args: args.kv_cache_dtype == "fp8"),
+}
+"""Options of which a family refuses some values alone."""
 
 _PARTS = "a page of the cache is in parts with stages, one at each stage, which are not handed over yet"
 _ATTENTION = "prompts are computed on the attention side"
@@ -148,16 +154,8 @@ EXCLUSIONS = (
         "the first has the same tiles for every shape, the file others",
     ),
     *(
-        Exclusion(one, FAMILIES["deepseek_v4"], reason, "leave it out")
-        for one, reason in (
-            (_given("batch_invariant"), "its attention has no kernels"),
-            (Choice("--mla-prefill", lambda args: args.mla_prefill != "CC"), "it has no MLA"),
-            (_given("mla_decode"), "it has no MLA"),
-            (_given("index_scores"), "its index keys are scored in the dtype of computation"),
-            (Choice("--kv-cache-dtype fp8", lambda args: args.kv_cache_dtype == "fp8"), "its cache cannot be FP8 yet"),
-            (EXPERT_MESH, "experts on devices of their own know plain addition as residual alone"),
-            (_given("enable_dbo"), "halves of a step go through layers of one kind, and its kinds take turns"),
-        )
+        Exclusion(_OF_FAMILIES.get(name, _given(name)), FAMILIES["deepseek_v4"], reason, "leave it out")
+        for name, reason in REFUSED.items()
     ),
 )
 """Pairs that are refused."""
