@@ -6,21 +6,14 @@ import re
 import pytest
 from layouts import MODELS, write_checkpoint
 from llm_process import generate, generate_alone, sample
-from processes import Group
+from processes import outputs_of
 from quick_compilation import FEW_SHAPES
-from v4_models import write_v4_checkpoint
 
 from dsjax.checkpoint.shards import SafetensorsFolder
 
 pytestmark = pytest.mark.slow
 
-WRITERS = {
-    "v3.2": lambda folder: write_checkpoint(folder, mtp=True, **MODELS["v3.2"]),
-    # Rates of which a page of `FEW_SHAPES` holds whole windows.
-    "v4": lambda folder: write_v4_checkpoint(
-        folder, "wch", hashed=1, rates=(2, 4), sliding_window=4, num_nextn_predict_layers=1
-    ),
-}
+MODEL = MODELS["v3.2"]
 MESH = {"mesh": "dp=2,tp=2", "dispatch": "ragged"}
 # Without any of these, and with gather, a server over two processes makes the tokens of one on dp=4: test_two_process_server.py.
 ALL_AT_ONCE = {
@@ -32,22 +25,14 @@ ALL_AT_ONCE = {
 }
 
 
-@pytest.fixture(scope="module", params=WRITERS)
-def checkpoint(request, tmp_path_factory):
-    return str(WRITERS[request.param](tmp_path_factory.mktemp("tiny")))
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return str(write_checkpoint(tmp_path_factory.mktemp("tiny"), mtp=True, **MODEL))
 
 
 @pytest.fixture(scope="module")
 def outputs(checkpoint):
-    options = {"model": checkpoint, **FEW_SHAPES, **MESH, **ALL_AT_ONCE}
-    group = Group(["tests/dsjax/hosts/llm_process.py", "--options", json.dumps(options)], 2)
-    try:
-        group.write(0, "go\nothers\ngo\nsampled\n")
-        group.processes[0].stdin.close()
-        assert group.codes(480) == [0, 0], group.last_words()
-    finally:
-        group.end()
-    return group.output
+    return outputs_of({"model": checkpoint, **FEW_SHAPES, **MESH, **ALL_AT_ONCE}, "go", "others", "go", "sampled")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +51,6 @@ def test_drafts_balanced_experts_and_pages_in_host_memory_are_over_two_processes
     assert found[2]["fetched"] > found[0]["fetched"]
 
 
-@pytest.mark.parametrize("checkpoint", ["v3.2"], indirect=True)
 def test_each_process_reads_what_its_own_devices_hold_and_nothing_else(outputs, checkpoint):
     sizes = {name: spec.nbytes for name, spec in SafetensorsFolder(checkpoint).specs.items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
