@@ -42,7 +42,7 @@ def step(ranks: list[RankLoad], *, decode: int = 0, prompt: int = 0, padding: in
     """A step of 10 ms."""
     counts = {"num_preemptions": 0, **others}
     counts.setdefault("compilations_after_warm_up", 0)
-    parts = {name: counts.pop(name) for name in ("balance", "disk", "transfers") if name in counts}
+    parts = {name: counts.pop(name) for name in ("balance", "disk", "draft_choice", "transfers") if name in counts}
     return StepStats(
         time=0.0,
         duration=0.01,

@@ -165,7 +165,7 @@ def fit(
 def _alike(speculation: SpeculativeConfig | None) -> list[tuple[int, int]]:
     """Ranges of batches whose rows draft as many tokens, ascending. A step can be smaller than one of fewer rows that draft more."""
     ranges = speculation.num_speculative_tokens_per_batch_size if speculation else None
-    if ranges is None:
+    if ranges is None or speculation.measures:
         return [(1, _MOST_ROWS)]
     return [(low, high) for low, high, _ in ranges[:-1]] + [(ranges[-1][0], _MOST_ROWS)]
 

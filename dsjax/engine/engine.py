@@ -9,6 +9,7 @@ from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine_thread import EngineThread
 from dsjax.engine.schedule.attachment import Attachment
+from dsjax.engine.schedule.draft_choice import DraftChoice
 from dsjax.engine.schedule.mesh_changer import MeshChanger
 from dsjax.engine.schedule.page_events import EventSink
 from dsjax.engine.schedule.page_source import import_page_source
@@ -203,6 +204,8 @@ def attachments_of(
         parts.append(import_page_source(args.page_source).attachment())
     if sinks:
         parts.append(PageEventStream(*sinks))
+    if config.speculation is not None and config.speculation.measures:
+        parts.append(DraftChoice(config.speculation.num_speculative_tokens))
     if args.eplb is not None:
         from dsjax.engine.experts.expert_balancer import ExpertBalancer  # loads NumPy and SciPy
 

@@ -137,7 +137,7 @@ class Metrics:
         )
         metrics_parts.add_expert_metrics(registry, state)
         metrics_parts.add_balance_metrics(registry, state)
-        self._drafts = metrics_parts.DraftMetrics(registry, most_drafts)
+        self._drafts = metrics_parts.DraftMetrics(registry, state, most_drafts)
         if generations is not None and parked is not None:
             metrics_parts.add_generation_metrics(registry, generations, parked)
         if prefills:

@@ -371,7 +371,12 @@ class DraftMetrics:
         most_drafts: positions of drafts that are shown from the start, with 0.
     """
 
-    def __init__(self, registry: Registry, most_drafts: int):
+    def __init__(self, registry: Registry, state: LatestState, most_drafts: int):
+        registry.gauge(
+            "dsjax_draft_tokens_chosen",
+            "Tokens that each row drafts now, where the engine chooses by measurement.",
+            lambda: state.parts.get("draft_choice"),
+        )
         name = "vllm:spec_decode_num"
         self._rows = registry.counter(f"{name}_drafts", "Rows that had drafts to verify.")
         self._drafted = registry.counter(f"{name}_draft_tokens", "Drafted tokens that were verified.")

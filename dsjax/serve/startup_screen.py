@@ -78,9 +78,12 @@ def _prefill_lines(facts: EngineFacts) -> str:
 def _speculation_line(speculation: dict[str, Any]) -> str:
     """Say how many tokens the MTP module drafts, and under which load."""
     ranges = speculation["num_speculative_tokens_per_batch_size"]
-    if ranges is None:
+    if ranges is None or ranges == "auto":
         count = speculation["num_speculative_tokens"]
-        return f"speculative decoding: the MTP module drafts {count} token{'s' if count > 1 else ''} a row"
+        most, chosen = ("up to ", ", by step times and acceptance") if ranges else ("", "")
+        return (
+            f"speculative decoding: the MTP module drafts {most}{count} token{'s' if count > 1 else ''} a row{chosen}"
+        )
     parts = [f"{count} with {low} to {high}" for low, high, count in ranges[:-1]]
     parts.append(f"{ranges[-1][2]} with {ranges[-1][0]} or more")
     return f"speculative decoding: tokens that the MTP module drafts a row: {', '.join(parts)} running on a rank"

@@ -127,7 +127,8 @@ class RankStep(msgspec.Struct, frozen=True, array_like=True):
 class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """Compute rows of every rank, and make tokens.
 
-    num_drafts: most drafts that a decode row verifies. proposes: drafts made for the next step; 0: the MTP module does not run.
+    num_drafts: most drafts that a decode row verifies. proposes: drafts made for the next step; 0: the MTP module does not run. Where
+    `num_drafts` is 0, it runs in launches with prompts alone.
     """
 
     ranks: list[RankStep]

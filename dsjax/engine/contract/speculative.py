@@ -1,7 +1,7 @@
 """`SpeculativeConfig`: how many tokens the MTP module drafts ahead of the model, and at which load."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from dsjax.engine.contract.json_option import JsonOption, is_integer
 
@@ -18,7 +18,8 @@ class SpeculativeConfig(JsonOption):
     method: what drafts: `mtp`, the model's own MTP module. num_speculative_tokens: most drafts of a row, 1 to 4.
     num_speculative_tokens_per_batch_size: ranges `(low, high, n)`: while `low` to `high` requests are running on a DP rank, each
     row drafts `n` tokens, 0 for none. The ranges begin at 1 and follow one another without a gap; the last one also holds for
-    more requests than its `high`. None: `num_speculative_tokens` at any load.
+    more requests than its `high`. "auto": the engine measures which number is fastest (`schedule/draft_choice.py`).
+    None: `num_speculative_tokens` at any load.
 
     Raises:
         UserError: a value that cannot be, with the field's name, what was found and what would fit.
@@ -30,7 +31,7 @@ class SpeculativeConfig(JsonOption):
 
     method: str
     num_speculative_tokens: int = 1
-    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | Literal["auto"] | None = None
 
     def __post_init__(self):
         self.check(self.method in METHODS, "method", '"mtp"')
@@ -38,19 +39,35 @@ class SpeculativeConfig(JsonOption):
         most = self.num_speculative_tokens
         is_right = is_integer(most) and 1 <= most <= MOST_DRAFTS
         self.check(is_right, "num_speculative_tokens", f"an integer from 1 to {MOST_DRAFTS}")
-        if self.num_speculative_tokens_per_batch_size is not None:
+        if self.num_speculative_tokens_per_batch_size is not None and not self.measures:
             object.__setattr__(self, "num_speculative_tokens_per_batch_size", self._checked_ranges())
 
+    @property
+    def measures(self) -> bool:
+        """Whether the engine chooses the number of drafts by what it measures."""
+        return self.num_speculative_tokens_per_batch_size == "auto"
+
+    @property
+    def after_prompts(self) -> int:
+        """Drafts after prompts in a step that else makes none: where it is measured, the module has read every prompt."""
+        return int(self.measures)
+
+    def counts(self, least: int, most: int) -> list[int]:
+        """The numbers of drafts that a row may make while `least` to `most` requests are running on its DP rank, ascending."""
+        if self.measures:
+            return list(range(self.num_speculative_tokens + 1))
+        return sorted({self.drafts(running) for running in range(least, most + 1)})
+
     def drafts(self, running: int) -> int:
-        """How many tokens each row drafts while `running` requests are running on its DP rank."""
-        if self.num_speculative_tokens_per_batch_size is None:
+        """How many tokens each row drafts while `running` requests are running on its DP rank; the most where it is measured."""
+        if self.num_speculative_tokens_per_batch_size is None or self.measures:
             return self.num_speculative_tokens
         ranges = self.num_speculative_tokens_per_batch_size
         return next((n for _, high, n in ranges if running <= high), ranges[-1][2])
 
     def _checked_ranges(self) -> tuple[tuple[int, int, int], ...]:
         name, ranges = "num_speculative_tokens_per_batch_size", self.num_speculative_tokens_per_batch_size
-        expected = "a list of ranges [low, high, n], such as [[1, 64, 2], [65, 4096, 0]]"
+        expected = 'a list of ranges [low, high, n], such as [[1, 64, 2], [65, 4096, 0]], or "auto"'
         self.check(isinstance(ranges, list | tuple) and bool(ranges), name, expected)
         expected_low, most = 1, self.num_speculative_tokens
         for entry in ranges:

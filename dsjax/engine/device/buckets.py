@@ -112,9 +112,10 @@ class Buckets:
             below = rows
         prompts = dict.fromkeys((*self.prefill, *self.single))
         with_prompts = [(None, rectangle, self.proposals) for rectangle in prompts]
+        after_prompts = 0 if self.speculation is None else self.speculation.after_prompts
         if self.mixed:
             with_prompts += [
-                (Rectangle(largest, 1 + count), rectangle, (count,) if count else ())
+                (Rectangle(largest, 1 + count), rectangle, tuple(filter(None, (count or after_prompts,))))
                 for rectangle in prompts
                 for count in self._counts(1)
             ]
@@ -163,9 +164,7 @@ class Buckets:
 
     def _counts(self, least: int) -> list[int]:
         """The numbers of drafts of a row while ``least`` or more requests are running, ascending."""
-        if self.speculation is None:
-            return [0]
-        return sorted({self.speculation.drafts(running) for running in range(least, self.decode[-1] + 1)})
+        return [0] if self.speculation is None else self.speculation.counts(least, self.decode[-1])
 
     def _lay(self, waiting: list[list[RowPiece]]) -> list[tuple[Rectangle, list[list[RowPiece]]]]:
         """Rectangles, and the pieces of each rank in them. Single rows are used where that costs less for the whole step."""

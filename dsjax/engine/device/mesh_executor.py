@@ -256,7 +256,8 @@ class MeshExecutor(DeviceAccess):
 
     def _run(self, pending: Pending, launch: Launch, shape: LaunchShape, packed: Array, rules: RowRules) -> Running:
         """Run a launch of a step, and keep what it gave."""
-        proposes = pending.command.proposes
+        command = pending.command
+        proposes = command.proposes if command.num_drafts or launch.prefill is not None else 0
         if proposes and launch.prefill is None and rules.wanted is None and not rules.scored:
             program = self.programs.get("drafting step", shape, proposes)
             arguments = (self.params, self.state, packed, *self._arrived())

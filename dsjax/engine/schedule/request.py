@@ -239,11 +239,13 @@ class StepPlan(NamedTuple):
     """One step's work: one `RankPlan` for every DP rank, idle ones included.
 
     num_drafts: most that a decode row verifies, and that are made for the next step. page_commands: go before all else, for page sources.
+    after_prompts: drafts that are made after prompts where `num_drafts` is 0.
     """
 
     ranks: list[RankPlan]
     num_drafts: int = 0
     page_commands: Sequence[Command] = ()
+    after_prompts: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -1,7 +1,7 @@
 """`Scheduler`: which tokens of which requests every DP rank computes in the next step. `Router`: on which rank a request runs."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -38,6 +38,10 @@ class Scheduler:
     before it reports. Times are any clock's seconds: the planner's simulator passes virtual ones.
 
     source: where pages are beside the devices; None: nowhere. page_events: whether they are collected, for `take_page_events`.
+
+    Attributes:
+        choose_drafts: given the requests of the fullest rank, how many tokens each row of the next step drafts; None: as the
+            configuration has it.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Scheduler:
         self._router = Router(self.ranks)
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
+        self.choose_drafts: Callable[[int], int] | None = None
 
     @property
     def num_unfinished(self) -> int:
@@ -157,7 +162,8 @@ class Scheduler:
         num_drafts = self._num_drafts()
         self.source.begin_step(now)
         ranks = [rank.schedule(now, num_drafts) for rank in self.ranks]
-        return StepPlan(ranks, num_drafts, self.pages.commands() if self._is_sourced else ())
+        after_prompts = 0 if self.config.speculation is None else self.config.speculation.after_prompts
+        return StepPlan(ranks, num_drafts, self.pages.commands() if self._is_sourced else (), after_prompts)
 
     def landed(self, rank: int, numbers: Iterable[int], ok: bool, now: float = 0.0) -> None:
         """Enter that pages have come from a source to a rank, by the numbers under which they were to land, or could not."""
@@ -252,11 +258,12 @@ class Scheduler:
                 rank.leave_if_due(request)
 
     def _num_drafts(self) -> int:
-        """Drafts of the next step: what the speculation's table has for the rank that may have most rows in it."""
+        """Drafts of the next step: what is chosen for the rank that may have most rows in it."""
         if self.config.speculation is None:
             return 0
+        choose = self.choose_drafts or self.config.speculation.drafts
         most = max(len(rank.running) + len(rank.waiting) for rank in self.ranks)
-        return self.config.speculation.drafts(max(1, min(most, self.config.max_num_seqs)))
+        return choose(max(1, min(most, self.config.max_num_seqs)))
 
 
 def _check_fits(request: Request, config: SchedulerConfig) -> None:

@@ -34,7 +34,7 @@ class StepWriter:
     def write(self, plan: StepPlan) -> Step:
         """The step's command."""
         ranks = [self._write_rank(index, rank, plan.num_drafts) for index, rank in enumerate(plan.ranks)]
-        return Step(ranks, plan.num_drafts, plan.num_drafts)
+        return Step(ranks, plan.num_drafts, plan.num_drafts or plan.after_prompts)
 
     def copies(self, plan: StepPlan) -> Copy | None:
         """The pages to be copied before the step; None where there are none."""

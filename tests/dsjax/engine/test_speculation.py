@@ -8,6 +8,7 @@ of `device/programs.py` too.
 """
 
 import dataclasses
+import itertools
 import string
 from collections import Counter
 
@@ -19,6 +20,7 @@ from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.speculative import SpeculativeConfig
 from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.device.buckets import Buckets, Rectangle
+from dsjax.engine.schedule.draft_choice import DraftChoice
 from dsjax.engine.stats import DraftCounts
 
 pytestmark = pytest.mark.slow
@@ -268,3 +270,19 @@ def test_the_number_of_drafts_follows_the_running_requests(llm, watch, greedy):
     accepted_last = sum(sum(counts.accepted_per_position) for counts in watch.steps[-3:])
     assert accepted_last > 0, "nothing was accepted behind the holes"
     watch.assert_both()
+
+
+def test_a_measured_number_of_drafts_changes_no_text(checkpoint, greedy):
+    given = {"method": "mtp", "num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": "auto"}
+    llm = load(checkpoint, given)
+    with pytest.MonkeyPatch.context() as patch:
+        watch = Watch(llm, patch)
+        numbers = itertools.cycle([2, 0, 0, 1, 2, 2, 0])
+        choice = llm.engine.core.part(DraftChoice)
+        patch.setattr(llm.engine.core.scheduler, "choose_drafts", lambda running: next(numbers))
+        assert told(llm.generate(prompts(6), GREEDY)) == greedy
+        watch.assert_both()
+        assert set(watch.widths) == {0, 1, 2}
+        assert choice.statistics() in (0, 1, 2)
+    assert llm.engine.core.statistics()["draft_choice"] == choice.statistics()
+    llm.shutdown()

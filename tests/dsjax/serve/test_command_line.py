@@ -228,6 +228,10 @@ RANGES = [[1, 8, 2], [9, 64, 1], [65, 4096, 0]]
             {"speculation": DRAFTS | {"num_speculative_tokens_per_batch_size": RANGES}},
             "a row: 2 with 1 to 8, 1 with 9 to 64, 0 with 65 or more running on a rank",
         ),
+        (
+            {"speculation": DRAFTS | {"num_speculative_tokens_per_batch_size": "auto"}},
+            "drafts up to 2 tokens a row, by step times",
+        ),
         ({"activation_scheme": "dynamic"}, "activations are quantised"),
         (
             {"prefill_meshes": ["dp=2"], "prefill_sizes": PrefillSizes(2, 4, 16_384, 8_192, 64_000, 1_000)},

@@ -282,6 +282,7 @@ def filled() -> Metrics:
         "balance": BalanceStats(windows=1, rank_tokens=(3, 4)),
         "disk": DiskCounts(*range(11)),
         "drafts": DraftCounts(3, 6, 4, (3, 1)),
+        "draft_choice": 2,
         "transfers": TransferCounts(9),
         "page_waits": [("host", 0.003), ("disk", 0.2)],
     }

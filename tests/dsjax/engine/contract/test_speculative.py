@@ -17,6 +17,12 @@ def test_ranges_choose_by_running_requests_and_the_last_one_goes_on():
     assert [one.drafts(running) for running in (0, 1, 8, 9, 64, 65, 4096, 4097)] == [3, 3, 3, 1, 1, 0, 0, 0]
 
 
+def test_a_measured_number_may_be_any_up_to_the_most():
+    one = SpeculativeConfig(method="mtp", num_speculative_tokens=3, num_speculative_tokens_per_batch_size="auto")
+    assert one.measures
+    assert (one.counts(1, 8), one.drafts(5), one.after_prompts) == ([0, 1, 2, 3], 3, 1)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -34,6 +40,7 @@ def test_what_cannot_be_is_refused_with_the_field_and_what_would_fit(given, mess
     ("ranges", "message"),
     [
         ([], "a list of ranges"),
+        ("automatic", 'or "auto"'),
         ([[1, 8]], "three integers"),
         ([[1, 8, True]], "three integers"),
         ([[2, 8, 1]], "to begin at 1"),

@@ -177,3 +177,12 @@ def test_only_the_numbers_of_drafts_that_a_load_can_ask_for_are_compiled():
         (None, Rectangle(1, 64), (1, 2)),
         *((Rectangle(16, 1 + n), Rectangle(1, 64), (n,) if n else ()) for n in (0, 1, 2)),
     }
+
+
+def test_a_measured_number_of_drafts_compiles_all_and_drafts_after_every_prompt():
+    speculation = SpeculativeConfig(
+        method="mtp", num_speculative_tokens=2, num_speculative_tokens_per_batch_size="auto"
+    )
+    shapes = Buckets((16,), (Rectangle(1, 64),), mixed=True, speculation=speculation).shapes()
+    assert [drafts for decode, prefill, drafts in shapes if prefill is None] == [(), (1,), (2,)]
+    assert [drafts for decode, prefill, drafts in shapes if prefill is not None] == [(1, 2), (1,), (1,), (2,)]

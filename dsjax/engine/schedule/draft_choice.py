@@ -1,0 +1,164 @@
+"""`DraftChoice`: how many tokens to draft, by the steps' measured times and by the drafts that are accepted.
+
+With n drafts a row makes E(n) = 1 + Σ P(its first k drafts are accepted), k = 1 … n, tokens in a step of t(n) seconds. The best n has the
+largest E(n) / t(n). This is the goodput of TurboSpec (Liu et al. 2024, https://arxiv.org/abs/2406.14066), with times that are measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from dsjax.engine.contract.executor import Executor
+from dsjax.engine.schedule.attachment import Attachment
+from dsjax.engine.schedule.request import StepPlan
+from dsjax.engine.schedule.scheduler import Scheduler, Update
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+
+TRIAL = 5
+"""Steps of a trial that are measured. One more goes before them, whose rows have drafts of the number before."""
+BETWEEN = 64
+"""Steps between two trials at a load, at least."""
+SHARE = 0.02
+"""Of the time of the last steps, what trials may cost."""
+_KEPT = 2 * TRIAL - 1
+"""Times of each number of drafts at each load, most of them of its last trial. One at the end of the shortest third
+counts: whatever else the machine does makes steps longer."""
+_FADING, _ROW_FADING = 0.9996, 0.99
+"""What a step leaves of the weight of the times before it, of which some 2,500 count; and a row of that of the rows before, some 100."""
+
+
+class DraftChoice(Attachment):
+    """Chooses the number of drafts of each step, from 0 to `most`.
+
+    Loads are kept apart by powers of two of the fullest rank's rows. A step counts if it has no prompts and follows one of the same kind.
+    The first load tries most drafts and none at once, and a number between them if it promises more. Another load begins with what is best
+    at the nearest one. After that other numbers are tried now and then, so seldom that trials cost at most `SHARE` of the time.
+    """
+
+    statistics_name = "draft_choice"
+
+    def __init__(self, most: int):
+        super().__init__()
+        self._most = most
+        self._batches = 1
+        self._forget()
+
+    def _forget(self) -> None:
+        self._times: dict[int, dict[int, deque[float]]] = {}  # of each load, by the number of drafts
+        self._offered, self._accepted = (
+            [0.0] * self._most,
+            [0.0] * self._most,
+        )  # by a draft's place: those behind accepted ones
+        self._load, self._chosen, self._before = 0, self._most, None
+        self._left = self._since = 0  # steps that the trial still lacks; steps since the last one
+        self._spent: dict[
+            int, dict[int | None, np.ndarray]
+        ] = {}  # seconds and a row's tokens, likewise; None: a step behind one of another kind
+
+    def start(self, executor: Executor, config: SchedulerConfig) -> None:
+        """Begin anew: another mesh has other times."""
+        self._batches = config.num_batches
+        self._forget()
+
+    def scheduled(self, scheduler: Scheduler) -> None:
+        """Choose for this scheduler."""
+        super().scheduled(scheduler)
+        scheduler.choose_drafts = self.choose
+
+    def statistics(self) -> int:
+        """The number of drafts in force."""
+        return self._chosen
+
+    def choose(self, running: int) -> int:
+        """The number of drafts of a row in the next step, with so many requests on the fullest rank."""
+        load = (-(-running // self._batches)).bit_length()
+        if load != self._load:
+            self._load, self._left, self._since = load, 0, 0
+            self._chosen = self._best(load)
+        return self._chosen
+
+    def after_step(self, seconds: float, plan: StepPlan, updates: list[Update]) -> None:
+        """Measure a step, and begin or end a trial."""
+        is_pure = not plan.page_commands and not any(rank.prefills or rank.copies for rank in plan.ranks)
+        rows = max(len(rank.decodes) for rank in plan.ranks)
+        load, drafts = rows.bit_length(), plan.num_drafts
+        steady, self._before = self._before == (load, drafts), (load, drafts) if is_pure and rows else None
+        results = [result for _, result, _ in updates if result is not None]
+        if self._before is None or not results:
+            return
+        if steady:
+            self._times.setdefault(load, {}).setdefault(drafts, deque(maxlen=_KEPT)).append(seconds)
+            for result in results:
+                for place in range(min(result.num_drafts, len(result.token_ids))):
+                    self._offered[place] = self._offered[place] * _ROW_FADING + 1
+                    self._accepted[place] = self._accepted[place] * _ROW_FADING + (len(result.token_ids) > place + 1)
+        if load in self._times:
+            for spent in self._spent.setdefault(load, {}).values():
+                spent *= _FADING
+            spent = self._spent[load].setdefault(drafts if steady else None, np.zeros(2))
+            spent += seconds, sum(len(result.token_ids) for result in results) / len(results)
+            if steady and (load, drafts) == (self._load, self._chosen):
+                self._choose_next()
+
+    def _lost(self, best: int, tried: int) -> float:
+        """Which share of the time of the last steps at this load the best number would have saved, and would save with one more trial."""
+        spent, rate = self._spent[self._load], self._rate(self._load, best)
+        lost = sum(seconds - tokens / rate for drafts, (seconds, tokens) in spent.items() if drafts != best)
+        times = self._times[self._load].get(tried)
+        if times:
+            lost += (TRIAL + 1) * max(0.0, _typical(times) - self._tokens(tried) / rate)
+        return lost / sum(seconds for seconds, _ in spent.values())
+
+    def _choose_next(self) -> None:
+        """Go on with a trial, or end it; begin the next one where it is due."""
+        known = self._times[self._load]
+        self._since += 1
+        self._left = max(0, self._left - 1)
+        if self._left or len(known[self._chosen]) < TRIAL:
+            return
+        self._chosen = best = self._best(self._load)
+        untried = [drafts for drafts in (self._most, 0) if drafts not in known]
+        untried = untried or [
+            drafts for drafts in range(1, self._most) if drafts not in known and self._promises(drafts)
+        ]
+        next_one = (untried or [drafts for drafts in known if drafts != best] or [best])[0]
+        at_once = untried and len(self._times) == 1
+        if at_once or (self._since >= BETWEEN and self._lost(best, next_one) <= SHARE):
+            self._chosen = next_one
+            known[next_one] = known.pop(next_one, deque(maxlen=_KEPT))  # to the end: it was tried last
+            self._left, self._since = TRIAL, 0
+
+    def _promises(self, drafts: int) -> bool:
+        """Whether a number between none and most, which was not tried at this load, may be better than both."""
+        known = self._times[self._load]
+        if not (known.get(0) and known.get(self._most)):
+            return False
+        none, most = _typical(known[0]), _typical(known[self._most])
+        seconds = none + (most - none) * drafts / self._most
+        return self._tokens(drafts) / seconds > 1.02 * self._rate(self._load, self._best(self._load))
+
+    def _best(self, load: int) -> int:
+        """The fastest number of drafts of those that were measured at the nearest load; `most` where nothing was."""
+        if not self._times:
+            return self._most
+        nearest = min(self._times, key=lambda other: abs(other - load))
+        return max(self._times[nearest], key=lambda drafts: self._rate(nearest, drafts))
+
+    def _rate(self, load: int, drafts: int) -> float:
+        """Tokens of a row a second; 0 where that number was not measured at the load."""
+        times = self._times[load].get(drafts)
+        return self._tokens(drafts) / _typical(times) if times else 0.0
+
+    def _tokens(self, drafts: int) -> float:
+        """Tokens that a row makes in a step."""
+        chances = (taken / of if of else 1.0 for taken, of in zip(self._accepted, self._offered, strict=True))
+        return 1 + sum(itertools.islice(itertools.accumulate(chances, operator.mul), drafts))
+
+
+def _typical(times: Sequence[float]) -> float:
+    return sorted(times)[len(times) // 3]

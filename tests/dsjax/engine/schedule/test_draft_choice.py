@@ -1,0 +1,105 @@
+"""The engine finds the fastest number of drafts, on machines whose step times a test gives. `schedule/draft_choice.py`."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from dsjax.engine.contract.executor import RowResult
+from dsjax.engine.schedule.draft_choice import BETWEEN, DraftChoice
+from dsjax.engine.schedule.request import RankPlan, ScheduledRow, StepPlan
+from dsjax.engine.schedule.scheduler import Update
+
+MOST = 3
+
+
+class Machine:
+    """Steps of decodes, one planned ahead. seconds: of a step, by drafts and rows. accepts: the chance of each further draft."""
+
+    def __init__(self, seconds, accepts: float, noise: float = 0.05):
+        self.seconds, self.accepts, self.noise = seconds, accepts, noise
+        self.choice, self.rng = DraftChoice(MOST), random.Random(1)
+        self.chosen: list[int] = []
+        self.time = self.tokens = 0.0
+
+    def run(self, steps: int, rows: int = 1, prompts: bool = False) -> "Machine":
+        ahead, proposed = [], 0
+        for _ in range(steps):
+            while len(ahead) < 2:
+                ahead.append(self.choice.choose(rows))
+            drafts = ahead.pop(0)
+            self.chosen.append(drafts)
+            seconds = self.seconds(drafts, rows) * self.rng.uniform(1, 1 + self.noise)
+            updates = []
+            for _ in range(rows):
+                verified = min(drafts, proposed)
+                accepted = 0
+                while accepted < verified and self.rng.random() < self.accepts:
+                    accepted += 1
+                updates.append(Update(None, RowResult([7] * (1 + accepted), num_drafts=verified), None))
+                self.tokens += 1 + accepted
+            row = ScheduledRow(None, 0, 1)
+            plan = StepPlan([RankPlan([row] * rows, [row] * prompts, [])], drafts)
+            self.choice.after_step(seconds, plan, updates)
+            self.time, proposed = self.time + seconds, drafts
+        return self
+
+    @property
+    def seconds_a_token(self) -> float:
+        return self.time / self.tokens
+
+    def fixed(self, drafts: int, rows: int = 1) -> float:
+        """Seconds a token with always so many drafts, by arithmetic."""
+        made = sum(self.accepts**place for place in range(drafts + 1))
+        return self.seconds(drafts, rows) * (1 + self.noise / 2) / (rows * made)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "accepts", "best"),
+    [
+        (lambda drafts, rows: 1 + 0.05 * drafts, 0.8, MOST),
+        (lambda drafts, rows: 1 + 0.9 * drafts, 0.6, 0),
+        (lambda drafts, rows: (1, 1.1, 1.6, 2.1)[drafts], 0.7, 1),
+        (lambda drafts, rows: 1 + 0.02 * drafts, 0.0, 0),
+    ],
+    ids=["drafts cost little", "drafts cost a step", "one is enough", "none is accepted"],
+)
+def test_the_fastest_number_is_found_and_what_that_costs_stays_within_3_percent(seconds, accepts, best):
+    machine = Machine(seconds, accepts).run(3000)
+    assert machine.chosen[-BETWEEN:].count(best) > BETWEEN / 2
+    assert machine.seconds_a_token < 1.03 * machine.fixed(best)
+
+
+def test_it_never_costs_more_than_3_percent_of_decoding_without_drafts_once_it_knows_them():
+    for accepts, cost in ((0.0, 2.0), (0.3, 1.0), (0.5, 0.6)):
+        machine = Machine(lambda drafts, rows, cost=cost: 1 + cost * drafts, accepts).run(100)
+        machine.time = machine.tokens = 0.0
+        assert machine.run(2000).seconds_a_token < 1.03 * machine.fixed(0)
+
+
+def test_it_follows_what_changes():
+    machine = Machine(lambda drafts, rows: 1 + 0.3 * drafts, 0.1).run(1500)
+    assert machine.chosen[-BETWEEN:].count(0) > BETWEEN / 2
+    machine.accepts = 0.95
+    assert machine.run(4000).chosen[-BETWEEN:].count(MOST) > BETWEEN / 2
+
+
+def test_loads_are_kept_apart_and_a_new_one_begins_with_what_is_best_nearby():
+    machine = Machine(lambda drafts, rows: 1 + 0.05 * drafts * rows, 0.8)
+    machine.run(300, rows=1)
+    assert machine.choice.choose(1) == MOST
+    begun = len(machine.chosen)
+    machine.run(3000, rows=64)
+    assert machine.chosen[begun] == MOST
+    assert machine.chosen[-BETWEEN:].count(0) > BETWEEN / 2
+    assert machine.choice.choose(1) == MOST
+
+
+def test_steps_with_prompts_measure_nothing_and_another_mesh_begins_anew():
+    machine = Machine(lambda drafts, rows: 1 + 0.9 * drafts, 0.6).run(500)
+    assert machine.choice.choose(1) == 0
+    machine.seconds = lambda drafts, rows: 1 + (0 if drafts else 100)
+    machine.run(500, prompts=True)
+    assert machine.choice.choose(1) == 0
+    machine.choice.start(None, SimpleNamespace(num_batches=2))
+    assert machine.choice.choose(1) == MOST
