@@ -87,8 +87,8 @@ def test_greedy_tokens_are_the_plain_forms(checkpoint, expected):
 
 @pytest.mark.parametrize(
     ("mesh", "options"),
-    [("dp=1", {}), ("dp=2,tp=2", {}), ("dp=4", BALANCED)],
-    ids=["one device", "heads over two", "balanced"],
+    [("dp=1", {}), ("dp=2,tp=2", {}), ("pp=2,dp=2", BALANCED)],
+    ids=["one device", "heads over two", "balanced in two stages"],
 )
 def test_drafted_preempted_and_found_again_the_tokens_are_one_devices_without_drafts(
     checkpoint, expected, mesh, options, monkeypatch
