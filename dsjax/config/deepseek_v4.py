@@ -27,7 +27,6 @@ REFUSED = {
     "index_scores": "its index keys are scored in the dtype of computation",
     "kv_cache_dtype": "its cache cannot be FP8 yet",
     "expert_mesh": "experts on devices of their own know plain addition as residual alone",
-    "enable_dbo": "halves of a step go through layers of one kind, and its kinds take turns",
 }
 """Options of an engine that it cannot have, and why (`dsjax/engine/setup/combinations.py`)."""
 _LATER = ("dspark_", "engram_", "kv_source_layer", "index_source_layer", "candidate_", "text_config", "vision_config")

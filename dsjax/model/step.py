@@ -118,15 +118,15 @@ class ModelStep(StepDescription):
             most = self.micro_batches(shapes)
             return run_apart(self, kind.stack, params, x, cache, first, tokens, copies, most)
         split = [self.split(getattr(model, kind.stack), tokens) for kind in run.kinds]
-        if copies is not None and self.in_halves(shapes):
-            ((graph, whole, weights),) = split
-            merge = partial(nnx.merge, graph, whole)
-            return run_in_halves(self, merge, weights, x, cache, jnp.int32(first), tokens, copies)
         if copies is not None:  # of each kind with experts its own
             kinds = sum(kind.routed for kind in run.kinds)
             copies = jax.tree.map(
                 lambda array: rearrange(array, "(count kind) ... -> count kind ...", kind=kinds), copies
             )
+            if self.in_halves(shapes):
+                merges = [partial(nnx.merge, graph, whole) for graph, whole, _ in split]
+                weights = [own for *_, own in split]
+                return run_in_halves(self, merges, weights, x, cache, jnp.int32(first), tokens, copies)
         if self.rank_by_rank:
             return self._rank_by_rank(split, run.count, x, cache, jnp.int32(first), tokens, copies)
 

@@ -36,6 +36,8 @@ BALANCED = {
     "eplb_config": {"num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "payback": 0},
 }
 
+OVERLAPPED = {"enable_dbo": True, "dbo_decode_token_threshold": 1, "dbo_prefill_token_threshold": 1}
+
 
 def prompts():
     """Several of the same beginning, of other lengths."""
@@ -87,8 +89,8 @@ def test_greedy_tokens_are_the_plain_forms(checkpoint, expected):
 
 @pytest.mark.parametrize(
     ("mesh", "options"),
-    [("dp=1", {}), ("dp=2,tp=2", {}), ("pp=2,dp=2", BALANCED)],
-    ids=["one device", "heads over two", "balanced in two stages"],
+    [("dp=1", {}), ("dp=2,tp=2", OVERLAPPED), ("pp=2,dp=2", BALANCED)],
+    ids=["one device", "heads over two, in two batches", "balanced in two stages"],
 )
 def test_drafted_preempted_and_found_again_the_tokens_are_one_devices_without_drafts(
     checkpoint, expected, mesh, options, monkeypatch
@@ -113,7 +115,7 @@ def test_drafted_preempted_and_found_again_the_tokens_are_one_devices_without_dr
     assert 0 < sum(accepted) < sum(verified)
     if mesh == "dp=1":
         assert ranks[0].num_preemptions > 0
-    if options:
+    if options == BALANCED:
         assert llm.engine.core.statistics()["balance"].rebalances > 0
     llm.shutdown()
 

@@ -33,7 +33,6 @@ MADE = {
     "a class given as dispatch or MLA form": {"dispatch": Method},
     "router": {"router": Method},
     "--enable-shared-experts-fusion": {"enable_shared_experts_fusion": True},
-    "--enable-dbo": {"enable_dbo": True},
     "--mla-prefill": {"mla_prefill": "A_CC"},
     "--mla-decode": {"mla_decode": "A_CC"},
     "--index-scores": {"index_scores": "fp8"},
