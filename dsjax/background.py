@@ -1,10 +1,10 @@
-"""Background work: the threads and tasks beside those that answer requests. What fails there costs that work alone.
+"""Background work: threads and tasks that do not answer requests themselves. A failure there costs that work alone.
 
 `start_thread` and `contained` log what fails and count it, by the name of the work; `/metrics` shows the counts as
 `dsjax_background_failures_total`. docs/background-work.csv lists every thread and task, with what its failure costs, and
 `tests/dsjax/test_background.py` holds that list to the code.
 
-The counts are the process's, as its log is: threads start before there is an engine, and before anybody asks for metrics.
+The counts belong to the process, as its log does: threads start before the engine exists, and before metrics are read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WORK = (
 """The names of background work: values of the metric's label `work`."""
 
 RESTART_SECONDS = 1.0
-"""A thread that is started again after a failure waits so long before."""
+"""Seconds before a failed thread starts again."""
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -52,7 +52,7 @@ _counts: Counter[str] = Counter()
 
 
 def failure_counts() -> dict[str, int]:
-    """Count the failures of each kind of work since the process began, also of those without any."""
+    """Return the failures of each kind of work since the process began, zeros included."""
     with _lock:
         return {work: _counts[work] for work in WORK}
 
@@ -60,7 +60,7 @@ def failure_counts() -> dict[str, int]:
 def note_failure(work: str, error: BaseException, consequence: str = "") -> None:
     """Log a failure, and count it. Any thread may call it.
 
-    work: one of `WORK`. consequence: what it costs, as a sentence. The first failure of a kind of work is logged with its traceback.
+    work: one of `WORK`. consequence: what the failure costs, as a sentence. Only the first failure of a kind of work has its traceback.
     """
     assert work in WORK, work
     with _lock:
@@ -68,7 +68,7 @@ def note_failure(work: str, error: BaseException, consequence: str = "") -> None
     described = f"{type(error).__name__}: {error}"
     message = f"Background work has failed ({work}): {described}" + (f". {consequence}" if consequence else "")
     _log.error(message, exc_info=error if first else None)
-    with _lock:  # afterwards: who sees the count finds the log
+    with _lock:  # after the log, so that it is there when somebody sees the count
         _counts[work] += 1
 
 
@@ -89,13 +89,13 @@ def start_thread(
     restarts: bool = False,
     on_failure: Callable[[Exception], object] = lambda error: None,
 ) -> threading.Thread:
-    """Run a function in a daemon thread; an exception ends neither the process nor, where it restarts, the work.
+    """Run a function in a daemon thread. An exception does not end the process and, with `restarts`, not the work.
 
     Args:
         work: one of `WORK`.
         name: of the thread.
         restarts: call `run` again after an exception. A loop over a queue or a listener loses the one item that has failed.
-        on_failure: called with the exception: releases who waits for the thread.
+        on_failure: called with the exception, to release those who wait for the thread.
 
     Raises:
         RuntimeError: the system has no thread left.

@@ -51,7 +51,7 @@ class LLM:
         llm.logits([[1, 2, 3]])  # next-token logits at every position
         llm.close()  # or: with LLM(model="demo") as llm: ...
 
-    Options are ``EngineArgs``'s (``dsjax serve --help`` shows them all). On the CPU platform the mesh's devices are
+    Options are ``EngineArgs``'s (``dsjax serve --help-all`` shows them). On the CPU platform the mesh's devices are
     emulated, if JAX has not started yet. Programs compile when first used; ``warm_up()`` compiles them all.
     ``event_sink`` is told which pages can be found. ``group`` is what `join_group` gave for the same options, if the caller called it.
 

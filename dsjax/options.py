@@ -1,10 +1,12 @@
 """Options as dataclasses: fields that say what they are, which a command line shows and which are checked when one is made."""
 
 import dataclasses
+import functools
 import ipaddress
 import os
 import re
 import urllib.parse
+from enum import StrEnum
 from typing import Any
 
 from dsjax.errors import UserError
@@ -14,19 +16,40 @@ class OptionError(UserError):
     """An option that cannot be, or not beside another."""
 
 
-def option(default: Any, help: str, **metadata: Any) -> Any:
+class Group(StrEnum):
+    """Headings of an engine's options in `--help`."""
+
+    MODEL = "Model"
+    QUANTIZATION = "Quantization"
+    MESH = "Parallelism"
+    HOSTS = "Several hosts"
+    EXPERTS = "Experts"
+    CACHE = "Memory and cache"
+    SCHEDULING = "Scheduling"
+    SPECULATION = "Speculative decoding"
+    SIDES = "Prefill/decode disaggregation and AFD"
+    KERNELS = "Kernels and numerics"
+
+
+def option(default: Any, help: str, group: str | None = None, **metadata: Any) -> Any:
     """A field that is a command-line option.
 
     Args:
         default: its value when it is not given.
         help: a line for `--help`.
-        metadata: `choices`; `flag`, where it is not the field's name; `alias`, another flag; `switch`: a bool that has no `--no-` form;
-            `envvar`; `classes`: Python callers may give a class in place of a choice (without `choices` the option has no flag); `least`,
-            `above`, `most`: bounds of numbers, checked when the dataclass is made; `min`: the least number that the command line takes,
-            which `--help` shows; `show_default`: the default that `--help` shows, if it is not the field's; `of_host`: an engine's option
-            that changes which commands an executor gets and not what it makes of them, or that belongs to another engine.
+        group: its heading in `--help`; None: its dataclass's.
+        metadata: `choices`; `flag`, where it is not the field's name; `alias`, another flag;
+            `switch`: a bool that has no `--no-` form; `envvar`; `metavar`, such as `JSON`; `classes`: Python callers may give a class in
+            place of a choice (without `choices` the option has no flag); `least`, `above`, `most`: bounds of numbers, checked when the
+            dataclass is made; `min`: the least number that the command line takes, which `--help` shows; `show_default`: the default that
+            `--help` shows, if it is not the field's; `of_host`: an engine's option that changes which commands an executor gets and not
+            what it makes of them, or that belongs to another engine; all of `Group.HOSTS` are such.
     """
-    return dataclasses.field(default=default, metadata={"help": help, **metadata})
+    return dataclasses.field(default=default, metadata={"help": help, "group": group, **metadata})
+
+
+advanced = functools.partial(option, advanced=True)
+"""An `option` that only `--help-all` shows."""
 
 
 class Checked:

@@ -257,7 +257,7 @@ def draw_engine(rng: random.Random) -> Engine:
         maybe(0.2, enable_shared_experts_fusion=True)
     maybe(0.2, kv_cache_dtype="fp8")
     if model == "v3.2":
-        maybe(0.3, index_scores=rng.choice(["hadamard", "fp8", "hadamard_fp8"]))
+        maybe(0.3, index_scores="fp8")
     reference = {"mla_prefill": prefill, "mla_decode": decode}
     reference |= {name: options[name] for name in (*CHANGES_NUMBERS, "kv_cache_dtype") if name in options}
     return Engine(

@@ -1,12 +1,16 @@
 """The pages against the code: links lead somewhere, commands have the options they are shown with, and no option goes untold."""
 
+import itertools
 import re
+import shlex
 import shutil
+import string
 import subprocess
 from pathlib import Path
 
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from dsjax.cli.main import COMMANDS, app
 
@@ -106,3 +110,51 @@ def test_every_commit_that_a_page_names_exists():
     assert len(said) >= 5, "the pages name some"
     missing = [pair for pair in sorted(said) if git("merge-base", "--is-ancestor", pair[1], "HEAD").returncode]
     assert not missing
+
+
+def shown_commands(text: str) -> list[list[str]]:
+    """The words of each `dsjax` command in the blocks of a page, without those that leave something out (…)."""
+    found = []
+    for block in re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        values = dict(re.findall(r'^(?:export )?([A-Z]+)="(.*)"$', block, re.MULTILINE))
+        for line in block.replace("\\\n", " ").splitlines():
+            line = string.Template(line.removeprefix("$ ")).safe_substitute(values)
+            if match := re.match(r"(?:.* && )?(?:dsjax |(?:\S*/)?python3? -m dsjax[. ])(?=[a-z])(.*)", line):
+                words = shlex.split(match[1], comments=True)
+                found.append(list(itertools.takewhile(lambda word: word not in ("&", "|", "&&", ">"), words)))
+    return [words for words in found if not any("…" in word or word[0] == "[" for word in words)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_commands_of_a_page_parse(page):
+    for words in shown_commands(page.read_text(encoding="utf-8")):
+        command, path = get_command(app), list(words)
+        while path and path[0] in getattr(command, "commands", ()):
+            command = command.get_command(None, path.pop(0))
+        try:
+            command.make_context("dsjax", path)
+        except Exception as error:
+            if not hasattr(
+                error, "format_message"
+            ):  # what click raises for a wrong command line, typer's copy of it too
+                raise
+            pytest.fail(f"dsjax {shlex.join(words)}: {error.format_message()}")
+
+
+DEPLOYED = [ROOT / "README.md", ROOT / "deploy" / "README.md", ROOT / "docs" / "deployments.md"]
+PLANS = sorted(
+    {
+        tuple(words)
+        for page in DEPLOYED
+        for words in shown_commands(page.read_text(encoding="utf-8"))
+        if words[0] == "plan"
+    }
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", PLANS, ids=shlex.join)
+def test_plans_of_the_pages_on_deployments_run(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, f"{done.output}{done.exception}"

@@ -36,6 +36,8 @@ KINDS = {
     TTFT_MEDIAN: "TTFT, median",
     TTFT_P99: "TTFT, P99",
 }
+ON_THE_PAGE = r"\*\*.*|(rate|TPOT|TTFT, median), (one host|several hosts|with drafts|another device or engine)"
+"""Names of the groups that the page shows."""
 Interval = tuple[float, float]
 
 
@@ -129,8 +131,8 @@ def groups(blind: Sequence[Blind]) -> dict[str, Callable[[Blind], bool]]:
     return found | {"all": lambda _: True}
 
 
-def table(blind: Sequence[Blind], rounds: bool = True) -> str:
-    """Markdown: the score of each group. rounds: with a row for each round."""
+def table(blind: Sequence[Blind], whole: bool = True) -> str:
+    """Markdown: the score of each group. whole: with rounds, and with kinds and distances that a reader of the page needs not."""
     lines = [
         "| | figures | mean absolute error | mean error | inside | width | interval score |",
         "|---|---|---|---|---|---|---|",
@@ -138,7 +140,7 @@ def table(blind: Sequence[Blind], rounds: bool = True) -> str:
     pairs = by_older_rounds(blind)
     for name, holds in groups(blind).items():
         group = [pair for pair in pairs if holds(pair[0])]
-        if group and (rounds or not re.fullmatch(r"\*[^*].*", name)):
+        if group and (whole or re.fullmatch(ON_THE_PAGE, name)):
             lines.append(f"| {name} | {Score.of(group).cells()} |")
     return "\n".join(lines)
 
@@ -148,7 +150,7 @@ def page() -> str:
     text = PAGE.read_text(encoding="utf-8")
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n{table(read(), rounds=False)}\n\n{END}{tail}"
+    return f"{head}{BEGIN}\n{table(read(), whole=False)}\n\n{END}{tail}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""`Processes`: those that measure together, of a group over several hosts or one alone; `Results`: what their run has come to.
+"""`Processes`: the processes of a benchmark, one or a group over several hosts; `Results`: what their run has measured.
 
-JAX is imported when they meet.
+JAX is imported when the group forms.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sharding import MeshSpec
 
 Agree = Callable[[str, Any], list[Any]]
-"""Give this process's value of something, named by the first argument; get every process's, in the order of their ids."""
+"""`agree(name, value)`: an all-gather of a value over the processes, in the order of their ids."""
 
 
 def alone(what: str, value: Any) -> list[Any]:
@@ -30,9 +30,9 @@ def alone(what: str, value: Any) -> list[Any]:
 
 @dataclass
 class Results:
-    """What was timed, and the cases that were left out, each with the reason.
+    """The timed rows, and the skipped cases, each with its reason.
 
-    interrupted: Ctrl-C has ended the run; failure: what went wrong in another process, or on the way to it, has.
+    interrupted: Ctrl-C ended the run. failure: the error of another process, or of the connection to it, that ended the run.
     """
 
     rows: list[Any] = field(default_factory=list)
@@ -63,15 +63,15 @@ class Results:
 
 
 def as_flags(options: Any) -> dict[str, Any]:
-    """The values of a dataclass of options by their flags, as messages of a group name them."""
+    """Return the values of a dataclass of options by their flags, as a group's messages name them."""
     return {f"--{name.replace('_', '-')}": value for name, value in dataclasses.asdict(options).items()}
 
 
 class Processes:
-    """The processes that take part in a benchmark. group: None where there is only one.
+    """The processes of a benchmark. group: None for a single process.
 
     leads: whether this process (process 0, or the only one) prints and writes. agree: an `Agree`, which all processes call with the same
-    questions in the same order; it raises `GroupError` if another process has left or failed.
+    names in the same order; it raises `GroupError` if another process has left or failed.
     """
 
     def __init__(self, group: HostGroup | None = None):
@@ -86,14 +86,18 @@ class Processes:
         return [{"process_id": member.process_id, "host": member.host} for member in members]
 
     def check_shares(self, spec: MeshSpec, mesh: Mesh) -> None:
-        """Make sure that each process has a device of the mesh. Raises `UserError`: one has none."""
+        """Check that each process has a device of the mesh.
+
+        Raises:
+            UserError: a process has none.
+        """
         if self._group is not None:
             from dsjax.engine.setup.stages import check_shares
 
             check_shares(spec, {device.process_index for device in mesh.devices.flat}, self._group)
 
     def report(self, results: Results, write: Callable[[], None]) -> None:
-        """Have process 0 print and write, while the others wait; what goes wrong there is an error in all.
+        """Print and write in process 0 while the others wait. Its errors are raised in all processes.
 
         Raises:
             GroupError, KeyboardInterrupt: the run of a group ended early. Process 0 has written the results until then.
@@ -112,10 +116,10 @@ class Processes:
 def measuring_together(
     options: GroupOptions, num_devices: int, alike: Callable[[], Mapping[str, Any]]
 ) -> Iterator[Processes]:
-    """The processes that the options name, while they measure; has the devices of a CPU emulated, so JAX must not have started.
+    """Form the group that the options name, and leave it after the block. Emulates CPU devices, so JAX must not have started.
 
-    num_devices: of the mesh. alike: what must be the same in all processes beside versions, by name as messages have it; it is called
-    before JAX starts.
+    num_devices: devices of the mesh. alike: called before JAX starts; returns, by the names that messages use, values that must be equal in
+    all processes, besides versions.
 
     Raises:
         UserError, GroupError: the options are wrong, or the group does not form; while measuring, a process of it has gone or failed.
@@ -151,7 +155,7 @@ def measuring_together(
 
 
 def _explained(group: HostGroup, error: Exception) -> Exception:
-    """Why something that all do together failed: a process is gone, or process 0 has ended the group; else just this error."""
+    """Return why a joint operation failed: a process is gone, or process 0 has ended the group; else the error itself."""
     from dsjax.hosts.rendezvous import GroupError
 
     if group.is_leader:

@@ -48,7 +48,7 @@ class StepOptions(Checked):
     json_file: str | None = option(None, "Write JSON to this file too; - for standard output.", flag="--json")
 
 
-@options_of(lambda kind: "Engine" if kind is EngineArgs else None, args=EngineArgs, options=StepOptions)
+@options_of(lambda kind: None, args=EngineArgs, options=StepOptions)
 def step(args: EngineArgs, options: StepOptions) -> None:
     """Time the engine's own decode step, and show by part of the model where the time goes, under JAX's profiler.
 

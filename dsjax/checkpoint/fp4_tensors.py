@@ -1,6 +1,15 @@
 """Packed matrices of a checkpoint under one set of names, and whatever else a model with packed experts wants made of what is there.
 
-A matrix is stored by one of six conventions (docs/fp4.md), or in bf16, FP8 or another packed format; a model wants it in one.
+A matrix ``X.weight``, ``[out, in]``, is stored by one of six conventions, or in bf16, FP8 or another packed format; a model wants it in
+one. Values are ``U8 [out, in / 2]``, the lower four bits of a byte of even index; scales ``[out, in / block]``:
+
+- ModelOpt, NVFP4: ``X.weight``, ``X.weight_scale`` (F8_E4M3), the tensor's scale in ``X.weight_scale_2``
+- compressed-tensors, NVFP4: ``X.weight_packed``, ``X.weight_scale`` (F8_E4M3), 1 ÷ the tensor's scale in ``X.weight_global_scale``
+- Quark, MXFP4: ``X.weight``, ``X.weight_scale`` (U8)
+- compressed-tensors, MXFP4: ``X.weight_packed``, ``X.weight_scale`` (U8)
+- DeepSeek-V4 as transformers has it, MXFP4: ``X.weight`` (I8), ``X.weight_scale_inv`` (F8_E8M0)
+- compressed-tensors, INT4: ``X.weight_packed`` (I32 ``[out, in / 8]``) beside ``X.weight_shape``, ``X.weight_scale`` (BF16)
+
 ``as_wanted`` gives tensors that are what the model wants: bytes as they are stored where the format is the same, else
 tensors that decode or encode when they are sliced. Names are ModelOpt's: ``X.weight``, ``X.weight_scale`` and, in NVFP4,
 ``X.weight_scale_2``; ``as_written`` gives INT4 the names and the words of compressed-tensors, which no other convention has.

@@ -1,4 +1,4 @@
-"""Putting parameters on a mesh from the host: each distinct shard is made once, and every device that wants it shares it."""
+"""Place parameters on a mesh from the host: each distinct shard is made once, for all devices that hold it."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from sharding.rules import Rules
 Fill = Callable[[np.ndarray, str, Region], None]
 """``fill(out, path, region)`` sets ``out`` to ``parameter[region]``; ``out`` has the storage dtype."""
 Advance = Callable[[int], None]
-"""Told of bytes done."""
+"""Called with the number of bytes that were placed."""
 
 # XLA's CPU client uses a NumPy buffer as it is, without a copy, if it is aligned to this.
 _ALIGNMENT = 64
 _MAPPED_BYTES = 1 << 20
-"""From here on an array has a mapping of its own, so that its memory goes back to the kernel whatever `keep_freed_memory` says."""
+"""Arrays of this size and more have a mapping of their own, so that their memory returns to the system despite `keep_freed_memory`."""
 
 
 def place(
     parameters: Mapping[str, ParameterInfo], mesh: Mesh, rules: Rules, fill: Fill, advance: Advance = lambda _: None
 ) -> dict[str, jax.Array]:
-    """Make every parameter as an array sharded over ``mesh`` as ``rules`` say; only local devices' shards are made.
+    """Make every parameter as an array sharded over ``mesh`` by ``rules``; only shards of local devices are made.
 
-    A shard is filled layer by layer. On the CPU platform the arrays of all devices that hold the same shard are the one
-    host buffer; on others, a host buffer lives until its shard is on its devices.
+    A shard is filled layer by layer. On the CPU platform all devices that hold the same shard share one host buffer; on others a host
+    buffer is freed when its shard is on its devices.
 
     Raises:
-        MeshError: a dimension that the mesh does not divide, before anything is filled.
+        MeshError: the mesh does not divide a dimension; raised before anything is filled.
     """
     shardings = {path: rules.sharding(mesh, info.logical_axes, info.shape) for path, info in parameters.items()}
     placed = {}
@@ -57,7 +57,7 @@ def place(
 
 
 def local_shards(info: ParameterInfo, sharding: NamedSharding) -> dict[tuple[tuple[int, int], ...], list[jax.Device]]:
-    """The distinct shards that this host's devices hold, as (start, stop) of each dimension, and who holds each."""
+    """Return the distinct shards of this host, as (start, stop) of each dimension, and the devices that hold each."""
     holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(info.shape).items():
         region = tuple(part.indices(size)[:2] for part, size in zip(index, info.shape, strict=True))
@@ -66,7 +66,7 @@ def local_shards(info: ParameterInfo, sharding: NamedSharding) -> dict[tuple[tup
 
 
 def local_bytes(parameters: Mapping[str, ParameterInfo], mesh: Mesh, rules: Rules) -> int:
-    """Bytes of the distinct shards that this host's devices hold: what ``place`` advances by in all."""
+    """Return the bytes of the distinct shards of this host, which are the total that ``place`` reports to ``advance``."""
     total = 0
     for info in parameters.values():
         shards = local_shards(info, rules.sharding(mesh, info.logical_axes, info.shape))
@@ -82,7 +82,7 @@ def _fill_by_layer(
     fill: Fill,
     advance: Advance,
 ) -> None:
-    """Fill a shard one layer at a time, so that what reading leaves behind can be dropped in between."""
+    """Fill a shard one layer at a time, so that memory used for reading can be freed in between."""
     whole = tuple(slice(start, stop) for start, stop in region)
     if info.logical_axes[0] != "layers":
         fill(buffer, path, whole)
@@ -95,7 +95,7 @@ def _fill_by_layer(
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised array that JAX's CPU devices can use without copying it."""
+    """Return an uninitialised array that JAX's CPU devices can use without a copy."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes >= _MAPPED_BYTES and sys.platform.startswith("linux"):
         mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -108,7 +108,7 @@ def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 @contextmanager
 def progress_bar(title: str, total: int, shown: bool) -> Iterator[Advance]:
-    """A bar on standard error that counts bytes, or nothing."""
+    """Show progress in bytes on standard error, if `shown`."""
     if not shown:
         yield lambda _: None
         return

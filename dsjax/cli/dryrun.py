@@ -48,7 +48,7 @@ class DryRunOptions(Checked):
     json_file: str | None = option(None, "Write JSON to this file instead; - for standard output.", flag="--json")
 
 
-@options_of(lambda kind: "Engine" if kind is EngineArgs else None, args=EngineArgs, options=DryRunOptions)
+@options_of(lambda kind: None, args=EngineArgs, options=DryRunOptions)
 def dryrun(args: EngineArgs, options: DryRunOptions) -> None:
     """Compile the serving step at full size for machines that are not there; read memory, collectives and costs."""
     # The compilers of accelerators that are not there run beside JAX's CPU backend; a GPU that is there must stay untouched.

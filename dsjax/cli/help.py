@@ -18,6 +18,8 @@ PLAIN: dict[str, Any] = {
 }
 """Arguments that every `typer.Typer` of the command line has."""
 
+ALL = "dsjax.all"
+"""Key of a context's `meta`: whether help shows advanced options, and the names that other engines have for options."""
 _FIRST = ("Arguments", "Options")
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """click's class, which typer does not export. Later versions of typer bring a copy of click, so it is not imported from click."""
@@ -26,7 +28,7 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 class PanelledCommand(typer.core.TyperCommand):
     """A command whose options are listed under the titles of their panels, those without one first, as "Options".
 
-    To whoever types another engine's options, or has its environment variables set, it says what they are called here.
+    It takes other engines' names for options where they have a counterpart, and says what does the work of the others.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -35,12 +37,13 @@ class PanelledCommand(typer.core.TyperCommand):
         Raises:
             UsageError: they cannot be read.
         """
+        from dsjax.cli.given import our_words
         from dsjax.cli.other_engines import advice, unread_variables
 
-        typed = list(args)
-        known = [name for one in self.get_params(ctx) for name in (*one.opts, *one.secondary_opts)]
+        known = {name: one for one in self.get_params(ctx) for name in (*one.opts, *one.secondary_opts)}
+        typed = our_words(args, known, ctx)
         try:
-            rest = super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, list(typed))
         except _UsageError as error:
             lines = advice(typed, known)
             if "unexpected extra argument" in error.message and "--model" in known:
@@ -54,15 +57,27 @@ class PanelledCommand(typer.core.TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the sections."""
+        from dsjax.cli.other_engines import rows
+
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
+            is_option, text_after = parameter.param_type_name == "option", ""
+            everything = is_option and ctx.meta.get(ALL)
+            if everything:
+                parameter.hidden = False
+                names = (*parameter.opts, *parameter.secondary_opts)
+                others = [row.option for row in rows().values() if row.verdict == "accepted" and row.ours in names]
+                text_after = f"  [also: {', '.join(others)}]" if others else ""
             record = parameter.get_help_record(ctx)
             if record is None:
                 continue
-            default_title = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            default_title = "Options" if is_option else "Arguments"
             title = getattr(parameter, "rich_help_panel", None) or default_title
+            if parameter.default is False and parameter.secondary_opts and not everything:
+                record = (parameter.opts[0], record[1])  # its `--no-` form changes nothing
             names = re.sub(r"<list\[(\w+)\]>", r"<\1>", record[0])  # the help says that several may be given
-            sections.setdefault(title, []).append((names, record[1]))
+            text = re.sub(r"\[default: \((.*)\)\]", r"[default: \1]", record[1])  # so typer shows a default in words
+            sections.setdefault(title, []).append((names, text + text_after))
         for title in sorted(sections, key=lambda title: _FIRST.index(title) if title in _FIRST else len(_FIRST)):
             with formatter.section(title):
                 formatter.write_dl(sections[title])

@@ -3,37 +3,64 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
+from dsjax.cli.help import ALL
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.options import flag_of
+
+
+def _show_all(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        context.meta[ALL] = True
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+def _of_engines(
+    help_all: Annotated[
+        bool,
+        typer.Option(
+            "--help-all", help="Show all options, and other engines' names.", callback=_show_all, is_eager=True
+        ),
+    ] = False,
+    config: Annotated[Path | None, typer.Option(help="YAML file of options; the command line wins.")] = None,
+) -> None:
+    """Options of every command that has the engine's; they do their work before it starts."""
 
 
 def options_of(
     title: Callable[[type], str | None] = lambda kind: (kind.__doc__ or "").partition("\n")[0].rstrip("."),
     /,
+    only: Container[str] | None = None,
     **kinds: type,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command one option for each field of dataclasses; it gets the dataclasses, under the names given here.
 
-    typer reads a function's signature; the decorated one has the fields in place of those parameters.
+    typer reads a function's signature; the decorated one has the fields in place of those parameters, and `--config` beside the engine's.
 
-    title: of a dataclass's panel in `--help`, its docstring's first line unless another is given; None for the panel of a command's own
-        options.
+    title: heading in `--help` of a dataclass's fields that name none, its docstring's first line unless another is given; None for the
+        heading of a command's own options. only: the fields that the command takes; None: all.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
         others = [p.replace(kind=p.KEYWORD_ONLY) for name, p in signature.parameters.items() if name not in kinds]
+        hints = functools.cache(get_type_hints)
         options = [
-            _parameter(field, hint, title(kind))
+            _parameter(field, hints(kind)[field.name], title(kind))
             for kind in kinds.values()
-            for field, hint in zip(dataclasses.fields(kind), _hints(kind), strict=True)
-            if "choices" in field.metadata or "classes" not in field.metadata  # a class alone has no name to type
+            for field in dataclasses.fields(kind)
+            if (only is None or field.name in only)
+            and ("choices" in field.metadata or "classes" not in field.metadata)  # a class alone has no name to type
         ]
+        if EngineArgs in kinds.values():
+            before = inspect.signature(_of_engines, eval_str=True).parameters
+            options += [one.replace(kind=one.KEYWORD_ONLY) for one in before.values()]
 
         @functools.wraps(command)
         def with_options(**given: Any) -> None:
@@ -41,7 +68,7 @@ def options_of(
                 name: kind(**{f.name: given.pop(f.name) for f in dataclasses.fields(kind) if f.name in given})
                 for name, kind in kinds.items()
             }
-            command(**made, **given)
+            command(**made, **{name: value for name, value in given.items() if name in signature.parameters})
 
         with_options.__signature__ = inspect.Signature([*options, *others])
         with_options.__annotations__ = {p.name: p.annotation for p in (*options, *others)}
@@ -50,19 +77,15 @@ def options_of(
     return decorate
 
 
-engine_options = options_of(lambda kind: "Engine", args=EngineArgs)
+engine_options = options_of(args=EngineArgs)
 """Give a command, which takes an `EngineArgs` as `args`, one option for each of its fields."""
-
-
-def _hints(kind: type) -> list[Any]:
-    """The fields' types on the command line, where what Python gives as a dictionary is JSON text."""
-    hints = get_type_hints(kind)
-    types = [hints[field.name] for field in dataclasses.fields(kind)]
-    return [str | None if dict[str, Any] in get_args(hint) else hint for hint in types]
 
 
 def _parameter(field: dataclasses.Field, hint: Any, panel: str | None) -> inspect.Parameter:
     facts, flag = field.metadata, flag_of(field)
+    metavar = facts.get("metavar")
+    if dict[str, Any] in get_args(hint):  # which Python gives as a dictionary
+        hint, metavar = str | None, "JSON"
     names = [f"{flag}/--no-{flag[2:]}" if hint is bool and not facts.get("switch") else flag]
     option = typer.Option(
         *names,
@@ -71,8 +94,10 @@ def _parameter(field: dataclasses.Field, hint: Any, panel: str | None) -> inspec
         envvar=facts.get("envvar"),
         show_envvar=True,
         min=facts.get("min"),
-        show_default=facts.get("show_default", True),
-        rich_help_panel=panel,
+        show_default=facts.get("show_default", "on" if field.default is True else field.default is not False),
+        hidden=facts.get("advanced", False),
+        metavar=metavar,
+        rich_help_panel=facts.get("group") or panel,
     )
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[hint, option]

@@ -6,14 +6,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from dsjax.cli.options import engine_options
+from dsjax.cli.options import options_of
 from dsjax.cli.output import INTERRUPTED
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.progress import in_turn
 
+_USED = """model mesh dtype weights activation_scheme kv_cache_dtype page_size prefill_chunk speculative_config redundant_experts
+    moe_dense_tp_size enable_dp_lm_head"""
+"""The engine's options that change which products a device computes."""
 
-@engine_options
+
+@options_of(only=_USED.split(), args=EngineArgs)
 def tune(
     args: EngineArgs,
     output: Annotated[Path, typer.Option(help="File to write, and to go on with where it exists; give it to serve as --kernel-config.")],

@@ -38,6 +38,11 @@ class LayerRun:
         return len(self.kinds) * self.count
 
 
+def kinds_of(runs: Sequence[LayerRun]) -> tuple[tuple[LayerKind, int], ...]:
+    """Each kind of layer, and how many layers are of it."""
+    return tuple((kind, len(numbers)) for kind, numbers in stacks(runs).items())
+
+
 def stacks(runs: Sequence[LayerRun]) -> dict[LayerKind, range]:
     """The numbers, in the model, of the layers of each kind."""
     found, first = {}, 0

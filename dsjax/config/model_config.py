@@ -7,6 +7,7 @@ transformers differ, transformers counts.
 import dataclasses
 import importlib.resources
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -215,6 +216,16 @@ class ModelConfig:
         return "addition" if self.v4 is None else "streams"
 
     @property
+    def page_tokens(self) -> int:
+        """A page of the cache holds a multiple of so many tokens: whole windows of each rate of a deepseek_v4 model (128)."""
+        return 1 if self.v4 is None else math.lcm(*self.v4.rates)
+
+    @property
+    def head_groups(self) -> int:
+        """Groups of heads of which none is divided over devices: each head by itself, or those of a grouped output projection."""
+        return self.num_attention_heads if self.v4 is None else self.v4.o_groups
+
+    @property
     def swiglu_limit(self) -> float | None:
         """What gate and up of a SwiGLU are clipped to (`gated`); None: neither is."""
         return None if self.v4 is None else self.v4.swiglu_limit
@@ -234,11 +245,11 @@ class ModelConfig:
         return tuple(run for run in runs if run.count)
 
     def check_priced(self) -> None:
-        """Raise `UserError` if dry run, planner and module benchmarks do not know the model's operations yet."""
+        """Raise `UserError` if module benchmarks cannot time the model's layers yet."""
         if self.v4 is not None:
             raise UserError(
-                "deepseek_v4 models cannot be dry-run, planned or timed by their modules yet: nobody has counted the operations of their "
-                "attention. `dsjax info` has their bytes, and `dsjax serve` serves them: see docs/deepseek-v4.md"
+                "deepseek_v4 models cannot be timed by their modules yet: dsjax bench modules and tune run MLA's. dsjax dryrun and "
+                "plan have their bytes, operations and times: see docs/deepseek-v4.md"
             )
 
     @property

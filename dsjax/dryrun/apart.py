@@ -58,7 +58,6 @@ def dry_run_apart(
     if timeline and args.target == "cpu":
         raise UserError("--timeline needs an accelerator's schedule and figures; give a --target such as h200")
     config = load_config(args.engine.model)
-    config.check_priced()
     args = within_positions(args, config)
     spec, experts = MeshSpec.parse(args.engine.mesh), expert_spec(args.engine)
     weights = "bf16" if args.engine.weights == "auto" else args.engine.weights

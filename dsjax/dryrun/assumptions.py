@@ -45,23 +45,16 @@ class EvenExperts:
         return math.ceil(needed / default_capacity(self.mean_load, self.count)) - 1
 
 
-def trip_counts(
-    context: int, pages: int, page_size: int, block_tokens: Mapping[str, int], experts: EvenExperts | None = None
-) -> TripCount:
+def trip_counts(attention: Mapping[str, int], experts: EvenExperts | None = None) -> TripCount:
     """Trip counts of the step's loops that XLA cannot know, told apart by the scopes that the model names.
 
-    context: positions that each row attends to; pages: of a row's page table; block_tokens: form of attention → as
-    ``PagedMLA.block``; experts: None for a model without any.
+    attention: as ``AttentionFamily.turns``; experts: None for a model without any.
     """
-    turns = {}
-    for form, tokens in block_tokens.items():
-        block = max(1, min(pages, tokens // page_size)) * page_size
-        turns[form] = -(-context // block)
 
     def count(loop: Operation) -> float | None:
-        attention = re.search(r"/attend_(\w+)/", loop.op_name)
-        if attention:
-            return turns.get(attention[1], max(turns.values()))
+        scopes = re.findall(r"\w+", loop.op_name)
+        if any(scope.startswith("attend_") for scope in scopes):  # the innermost that is known
+            return next((attention[scope] for scope in reversed(scopes) if scope in attention), max(attention.values()))
         if experts and loop.op_name.endswith("/experts/while"):
             return experts.turns()
         return 0 if "/dispatch/" in loop.op_name else None

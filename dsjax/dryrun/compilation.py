@@ -1,4 +1,4 @@
-"""Lowering and compiling a step of abstract values: the engine's own programs, with nothing behind them."""
+"""Lower and compile the engine's own programs for a step with abstract values: no weights, no devices."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ _PARTITIONED = "after_spmd-partitioning"
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """A program.
+    """A compiled program.
 
-    partitioned: its text right after partitioning, before the backend changed any dtype; None on accelerators, whose
-    compiled programs keep dtypes, and where XLA wrote none. lower_seconds, compile_seconds: what the two took.
+    partitioned: text of the program right after SPMD partitioning, before the CPU backend changes dtypes. None on accelerators, whose
+        compiled programs keep dtypes, and if XLA wrote no text.
+    lower_seconds, compile_seconds: time of lowering and of compilation.
     """
 
     compiled: Compiled
@@ -47,10 +48,10 @@ class CompiledProgram:
     compile_seconds: float
 
     def text(self) -> str:
-        """The compiled program, as XLA prints it.
+        """Return the compiled program as XLA prints it.
 
         Raises:
-            UserError: it was made by a compiler of another version than jaxlib's reader.
+            UserError: jaxlib cannot read it, because the compiler has another version.
         """
         try:
             return self.compiled.as_text()
@@ -64,7 +65,7 @@ class CompiledProgram:
 
 @dataclass(frozen=True)
 class CompiledExchange:
-    """The programs that move experts of one stack of layers between two steps (`--enable-eplb`); experts: that a rank gets in one run."""
+    """The programs that move experts between two steps (`--enable-eplb`). experts: number that a rank receives in one exchange."""
 
     stage: CompiledProgram
     place: CompiledProgram
@@ -72,17 +73,17 @@ class CompiledExchange:
 
     @property
     def temporaries(self) -> int:
-        """What the larger of the two needs beside weights, buffer and state: temporaries, and outputs that are not aliased."""
+        """Bytes that the larger program needs beyond weights, staging buffer and state: temporaries and outputs without an alias."""
         memories = [program.compiled.memory_analysis() for program in (self.stage, self.place)]
         return max(one.output_size_in_bytes - one.alias_size_in_bytes + one.temp_size_in_bytes for one in memories)
 
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A step, the descriptions it was compiled from, and its programs.
+    """A step's programs, and the descriptions that they were compiled from.
 
-    main: the step itself, which with speculative decoding verifies the drafts of the step before. drafts: the MTP module's passes
-    after it; None where nothing is drafted. num_drafts: how many tokens. exchange: None where experts stay where they are.
+    main: the step, which also verifies the previous step's drafts. drafts: the passes of the MTP module after it; None without drafts.
+    num_drafts: tokens that each row drafts. exchange: None without `--enable-eplb`.
     """
 
     step: ModelStep
@@ -97,7 +98,7 @@ class CompiledStep:
 
     @property
     def programs(self) -> tuple[CompiledProgram, ...]:
-        """All programs of the step, and those between two steps."""
+        """All programs: the step's, then those of the exchange of experts."""
         between = (self.exchange.stage, self.exchange.place) if self.exchange else ()
         return (self.main, *((self.drafts,) if self.drafts else ()), *between)
 
@@ -109,19 +110,19 @@ def compile_step(
     exchange: CompiledExchange | None = None,
     stage: Stage | None = None,
 ) -> CompiledStep:
-    """Compile the programs of the step that ``args`` describe, on a mesh of any devices.
+    """Compile the programs of the step that ``args`` describe, for the devices of ``mesh``.
 
-    stage: which part of the model it is, where the mesh of ``args`` has several, and ``mesh`` is of one.
-    exchange: the programs that move experts, where a step of another size had them compiled; they are the same for all sizes.
+    stage: the layers to compile, with pipeline parallelism; ``mesh`` is the stage's.
+    exchange: the programs that move experts, if a step of another size has compiled them: they do not depend on the size.
 
     Raises:
-        UserError, MeshError: options, model and mesh that do not go together, before anything is traced.
-        TooLarge: the target's compiler refuses.
+        UserError, MeshError: options, model and mesh do not fit together; raised before tracing.
+        TooLarge: the target's compiler says that the step does not fit.
     """
     spec = MeshSpec.parse(args.engine.mesh).stage
     engine = args.for_model(config)
     if mesh.devices.flat[0].platform == "cpu":
-        # Native kernels are custom calls, whose operations and bytes a compiled program does not tell; the plain forms' are theirs.
+        # A compiled program does not show the operations and bytes of native kernels, which are custom calls. Plain kernels have the same.
         engine = dataclasses.replace(engine, kernels="plain")
     step = make_step(engine, config, spec, mesh, mtp=engine.speculation is not None, stage=stage)
     limits = with_windows(args.limits(config, spec), engine, step)
@@ -163,7 +164,8 @@ def compile_lowered(
     """Compile a program for the devices of a mesh.
 
     Raises:
-        TooLarge: it is too large for them. UserError: the target's compiler refuses it otherwise.
+        TooLarge: the program does not fit on the devices.
+        UserError: the target's compiler refuses it for another reason.
     """
     started = time.perf_counter()
     if mesh.devices.flat[0].platform == "cpu":
@@ -179,7 +181,7 @@ def compile_lowered(
 
 
 def _compile_for_accelerator(lowered: Lowered, target: str) -> Compiled:
-    """Compile, and tell a program that is too large for the device (which TPU's compiler refuses) from one that is refused otherwise."""
+    """Compile for an accelerator, with an error of its own for a program that is too large, which the TPU's compiler refuses."""
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -196,7 +198,7 @@ def _compile_for_accelerator(lowered: Lowered, target: str) -> Compiled:
 
 
 def _accelerator_compilers() -> str:
-    """Name the accelerators' compilers that are installed, with their versions."""
+    """Return the names and versions of the installed compilers for accelerators."""
     versions = {name: installed_version(name, missing="") for name in ("libtpu", "jax-cuda13-plugin")}
     return " or ".join(f"{name} {version}" for name, version in versions.items() if version) or "the compiler"
 

@@ -26,8 +26,9 @@ _MOST_ROWS = 1 << 16
 class DeviceMemory:
     """Bytes of one device.
 
-    weights: by component. cache: of its DP rank's pages. state: what else stays on the device from step to step: page tables,
-    sampling parameters, counts of tokens, the placement of experts, with speculative decoding drafts and a byte for each cache slot.
+    weights: by component. cache: of its DP rank's pages; windows: those of them that are window pages. state: what else stays on the
+    device from step to step: page tables, sampling parameters, counts of tokens, the placement of experts, with speculative decoding drafts
+    and a byte for each cache slot.
     inputs: the packed integers of the step's rows. arguments, outputs, aliased, temporaries: as the compiler counts them for the
     step's main program; cache and state are arguments and, aliased, outputs. drafting: outputs that are not aliased and temporaries
     of the program that drafts; 0 without one. staging: the buffer of experts that move while serving; 0 where they stay. moving:
@@ -47,6 +48,7 @@ class DeviceMemory:
     staging: int = 0
     moving: int = 0
     host: int = 0
+    windows: int = 0
 
     @classmethod
     def of(cls, compiled: CompiledStep) -> DeviceMemory:
@@ -57,6 +59,8 @@ class DeviceMemory:
         host = sum(
             array.size * array.dtype.itemsize for array in compiled.params.values() if not on_device(array.sharding)
         )
+        groups = (group for group in compiled.step.cache_groups if group.table == "window")
+        windows = {name: compiled.state.cache[name] for group in groups for name in group.arrays}
         after = compiled.drafts.compiled.memory_analysis() if compiled.drafts else None
         return cls(
             weights=device_bytes(compiled.params),
@@ -72,6 +76,7 @@ class DeviceMemory:
             staging=staging_bytes(compiled.step) if compiled.exchange else 0,
             moving=compiled.exchange.temporaries if compiled.exchange else 0,
             host=host,
+            windows=sum(device_bytes(windows).values()),
         )
 
     @property

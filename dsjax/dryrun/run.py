@@ -70,7 +70,6 @@ def dry_run(
             "synchronously, and no hardware file describes the machine; give a --target such as h200"
         )
     config = load_config(args.engine.model)
-    config.check_priced()
     spec = MeshSpec.parse(args.engine.mesh)
     hardware = None if args.target == "cpu" else load_hardware(args.target)
     machines = target_cluster(hardware, cluster, spec.num_devices)
@@ -203,14 +202,7 @@ def step_trip_counts(
     step: ModelStep, groups: Sequence[GroupShape], context: int, experts: EvenExperts | None
 ) -> TripCount:
     """What loops of unknown length are taken for in a program of a step over these row groups."""
-    pages = -(-context // step.page_size)
-    # Of groups that have the same form the loops cannot be told apart: all count as those with the smallest blocks.
-    blocks: dict[str, int] = {}
-    for group in groups:
-        block = step.attention.block(group.rows, group.chunk)
-        name = group.form.name
-        blocks[name] = min(block, blocks.get(name, block))
-    return trip_counts(context, pages, step.page_size, blocks, experts)
+    return trip_counts(step.attention.turns(groups, context, step.page_size), experts)
 
 
 def read_program(

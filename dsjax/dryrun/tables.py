@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
+from dsjax.config.layers import kinds_of
 from dsjax.dryrun.orders import OrderReport
 from dsjax.dryrun.rebalance import ExpertMoves
 from dsjax.dryrun.report import DryRunReport, ProgramReport, StagesReport
@@ -53,9 +54,11 @@ def _side_by_side(report: StagesReport) -> Table:
 def show(console: Console, report: DryRunReport) -> None:
     """Print all of a report."""
     r = report.request
+    attention = {kind.attention for kind, _ in kinds_of(report.compiled.step.config.layer_runs)}
+    form = f"MLA {r['mla']}" if attention == {"mla"} else f"attention {', '.join(sorted(attention))}"
     console.print(
         f"[bold]{r['model']}[/bold]  mesh {r['mesh']} = {r['devices']} devices  target {r['target']}  {r['step']}: {r['batch']} rows × "
-        f"{r['chunk']} of a DP rank, context {r['context']}, MLA {r['mla']}, dispatch {r['dispatch']}, weights {r['weights']}",
+        f"{r['chunk']} of a DP rank, context {r['context']}, {form}, dispatch {r['dispatch']}, weights {r['weights']}",
         highlight=False,
     )
     console.print(
@@ -111,7 +114,7 @@ def _memory(report: DryRunReport) -> Table:
     table = table_of("memory of a device", "", "bytes", "GB")
     rows = [
         ("weights", memory.weight_bytes),
-        (f"cache ({report.cache_tokens:,} tokens of a DP rank)", memory.cache),
+        (f"cache ({report.cache_tokens:,} tokens of a DP rank)", memory.cache - memory.windows),
         ("page tables, sampling and other state", memory.state),
         ("inputs", memory.inputs),
         ("temporaries", memory.temporaries),
@@ -123,6 +126,8 @@ def _memory(report: DryRunReport) -> Table:
         rows[4:4] = [("staging of experts that move", memory.staging)]
     if memory.moving > max(memory.drafting, memory.temporaries + memory.outputs - memory.aliased):
         rows[5:] = [("temporaries and outputs of moving experts, the largest program", memory.moving)]
+    if memory.windows:
+        rows[2:2] = [("window pages", memory.windows)]
     for name, size in rows:
         table.add_row(name, f"{size:,}", f"{size / 1e9:.2f}")
     table.add_section()

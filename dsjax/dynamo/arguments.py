@@ -270,4 +270,4 @@ class _Parser(argparse.ArgumentParser):
     """Tells of a wrong option as the rest of the command line does."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; dsjax dynamo --help lists all options")
+        raise UserError(f"{message}; dsjax dynamo --help-all lists all options")

@@ -10,9 +10,9 @@ from dsjax.fp4.formats import INT4, INT4_OFFSET
 
 
 def codes_to_values(codes: UInt8[Array, "*n"], integers: bool = False) -> Float[Array, "*n"]:
-    """Codes (the lower four bits) as float32, by arithmetic that Mosaic and Triton have as well.
+    """Decode the lower four bits of each code to float32, with operations that Mosaic and Triton support too.
 
-    An e2m1 code with an exponent, ``s ee f``, is the float32 of exponent ee − 1; the two without one are 0 and 0.5.
+    An e2m1 code ``s ee f`` with ee > 0 is a float32 with exponent ee − 1; with ee = 0 it is 0 or 0.5. integers: the codes are INT4.
     """
     code = codes.astype(jnp.uint32)
     if integers:
@@ -24,14 +24,14 @@ def codes_to_values(codes: UInt8[Array, "*n"], integers: bool = False) -> Float[
 
 
 def scales_to_values(scales: Array) -> Float[Array, "*n"]:
-    """Block scales as float32: e4m3 or bfloat16 numbers, or bytes of e8m0 exponents, whose bias is float32's. Byte 0 stands for 0."""
+    """Convert block scales to float32. uint8 scales are e8m0 exponents with float32's bias, where byte 0 is 0; others are numbers."""
     if scales.dtype == jnp.uint8:
         return lax.bitcast_convert_type(scales.astype(jnp.uint32) << 23, jnp.float32)
     return scales.astype(jnp.float32)
 
 
 def unpack(packed: UInt8[Array, "..."], axis: int, integers: bool = False) -> Float[Array, "..."]:
-    """The values of bytes that hold two along ``axis``, which becomes twice as long."""
+    """Decode bytes that hold two values each along ``axis``, which becomes twice as long."""
     pair = jnp.stack([codes_to_values(code, integers) for code in (packed & 15, packed >> 4)], axis=axis + 1)
     return pair.reshape(*packed.shape[:axis], 2 * packed.shape[axis], *packed.shape[axis + 1 :])
 
@@ -39,11 +39,11 @@ def unpack(packed: UInt8[Array, "..."], axis: int, integers: bool = False) -> Fl
 def decode(
     packed: UInt8[Array, "..."], scales: Array, whole: Float[Array, "..."] | None, depth_axis: int, dtype: jnp.dtype
 ) -> Float[Array, "..."]:
-    """``(value × scale) × whole`` in float32, rounded to ``dtype``: of e2m1 values bfloat16 rounds only where there is a ``whole``.
+    """Return ``(value × scale) × whole``, computed in float32 and rounded to ``dtype``. For e2m1 without ``whole`` bfloat16 is exact.
 
-    packed: ``[..., in / 2, (2,) out]``; depth_axis: of ``in``. scales: the same shape with blocks for bytes, e4m3, e8m0's byte, or
-    bfloat16, of which values are integers. whole: one value for each matrix, with the same leading dimensions and ones behind; None in a
-    format that has none.
+    packed: ``[..., in / 2, (2,) out]``. depth_axis: the axis of ``in``. scales: ``[..., in / block, (2,) out]``, e4m3 (NVFP4), uint8 with
+    e8m0 exponents (MXFP4) or bfloat16 (INT4). whole: the tensor's scale of each matrix, with the same leading dimensions and trailing
+    ones; None in formats without one.
     """
     values = unpack(packed, depth_axis, integers=scales.dtype == INT4.scale_dtype)
     block = values.shape[depth_axis] // scales.shape[depth_axis]

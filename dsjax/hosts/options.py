@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from dsjax.addresses import join_address, split_address
 from dsjax.errors import UserError
 from dsjax.messaging.cluster_key import Credentials, local_credentials, read_credentials
-from dsjax.options import Checked, option
+from dsjax.options import Checked, Group, advanced, option
 
 _log = logging.getLogger(__name__)
 
@@ -29,37 +29,24 @@ class GroupOptions(Checked):
     """
 
     coordinator_address: str | None = option(
-        None,
-        "HOST:PORT of process 0, for a mesh of several processes; default: what Slurm, Open MPI, GKE or LeaderWorkerSet say",
-        of_host=True,
+        None, "HOST:PORT of process 0; default: from Slurm, Open MPI, GKE or LeaderWorkerSet.", Group.HOSTS
     )
-    num_processes: int | None = option(None, "processes that the mesh's devices belong to", least=1, of_host=True)
-    process_id: int | None = option(
-        None,
-        "which of them this is, from 0; process 0 serves HTTP, schedules, prints and writes",
-        least=0,
-        of_host=True,
+    num_processes: int | None = option(None, "Processes that share the mesh's devices.", Group.HOSTS, least=1)
+    process_id: int | None = option(None, "Number of this process; 0 serves HTTP and schedules.", Group.HOSTS, least=0)
+    host_address: str | None = advanced(
+        None, "Address at which others reach this host; default: towards the coordinator.", Group.HOSTS
     )
-    host_address: str | None = option(
-        None, "address that others reach this host at; default: that of the way to the coordinator", of_host=True
-    )
-    start_timeout: int = option(300, "seconds in which all processes must have come", least=1, of_host=True)
-    heartbeat_timeout: int = option(
-        10,
-        "seconds without a heartbeat after which a process counts as lost; the others go on",
-        least=1,
-        of_host=True,
+    start_timeout: int = advanced(300, "Seconds to wait for all processes at the start.", Group.HOSTS, least=1)
+    heartbeat_timeout: int = advanced(
+        10, "Seconds without a heartbeat after which a process is lost.", Group.HOSTS, least=1
     )
     cluster_key_file: str | None = option(
         None,
-        "file with the secret that all processes of a deployment share, at least 32 characters; or the environment variable "
-        "DSJAX_CLUSTER_KEY. Default: one made for this user, which serves the loopback interface alone",
-        of_host=True,
+        "File with the secret of all processes, or the variable DSJAX_CLUSTER_KEY; default: one of this user's, for loopback alone.",
+        Group.HOSTS,
     )
-    encrypt_bulk: bool = option(
-        False,
-        "also encrypt hidden states and expert rows between processes; control messages are always encrypted",
-        of_host=True,
+    encrypt_bulk: bool = advanced(
+        False, "Encrypt hidden states and expert rows too, not control messages alone.", Group.HOSTS
     )
 
     def credentials(self, *hosts: str) -> Credentials:

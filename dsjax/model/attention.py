@@ -31,11 +31,11 @@ from dsjax.model import paging
 from dsjax.model.cache_groups import Arrays, CacheGroup, Layout, cache_groups
 from dsjax.model.forms import Form, Prepared
 from dsjax.model.layer_values import Tokens
-from dsjax.model.mla_costs import MLACost, mla_cost
 from dsjax.model.norm import Normalise, normalise
 from dsjax.model.paging import Cache, Rows
 from dsjax.model.parameters import Matrix, Multiply, reinterpret, store
 from dsjax.model.rope import Rotation
+from dsjax.model.rows import GroupShape
 from dsjax.model.softmax import attend_in_blocks
 from dsjax.model.sparse import unpack
 from dsjax.model.transformer import MLA, Projections, expand
@@ -64,8 +64,9 @@ class AttentionFamily(Protocol):
     def form_of_pages(self) -> dict[str, Any]:
         """How the cache stores a token, in plain values; engines share pages only where these are equal."""
 
-    def block(self, rows: int, chunk: int) -> int:
-        """Context positions that a rank reads at once for ``rows`` rows of ``chunk`` queries."""
+    def turns(self, groups: Sequence[GroupShape], context: int, page_size: int) -> dict[str, int]:
+        """Turns of the loops in ``attend`` whose length depends on the rows, by the scope that names them, where each row of these groups
+        attends to ``context`` positions."""
 
     def backend(self, form: Form) -> str:
         """What computes a form: ``plain``, ``native`` or ``pallas``."""
@@ -87,9 +88,6 @@ class AttentionFamily(Protocol):
 
     def output(self, weights: nnx.Module, form: Form, found: Array, multiply: Multiply) -> Float[Array, "*b D"]:
         """The layer's output, from the result of ``attend``."""
-
-    def cost(self, form: Form, **work) -> MLACost:
-        """Operations and bytes of one layer. work: arguments of ``mla_cost``."""
 
 
 @dataclass(frozen=True)
@@ -151,10 +149,6 @@ class PagedMLA:
         """The layout."""
         return {"layout": self.layout}
 
-    def cost(self, form: Form, **work) -> MLACost:
-        """``mla_cost`` with this cache's dtype."""
-        return mla_cost(self.config, form, cache_dtype=self.cache_dtype, **work)
-
     def block(self, rows: int, chunk: int) -> int:
         """Context positions that a rank reads at once for ``rows`` rows of ``chunk`` queries.
 
@@ -168,6 +162,15 @@ class PagedMLA:
         scores = 4 * rows * chunk * -(-self.config.num_attention_heads // self.rules.ways(self.mesh, "heads"))
         longest = max(BLOCK_BYTES // scores, 1)
         return min(max(1 << (longest.bit_length() - 1), SHORTEST_BLOCK), LONGEST_BLOCK)
+
+    def turns(self, groups: Sequence[GroupShape], context: int, page_size: int) -> dict[str, int]:
+        """Blocks of the context, by form: of groups with the same form, whose loops cannot be told apart, the smallest blocks."""
+        found: dict[str, int] = {}
+        for group in groups:
+            pages = min(-(-context // page_size), self.block(group.rows, group.chunk) // page_size)
+            turns, name = -(-context // (max(1, pages) * page_size)), f"attend_{group.form.name}"
+            found[name] = max(turns, found.get(name, 0))
+        return found
 
     def project(
         self, mla: MLA, x: Float[Array, "B T D"], rotation: Rotation, forms: Sequence[Form], *,

@@ -20,6 +20,10 @@ TABLES: tuple[Table, ...] = get_args(Table)
 Arrays = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 """Arrays of a cache → trailing shape of an entry in one layer, and its dtype."""
 BF16 = np.dtype(ml_dtypes.bfloat16)
+HELD_WINDOWS = 3
+"""The most window pages that a request holds between two steps."""
+KEPT_WINDOWS = 1 / 5
+"""Share of the cache's bytes for window pages that no request holds: the borders at which prompts that are sent again may go on."""
 
 
 @dataclass(frozen=True)

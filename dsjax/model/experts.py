@@ -1,11 +1,11 @@
-"""The routed experts' product on one rank: rows, each with its own experts, through grouped SwiGLU MLPs.
+"""The routed experts' grouped SwiGLU product on one rank: each row goes through its own experts.
 
 ``local_experts(params, rows_ND, ids_NK, weights_NK) -> out_ND`` with
-``out[n] = sum_k weights[n, k] * Expert_{ids[n, k]}(rows[n])``, ids -1 for none. It exists several times, for machines
-that want it differently; all give the same numbers, and ``tests/dsjax/model/test_experts.py`` holds them to a plain loop.
+``out[n] = sum_k weights[n, k] * Expert_{ids[n, k]}(rows[n])``, ids -1 for none. There are several implementations for different
+platforms; ``tests/dsjax/model/test_experts.py`` holds all of them to a plain loop.
 
-All of them first sort the (row, expert) pairs by expert. Cost then follows the pairs that exist, not N × K. Rows are only
-ever read by ``rows.take``, so that dispatch can hand over rows still packed, of which most may never be read.
+Each sorts the (row, expert) pairs by expert, so its cost follows the existing pairs, not N × K. Rows are read only by ``rows.take``,
+so that dispatch can pass packed rows, most of which may never be read.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from sharding.indices import cut, pick, take
 from sharding.sums import add_in_order, pieces_here
 
 Params = Mapping[str, Array]
-"""``gate_up.weight [X, D, 2, F]``, ``down.weight [X, F, D]`` in storage dtype; with FP8 also ``gate_up.scale`` and ``down.scale``,
-with packed weights, these and, in NVFP4, ``global_scale`` (``fp4_matrix``).
+"""``gate_up.weight [X, D, 2, F]``, ``down.weight [X, F, D]`` in storage dtype; FP8 also has ``gate_up.scale`` and ``down.scale``, packed
+weights have these and, in NVFP4, ``global_scale`` (``fp4_matrix``).
 
-With an int32 scalar ``layer`` in it, the others are whole stacks, with a leading layers axis, of which that layer is meant.
-``tiles`` then copies just the experts that are used out of the stack, where a scan over the stack would copy every expert of
-each layer first (on CPU a third of the time of a decode step's experts).
+With an int32 scalar ``layer`` the other arrays are stacks with a leading layers axis, and the product uses that layer. ``tiles`` then
+copies only the experts in use; a scan over the stack would first copy every expert of each layer (on a CPU a third of the time of a
+decode step's experts).
 """
 
 IMPLEMENTATIONS = ("auto", "tiles", "einsum")
@@ -59,10 +59,10 @@ class ExpertProduct:
     """The grouped expert product as a callable, with the choices that shape its program.
 
     implementation: ``tiles`` (CPU), ``einsum`` (accelerators), or ``auto``, which takes a faster kernel of ``kernels`` before either.
-    weight_dtype: what the stored weights mean; they are stored as unsigned integers on the CPU platform.
+    weight_dtype: dtype of the weights; the CPU platform stores them as unsigned integers.
     platform: where the product runs (``cpu``, ``gpu``, ``tpu``).
-    mean_load: pairs of one expert under even routing. None takes every place in ``ids_NK`` for a pair, which is many times
-        too much after a dispatch with room to spare.
+    mean_load: pairs of an expert under even routing. None counts every entry of ``ids_NK``, which overestimates many times after a
+        dispatch with empty places.
     tile: rows of a tile (``tiles``). capacity: rows per expert of a round (``einsum``). None: ``default_tile``, ``default_capacity``.
     scheme: whether FP8 weights are multiplied with quantised rows.
     width_shares: devices that share each expert's width. The native kernel cuts its sums accordingly (``sharding.sums``).
@@ -107,7 +107,7 @@ class ExpertProduct:
                 if experts.fp4 is not None or all(map(addressable, stack.values())):
                     return self._pallas(experts, stack, rows_ND, ids_NK, weights_NK, mean_load)
             pairs = sort_pairs(ids_NK, weights_NK, experts.count)
-            # On a CPU a copy of each expert in use is cheapest (``docs/dispatch.md``); elsewhere one product over all.
+            # On a CPU a copy of each expert in use is cheapest (docs/measurements/2026-11-22-grouped-products.csv); elsewhere one product.
             as_tiles = self.platform == "cpu" if self.implementation == "auto" else self.implementation == "tiles"
             if as_tiles:
                 out = tiles(experts, rows_ND, pairs, self.tile or default_tile(mean_load))
@@ -119,7 +119,7 @@ class ExpertProduct:
     def terms(
         self, params: Params, rows_ND: Float[Array, "N D"], ids_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"]
     ) -> Float[Array, "N K D"]:
-        """What each of a row's experts gives, with its weight; zero for none. ``sharding.dispatch`` adds them where the row came from."""
+        """Return the weighted result of each of a row's experts, zero for none. The row's home rank adds them (``sharding.dispatch``)."""
         if self.is_native(rows_ND.dtype):
             experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme, self.limit)
             return self._native(experts, rows_ND, ids_NK, weights_NK, apart=True)
@@ -146,7 +146,7 @@ class ExpertProduct:
         ranks: int,
         held: int,
     ) -> tuple[Float[Array, "N D"], Int[Array, "X"], Int[Array, ""]]:
-        """As the call, over the experts of ``ranks`` devices that share a memory: ``NativeKernels.experts_together``."""
+        """Like the call, over the experts of ``ranks`` devices that share a memory (``NativeKernels.experts_together``)."""
         experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme, self.limit)
         options = self._native_options(experts)
         rows_ND = self._rounded(rows_ND, options["hidden"])
@@ -184,7 +184,7 @@ class ExpertProduct:
         return nvfp4_rows.round_trip(rows_ND) if hidden == "nvfp4" else fp8.dequantise(*self.scheme.quantise(rows_ND))
 
     def _pallas(self, experts: Experts, stack, rows_ND, ids_NK, weights_NK, mean_load: float) -> Float[Array, "N D"]:
-        """Rounds of sorted pairs through the kernels; under even routing there is one."""
+        """Apply experts by Triton's kernels, in rounds of sorted pairs; even routing needs one round."""
         (N, K), X, interpret = ids_NK.shape, experts.count, self.kernels.pallas.interpret
         size = round_pairs(mean_load, X, N * min(K, X))
         own_load = min(mean_load, size / X)
@@ -263,7 +263,7 @@ class ExpertProduct:
         return out_ND.astype(rows_ND.dtype)
 
     def _rows(self, rows_ND, index_P: Int[Array, "P"]) -> Float[Array, "P D"] | fp8.Quantised:
-        """Rows by index for the Pallas kernels: as they are, or quantised. What travelled in FP8 is not quantised twice."""
+        """Return rows by index for the Pallas kernels, quantised if the scheme says so. Rows that travelled in FP8 are so already."""
         if self.scheme == ActivationScheme(dynamic=True) and isinstance(rows_ND, PackedRows) and rows_ND.wire.fp8:
             return rows_ND.take_quantised(index_P)
         x_PD = rows_ND.take(index_P, axis=0, mode="clip")
@@ -277,7 +277,7 @@ class ExpertProduct:
 
 @dataclass(frozen=True)
 class Experts:
-    """A rank's expert weights, made ready for products one expert at a time or all at once."""
+    """A rank's expert weights, for products with one expert at a time or with all at once."""
 
     params: Params
     weight_dtype: np.dtype
@@ -302,7 +302,7 @@ class Experts:
 
     @property
     def layer(self) -> Int[Array, ""]:
-        """Which layer of ``stack()`` is meant."""
+        """Index of the layer in ``stack()``."""
         return self.params.get("layer", jnp.int32(0))
 
     def stack(self) -> dict[str, Array]:
@@ -320,7 +320,7 @@ class Experts:
         return rearrange(gate_up, "... d stack f -> ... d (stack f)"), down
 
     def swiglu(self, x: Float[Array, "*x N D"], index: Int[Array, ""] | None = None) -> Float[Array, "*x N D"]:
-        """Rows through one expert, or with None those of each through it; float32."""
+        """Apply one expert to rows ``[N, D]``, or with None each expert to its own rows ``[X, N, D]``; float32."""
         if not self.scheme.dynamic:
             return swiglu(x, *self.matrices(index), self.limit)
         if self.fp4 is not None:
@@ -349,7 +349,7 @@ class Experts:
         return reinterpret(self._pick(f"{name}.weight", index), self.weight_dtype)
 
     def _pick(self, key: str, index: Int[Array, ""] | None) -> Array:
-        """One array of the layer: of all experts, or of one. A single slice, because on CPU each slice is a copy."""
+        """Return one array of the layer, for all experts or for one. It is a single slice, because on a CPU each slice is a copy."""
         array = self.params[key]
         where = ([self.params["layer"]] if self.stacked else []) + ([] if index is None else [index])
         if not where:
@@ -361,10 +361,10 @@ class Experts:
 
 
 class SortedPairs(NamedTuple):
-    """All (row, expert) pairs by expert, rows ascending within one; pairs without an expert stand last.
+    """All P = N × K (row, expert) pairs sorted by expert, rows ascending within an expert; pairs without an expert are last.
 
-    ``pair_P``: which of all pairs it was before. ``row_P`` and ``weight_P`` of each pair; ``start_X`` and ``count_X``: where an
-    expert's pairs are. P = N × K.
+    pair_P: index of each pair before sorting. row_P, weight_P: its row and its routing weight. start_X, count_X: the first pair of each
+    expert, and the number of its pairs.
     """
 
     pair_P: Int[Array, "P"]
@@ -422,7 +422,7 @@ def tiles(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPairs, ti
 
 
 def einsum(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPairs, capacity: int) -> Float[Array, "N D"]:
-    """All experts in one batched product over ``capacity`` rows each, in as many rounds as the fullest expert needs."""
+    """One batched product of all experts with ``capacity`` rows each, in as many rounds as the fullest expert needs."""
     if not experts.scheme.dynamic:
         apply = partial(swiglu, **dict(zip(("gate_up", "down"), experts.matrices(), strict=True)), limit=experts.limit)
     else:
@@ -446,7 +446,7 @@ def einsum(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPairs, c
 
 
 def default_tile(mean_load: float) -> int:
-    """Rows of a tile: 4 to 64, by the pairs that an expert has on average (measured on CPU: ``docs/dispatch.md``).
+    """Rows of a tile: 4 to 64, by an expert's mean number of pairs (CPU: docs/measurements/2026-11-22-grouped-products.csv).
 
     A tile costs one copy of its expert's weights and the product of all its rows, used or not: small tiles for few
     rows, large ones for many.

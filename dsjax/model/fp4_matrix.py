@@ -1,4 +1,4 @@
-"""A stack of matrices that is kept in a packed format: a routed expert's ``weight``, ``scale`` and, in NVFP4, ``global_scale``."""
+"""Routed experts' matrices in a packed format (NVFP4, MXFP4, INT4): ``weight``, ``scale`` and, in NVFP4, ``global_scale``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ PACKED = np.dtype(np.uint8)
 
 
 class FP4Matrix(nnx.Module):
-    """A matrix ``[..., in, out]`` or ``[..., in, 2, out]`` (as ``Matrix``), two values a byte along ``in``, blocks along ``in``."""
+    """A packed matrix ``[..., in, out]`` or, with gate and up fused, ``[..., in, 2, out]``, as ``Matrix`` has it.
+
+    ``in`` is the packed dimension: two values a byte in ``weight``, one value a block in ``scale``.
+    """
 
     def __init__(self, declare: Declaration, shape: tuple[int, ...], axes: tuple[str | None, ...]):
         form = declare.format.packed
@@ -47,7 +50,7 @@ class FP4Matrix(nnx.Module):
 
 
 def format_of(arrays: Mapping[str, Array], weight_dtype: np.dtype) -> PackedFormat | None:
-    """The format of a layer's experts from their arrays as stored and what their weights mean; None where it is not packed."""
+    """Return the packed format of a layer's experts from their stored arrays and weight dtype; None if they are not packed."""
     if weight_dtype != PACKED:
         return None
     if any(name.endswith(".global_scale") for name in arrays):
@@ -56,12 +59,12 @@ def format_of(arrays: Mapping[str, Array], weight_dtype: np.dtype) -> PackedForm
 
 
 def meant(arrays: Mapping[str, Array], form: PackedFormat) -> dict[str, Array]:
-    """A matrix's arrays as stored, with the scales read as the dtype that they mean."""
+    """Return a matrix's stored arrays with ``scale`` reinterpreted as the format's scale dtype (on CPUs it is stored as integers)."""
     return dict(arrays) | {"scale": reinterpret(arrays["scale"], np.dtype(form.scale_dtype))}
 
 
 def decoded(arrays: Mapping[str, Array], fused: bool, dtype: jnp.dtype) -> Array:
-    """A matrix from its ``weight``, ``scale`` and ``global_scale``, in ``dtype``. fused: gate and up side by side."""
+    """Decode a matrix from its ``weight``, ``scale`` and ``global_scale`` to ``dtype``. fused: it is ``[..., in, 2, out]``."""
     depth, whole = arrays["weight"].ndim - (3 if fused else 2), arrays.get("global_scale")
     whole = whole if whole is None else jnp.expand_dims(whole, depth)
     return decode(arrays["weight"], arrays["scale"], whole, depth, dtype)
@@ -76,9 +79,9 @@ def swiglu_w4a8(
 ) -> Float[Array, "N D"]:
     """``down(silu(gate) × up)`` of one expert in float32, with activations quantised 1 × 128 to FP8 before each product (W4A8).
 
-    ``Σ_b (values[b] · weight[b]) × scales[b]`` over blocks b of 128 of the depth, then times the tensor's scale; ``weight[b]`` is
-    ``value × scale`` in the dtype of ``x``; bfloat16 holds it exactly but in INT4. What goes into ``down`` is rounded to the dtype of ``x``
-    and then quantised.
+    A product is ``Σ_b (values[b] · weight[b]) × scales[b]`` over blocks b of 128 along the depth, times the tensor's scale.
+    ``weight[b]`` is ``value × scale`` in the dtype of ``x``: exact in bfloat16 for NVFP4 and MXFP4, rounded for INT4. The input of
+    ``down`` is rounded to the dtype of ``x``, then quantised.
     """
     hidden = _w4a8(scheme.quantise(x), gate_up, x.dtype, fused=True)
     hidden = gated(hidden[..., 0, :], hidden[..., 1, :], limit).astype(x.dtype)

@@ -1,4 +1,7 @@
-"""Which steps are computed in micro-batches, and which rows each of them has: two halves that overlap, or more that take turns."""
+"""Micro-batches of a step: which steps are cut, and which rows each part has.
+
+Two-batch overlap has two halves; with attention and experts on devices of their own (AFD) there may be more.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,10 @@ from dsjax.model.rows import GroupShape, RowGroup
 
 @dataclass(frozen=True)
 class TwoBatchOverlap:
-    """Which steps are computed in two halves. The shapes decide, so that all ranks do it or none.
+    """Decides by a step's shapes whether it is computed in two halves, so that all ranks decide alike.
 
-    decode_tokens, prefill_tokens: least tokens of a DP rank, padding included, of steps of decodes alone, and of steps with prompts.
-    decode_chunk: most tokens of a decode's row: one, and its drafts. stages: where experts have devices of their own, how many
-    micro-batches take turns in such a step, in place of two halves.
+    decode_tokens, prefill_tokens: fewest tokens of a DP rank, padding included, for a step of decodes alone and for one with prompts.
+    decode_chunk: most tokens of a decode row: one plus its drafts. stages: micro-batches of such a step with AFD.
     """
 
     decode_tokens: int = 32
@@ -35,20 +37,27 @@ class TwoBatchOverlap:
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """Row groups in micro-batches. groups: of each. places: of all token slots of a DP rank, one micro-batch after the other."""
+    """Row groups cut into micro-batches.
+
+    groups: the row groups of each micro-batch. places: ``[T]``, the step's token slot of each slot of the micro-batches, which are
+    concatenated in order.
+    """
 
     groups: Sequence[Sequence[RowGroup]]
     places: Int[np.ndarray, "T"]
 
     @property
     def borders(self) -> list[int]:
-        """Where a DP rank's token slots of the second micro-batch begin, and of those behind it."""
+        """The first token slot, in the order of ``places``, of each micro-batch but the first."""
         sizes = [sum(group.shape.tokens for group in groups) for groups in self.groups]
         return np.cumsum(sizes)[:-1].tolist()
 
     @classmethod
     def of(cls, groups: Sequence[RowGroup], most: int) -> MicroBatches:
-        """At most so many. Rows go to each in turn, as padding comes last; a row alone is cut into equal parts of its chunk."""
+        """Cut groups into at most ``most`` micro-batches.
+
+        Rows are dealt in turn, because padded rows are last. The chunk of a group with one row is cut into equal parts.
+        """
         made: list[list[RowGroup]] = [[] for _ in range(most)]
         places_of: list[list[np.ndarray]] = [[] for _ in range(most)]
         start = 0
@@ -70,7 +79,7 @@ class MicroBatches:
 
 
 def count_micro_batches(shapes: Sequence[GroupShape], most: int) -> int:
-    """How many ``MicroBatches.of`` makes of groups of these shapes."""
+    """Return how many micro-batches ``MicroBatches.of`` makes of groups of these shapes."""
     return max(_pieces(shape, most) for shape in shapes)
 
 
@@ -79,13 +88,13 @@ def _pieces(shape: GroupShape, most: int) -> int:
 
 
 def _rows(group: RowGroup, first: int, step: int) -> RowGroup:
-    """Every ``step``-th row of a group, from row ``first`` on."""
+    """Return every ``step``-th row of a group, from row ``first`` on."""
     rows = jax.tree.map(lambda array: array[:, first::step], group)
     return replace(rows, shape=replace(group.shape, rows=len(range(first, group.shape.rows, step))))
 
 
 def _columns(group: RowGroup, first: int, end: int) -> RowGroup:
-    """The tokens of a group's rows from number ``first`` of the chunk to ``end``: they stand behind those before them in the cache."""
+    """Return tokens ``first`` to ``end`` of each row's chunk. Their positions in the cache follow the tokens before ``first``."""
     length = jnp.clip(group.length - first, 0, end - first)
     shape = replace(group.shape, chunk=end - first)
     tokens, start = group.tokens[:, :, first:end], group.start + first

@@ -23,7 +23,7 @@ from dsjax.model.parameter_counts import attention_matrices
 
 
 @dataclass(frozen=True)
-class MLACost:
+class AttentionCost:
     """What one layer costs one device for one row group: operations, and bytes moved, as integers."""
 
     linear_flops: int
@@ -83,7 +83,7 @@ def mla_cost(
     cache_dtype: np.dtype = BF16,
     activation_itemsize: int = 2,
     tp: int = 1,
-) -> MLACost:
+) -> AttentionCost:
     """Cost of one layer for `rows` × `chunk` query tokens, each row with `context` positions in its cache.
 
     `attended`: positions that a query sees, on average over the chunk; default `context`. For a whole prompt of `n`
@@ -107,7 +107,7 @@ def mla_cost(
     latents = config.kv_lora_rank + config.qk_rope_head_dim + (config.q_lora_rank or 0)
     handed = tokens * (config.hidden_size + latents + heads * form.head_values(config))
     handed += positions * (expanded // config.kv_lora_rank)
-    return MLACost(
+    return AttentionCost(
         linear_flops=2 * tokens * (weights - expanded),
         expansion_flops=2 * positions * expanded,
         attention_flops=round(2 * heads * form.pair_values(config) * tokens * seen),

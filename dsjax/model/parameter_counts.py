@@ -86,10 +86,15 @@ def _compressed_matrices(config: ModelConfig, tp: int, attention: str) -> tuple[
     return matrices, others
 
 
+def compressor_columns(config: ModelConfig, attention: str) -> int:
+    """Columns of the matrices that make compressors' gates and values in one layer. attention: as of `LayerKind`."""
+    return sum(2 * series * entry for entry, series in _compressors(config, attention))
+
+
 def _compressors(config: ModelConfig, attention: str) -> list[tuple[int, int]]:
     """Width and series of each compressor of a V4 layer."""
     head = config.v_head_dim
-    return {"window": [], "hca": [(head, 1)], "csa": [(head, 2), (config.index_head_dim, 2)]}[attention]
+    return {"mla": [], "window": [], "hca": [(head, 1)], "csa": [(head, 2), (config.index_head_dim, 2)]}[attention]
 
 
 def mlp_parameters(config: ModelConfig, hidden: int) -> int:

@@ -264,9 +264,11 @@ def component(path: str) -> str:
     for part, name in ((".experts.", "routed experts"), (".shared.", "shared experts"), (".router.", "router")):
         if part in path:
             return name
+    if "residual." in path:
+        return "hyper-connections"
     if ".attn." in path:
         return "attention"
-    if ".eh_proj." in path:
+    if "_proj." in path:
         return "MTP projection"
     if ".mlp." in path:
         return "dense MLP"

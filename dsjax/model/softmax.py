@@ -1,4 +1,4 @@
-"""Softmax over a context that is read in blocks, so that its scores never exist all at once; and log-probabilities."""
+"""Attention over a context in blocks (online softmax), so that only a block's scores exist at a time; and log-probabilities."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -24,11 +24,11 @@ def attend_in_blocks(
 ) -> Float[Array, "R Q1 Q2 W"]:
     """Causal attention of queries at ``positions`` over ``num_blocks × block`` context positions, in float32.
 
-    Q1, Q2: queries and heads, in whichever order the scores come; ``positions`` has size 1 where the heads are.
+    Q1, Q2: queries and heads, in either order; ``positions`` has size 1 in the axis of the heads.
     ``fetch(i)`` reads block ``i``; ``score`` gives its scaled scores, ``weigh`` the weighted sum of its values.
-    One block is a plain softmax. More are accumulated with a running maximum and sum (arXiv 1805.02867, 2205.14135);
-    blocks that no query can see are never read: the loop ends at the block of the largest position.
-    ``filled(i)`` says which positions of block ``i`` hold anything; a query sees those and its own. None: all do.
+    One block is a plain softmax. Several are accumulated with a running maximum and sum (arXiv 1805.02867, 2205.14135), up to the block of
+    the largest position.
+    ``filled(i)``: which positions of block ``i`` hold an entry; a query sees those and its own position. None: all do.
 
     The context is the scores' last axis: XLA's CPU backend then takes exponentials and sums several at a time (36 against
     101 µs for 32 rows of 128 positions and 8 heads with the context before the heads).
@@ -60,13 +60,13 @@ def attend_in_blocks(
 
 
 State = tuple[Float[Array, "*q"], Float[Array, "*q"], Float[Array, "*q W"]]
-"""Of queries that have seen a part of their context: the highest score, the sum of weights relative to it, and that of weighted values."""
+"""Running state of queries over the blocks seen so far: maximum score, sum of weights relative to it, and sum of weighted values."""
 
 
 def fold(
     state: State, scores: Float[Array, "*q S"], weigh: Callable[[Float[Array, "*q S"]], Float[Array, "*q W"]]
 ) -> State:
-    """The state after a further block, with −inf for what a query does not see; one of which it sees nothing leaves every bit."""
+    """Return the state after another block. Scores of invisible positions are −inf; a block without visible positions changes no bit."""
     maximum, total, out = state
     higher = jnp.maximum(maximum, jnp.max(scores, axis=-1))
     weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(maximum - higher)
@@ -75,7 +75,7 @@ def fold(
 
 
 def _causal(scores: Float[Array, "R Q1 Q2 S"], positions: Int[Array, "R #Q1 #Q2"], start) -> Float[Array, "R Q1 Q2 S"]:
-    """−inf where the context position lies after the query's. Position 0 is seen by all: no row is empty."""
+    """Mask context positions after the query's with −inf. Every query sees position 0, so no row is empty."""
     at = start + jnp.arange(scores.shape[-1])
     return jnp.where(positions[..., None] >= at, scores, -jnp.inf)
 
@@ -83,10 +83,9 @@ def _causal(scores: Float[Array, "R Q1 Q2 S"], positions: Int[Array, "R #Q1 #Q2"
 def _causal_filled(
     scores: Float[Array, "R Q1 Q2 S"], positions: Int[Array, "R #Q1 #Q2"], start, filled: Bool[Array, "R S"], end: int
 ) -> Float[Array, "R Q1 Q2 S"]:
-    """−inf where the context position lies after the query's or holds nothing.
+    """Mask context positions that are after the query's, or hold no entry, with −inf.
 
-    A query always sees its own position, so that no row is empty: of positions from ``end`` on, which only padding has, the last
-    one stands in.
+    A query always sees its own position, so no row is empty. Only padding has positions from ``end`` on; it sees the last one.
     """
     at = start + jnp.arange(scores.shape[-1])
     is_own_position = jnp.minimum(positions, end - 1)[..., None] == at
@@ -94,9 +93,9 @@ def _causal_filled(
 
 
 def log_softmax(logits: Float[Array, "*b V"]) -> Float[Array, "*b V"]:
-    """``jax.nn.log_softmax`` over the last axis, each row's the same to the bit in every program (``docs/exactness.md``).
+    """``jax.nn.log_softmax`` over the last axis, with the same bits for a row in every program (``docs/exactness.md``).
 
-    How XLA adds up a row depends on what it computes beside: the same logits have other log-probabilities under ``jax.grad``.
+    XLA's order of a row's sum depends on the rest of the program: under ``jax.grad`` the same logits would have other log-probabilities.
     """
     below = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     return below - jnp.log(add_by_halves(jnp.exp(below)))[..., None]

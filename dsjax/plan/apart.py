@@ -72,10 +72,10 @@ class ApartStep(StepModel):
 
     def layers(self, work: LayersWork) -> dict[str, float]:
         """Price layers without experts as a whole, and those with experts in turn."""
-        parts = self.parts(work.share(1, work.dense, work.dense)) if work.dense else {}
+        parts = self.parts(work.share(1, routed=False)) if work.dense else {}
         if moe := work.layers - work.dense:
             # The MTP module's layer has the whole step.
-            parts[IN_TURN] = self._in_turn(work.share(self.micro_batches if moe > 1 else 1, moe, 0))
+            parts[IN_TURN] = self._in_turn(work.share(self.micro_batches if moe > 1 else 1, routed=True))
         return parts
 
     def _in_turn(self, work: LayersWork) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dsjax.config import load_config
+from dsjax.config import ModelConfig, load_config
 from dsjax.errors import UserError
 from dsjax.hardware import load_hardware
 from dsjax.options import Checked, flag_of, option
@@ -59,7 +59,10 @@ class LayoutArgs(Checked):
         choices=("deepep", "none"),
         needs=_SGLANG,
     )
-    precision: str = option("auto", f"{', '.join(PRECISIONS)} (-bf16: attention in bf16); auto: fp8, or --measured's.")
+    precision: str = option(
+        "auto",
+        f"{', '.join(PRECISIONS)} (-bf16: attention in bf16); auto: fp8, the model's four bits with a bf16 cache, or --measured's.",
+    )
     kv_cache_dtype: str = option("auto", "Latent cache: auto, bf16 or fp8.")
     mtp: int = option(0, "Tokens drafted by the MTP module a step.")
     redundant_experts: int | None = option(None, "Physical minus logical; default: tried.")
@@ -95,7 +98,7 @@ class LayoutArgs(Checked):
             from dsjax.plan.percentiles import guide
 
             objective = guide(objective, parse_slos(a.slo, workload), workload)
-        return Question(config, cluster, workload, objective, PlanOptions(**_options(a, measured)))
+        return Question(config, cluster, workload, objective, PlanOptions(**_options(a, config, measured)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,8 +318,8 @@ def _workload(a: SimpleNamespace) -> Workload:
     return Workload(*lengths, **load)
 
 
-def _options(a: SimpleNamespace, measured: Measured | None) -> dict[str, Any]:
-    engine: Engine = dataclasses.replace(find_engine(a.engine), poll_steps=a.scheduler_recv_interval)
+def _options(a: SimpleNamespace, config: ModelConfig, measured: Measured | None) -> dict[str, Any]:
+    engine: Engine = dataclasses.replace(find_engine(a.engine).serving(config), poll_steps=a.scheduler_recv_interval)
     if a.fp8_gemm_backend == "flashinfer_trtllm":
         engine = dataclasses.replace(engine, fp8_rate=FLASHINFER_FP8_RATE)
     if a.moe_a2a_backend == "none":
@@ -326,7 +329,7 @@ def _options(a: SimpleNamespace, measured: Measured | None) -> dict[str, Any]:
     meshes = [_mesh(text) for text in (a.prefill_mesh, a.decode_mesh, a.attention_mesh, experts)]
     return {
         "engine": engine,
-        "precision": engine.precision(choose_precision(a.precision, a.kv_cache_dtype, measured)),
+        "precision": engine.precision(choose_precision(a.precision, a.kv_cache_dtype, config, measured)),
         "drafts": a.mtp,
         "acceptance": read_acceptance(a.mtp_acceptance),
         "redundant": a.redundant_experts,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import DRAWS, as_json, assumption, samples, spread, through
 from dsjax.plan.instance import Instance
-from dsjax.plan.memory import cache_bytes_per_token
+from dsjax.plan.memory import cache_bytes_per_token, window_page_bytes
 from dsjax.plan.network import cache_transfer, exposed_transfer
 from dsjax.plan.prompts import own_load, own_step, prompts_beside_decodes
 from dsjax.plan.workload import Objective
@@ -354,7 +354,8 @@ def transfer_seconds(instance: Instance, prefill: Instance) -> float:
     links = 1 if own else instance.layout.mesh.tp_size
 
     def price() -> float:
-        size = cache_bytes_per_token(instance.config, options.precision, options.drafts > 0) * prompt
+        about = instance.config, options.precision, options.drafts > 0
+        size = cache_bytes_per_token(*about) * prompt + window_page_bytes(*about)
         return cache_transfer(instance.cluster, size / links, sender, own)
 
     return instance.kept("transfer", price)

@@ -1,8 +1,8 @@
-"""Measured seconds between the sizes that were measured. Whatever is looked up here grows with its sizes, and with its points.
+"""Interpolation of measured seconds, monotonic in the sizes and in the measured points.
 
-A kernel that is slower for fewer rows could be given more of them, so that the seconds of a size are the least of that size and
-all larger ones. Between two sizes they are a weighted mean of the seconds there. Both keep an order: where every point of one table
-is at most the point of another, so is everything between the points. More of a resource therefore never makes a step slower.
+The seconds of a size are the minimum over that size and all larger ones, because a kernel that is slower for fewer rows could be given
+more. Between two sizes they are interpolated linearly. If no point of a table is above the same point of another, no interpolated value
+is either, so more of a resource never makes a step slower.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ import numpy as np
 
 
 class Curve:
-    """Seconds over one size: straight between the sizes that were timed; below the first the first; beyond the last in proportion to the
-    work that `beyond` gives, or as the last two points run, but by no less than half in proportion."""
+    """Seconds by one size, linear between the timed sizes and constant below the first.
+
+    Beyond the last size they grow in proportion to the work that `beyond` returns, or else with the slope of the last two points, at least
+    half the slope of proportional growth.
+    """
 
     def __init__(self, points: Iterable[tuple[float, float]], beyond: Callable[[float], float] | None = None):
         self.sizes, seconds = map(list, zip(*sorted(points), strict=True))
@@ -43,8 +46,10 @@ class Curve:
 
 
 class Grid:
-    """Seconds over two sizes that were evaluated at `firsts × seconds`: a weighted mean of the four corners of a cell; below the first of a
-    size the first; beyond the last in proportion to the size."""
+    """Seconds by two sizes, bilinear between the evaluated points `firsts × seconds`.
+
+    They are constant below the first point of a size, and proportional to the size beyond the last.
+    """
 
     def __init__(self, firsts: Sequence[float], seconds: Sequence[float], time: Callable[[float, float], float]):
         self._firsts, self._seconds = list(firsts), list(seconds)
@@ -68,7 +73,7 @@ class Grid:
 
 
 def _place(sizes: list[float], size: float) -> tuple[int, float, float]:
-    """(last size that is not larger, share of the way to the next one, how many times beyond the last)."""
+    """Return (index of the last size that is not larger, fraction of the way to the next size, ratio to the last size or 1)."""
     if size <= sizes[0]:
         return 0, 0.0, 1.0
     if size >= sizes[-1]:
@@ -78,5 +83,5 @@ def _place(sizes: list[float], size: float) -> tuple[int, float, float]:
 
 
 def doublings(least: float, most: float, steps: int = 1) -> list[float]:
-    """`least`, and so many sizes for each doubling up to at least `most`."""
+    """Return sizes from `least` to at least `most`, with `steps` sizes for each doubling."""
     return [least * 2 ** (number / steps) for number in range(math.ceil(steps * math.log2(most / least)) + 1)]

@@ -1,10 +1,13 @@
 """`Engine`: what a serving program can do, so that nothing is credited to a plan which the program that runs it lacks."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from dsjax.config import ModelConfig
 from dsjax.errors import UserError
 from dsjax.plan.precision import BF16, FP8_CACHE, Precision
 from dsjax.toml_files import read_toml
@@ -36,6 +39,7 @@ class Engine:
     holds_prompts: bool  # with attention DP, prompts wait until every replica has some
     mixes: bool  # a step of a DP rank has prompts and decodes; otherwise its decodes wait
     apart: bool  # attention and experts on devices of their own
+    of_models: str = ""  # which, where it lacks something with them alone, as messages say it
     dispatch: str = "deepep"  # the default method
     eager: bool = True
     most_drafts: int | None = None
@@ -52,6 +56,12 @@ class Engine:
     keeps: tuple[float, float, int] = (0.0, 0.0, 1)
     knows_ends: bool = False  # it keeps room for exactly the given length of a request
 
+    def serving(self, config: ModelConfig) -> Engine:
+        """This engine without what it lacks with this model."""
+        lacks = _WITHOUT.get(config.model_type, {}).get(self.name, [])
+        able = {what: None if what == "fp8_cache" else False for what in lacks}
+        return dataclasses.replace(self, **able, of_models=f" of a {config.model_type} model" if lacks else "")
+
     def precision(self, chosen: Precision) -> Precision:
         """What was chosen, with an FP8 cache as this engine keeps it, and FP4 where it has it."""
         if self.widens_fp4:
@@ -62,6 +72,8 @@ class Engine:
 
 
 CREDITS: dict[str, dict[str, str]] = read_toml("credits", "engines", "credits")
+_WITHOUT: dict[str, dict[str, list[str]]] = CREDITS.pop("without")
+"""Family of models → engine → capabilities that it lacks with them."""
 _HOW: dict[str, dict[str, Any]] = CREDITS.pop("how")
 """Engine → capability → the option or file of the engine that has it; `words`: capability → what a page calls it."""
 CAPABILITIES = tuple(CREDITS["words"])

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from dsjax.config import ModelConfig
+from dsjax.config.layers import kinds_of
 from dsjax.plan.apart import ApartStep
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
@@ -279,8 +280,10 @@ class Instance:
     def decode_attention(self, batch: float) -> float:
         """Seconds of the attention of a decode step's layers."""
         context, rows = self.workload.context, batch * (1 + self.options.drafts)
-        layer = self.step_models()[0].attention(rows, batch * context, context, True)
-        return layer * self.config.num_hidden_layers
+        model, kinds = self.step_models()[0], kinds_of(self.config.layer_runs)
+        return sum(
+            model.attention(rows, batch * context, context, True, kind.attention) * count for kind, count in kinds
+        )
 
     @kept_in("steps")
     def drafting(self, batch: float) -> float:

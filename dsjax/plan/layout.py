@@ -74,7 +74,7 @@ def fits(
         return MeshError(f"mesh {layout.mesh} has more stages than the model has layers, {config.num_hidden_layers}")
     about = {"experts": config.n_routed_experts, "redundant": layout.redundant}
     routed = {**about, "expert_width": config.moe_intermediate_size, "expert_block": expert_block, "block": block}
-    dense = {"heads": config.num_attention_heads, "dense_widths": _split_over_tp(config, block), "block": block}
+    dense = {"heads": config.head_groups, "dense_widths": _split_over_tp(config, block), "block": block}
     try:
         if layout.experts:
             layout.expert_mesh.check_fits(heads=layout.experts, **routed)
@@ -171,7 +171,7 @@ def _mesh(dp: int, tp: int, ep: int, pp: int) -> MeshSpec | None:
 
 def _widths(config: ModelConfig, devices: int, most: int) -> list[int]:
     """Sizes of `tp` that divide the devices and the heads."""
-    return [tp for tp in _divisors(devices) if config.num_attention_heads % tp == 0 and tp <= most]
+    return [tp for tp in _divisors(devices) if config.head_groups % tp == 0 and tp <= most]
 
 
 def _redundancies(logical: int, ep: int, wanted: int | None) -> list[int]:

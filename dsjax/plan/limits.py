@@ -182,6 +182,6 @@ def _no_room(plan: Plan) -> Forbidden:
         return Forbidden("memory", 0, device, "no layout", [])
     least = min(plan.too_large, key=lambda i: i.memory.weights_total)
     memory = least.memory
-    needed = memory.weights_total + plan.question.workload.held * memory.cache_per_token + memory.reserve
+    needed = memory.weights_total + memory.request_bytes(plan.question.workload.held) + memory.reserve
     remedies = [Remedy("memory of a device", needed / device), *_more_hosts(plan.question, Objective())]
     return Forbidden("memory", needed, device, str(least.layout), sorted(remedies, key=lambda r: r.factor))

@@ -40,11 +40,11 @@ class MeasuredStep(StepModel):
         """Nothing: where each token is the most probable one, dsjax makes the drafts in the step's own program, whose launch was timed."""
         return {}
 
-    def attention(self, tokens: float, read: float, context: float, decode: bool) -> float:
+    def attention(self, tokens: float, read: float, context: float, decode: bool, kind: str = "mla") -> float:
         """One layer as it was timed, with its projections; published where the file has none for such a layout."""
         whole = self.layout.mesh.tp_size == 1 and context > 0
         measured = self._measured_attention(tokens, read, context, decode, 1, 0) if whole else None
-        return measured or super().attention(tokens, read, context, decode)
+        return measured or super().attention(tokens, read, context, decode, kind)
 
     def parts(self, work: LayersWork, halved: bool = False) -> dict[str, float]:
         """Seconds of layers' parts; those that the file has replace the published ones."""

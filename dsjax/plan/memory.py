@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from dsjax.config import ModelConfig
-from dsjax.model.compressed.groups import page_tokens
+from dsjax.model.cache_groups import HELD_WINDOWS, KEPT_WINDOWS
 from dsjax.model.parameter_counts import (
     attention_matrices,
     parameter_counts,
@@ -20,11 +20,15 @@ from dsjax.plan.precision import Precision, bytes_of
 
 @dataclass(frozen=True)
 class StageShare:
-    """What one device of a pipeline stage holds: its part of the model, weights by component, and a cached token's bytes."""
+    """What one device of a pipeline stage holds: its part of the model, weights by component, and bytes of a cached token and of a request.
+
+    Where the model has window pages, a token has its share of those that no request holds, and a request those that it holds.
+    """
 
     config: ModelConfig
     weights: dict[str, int]
-    cache_per_token: int
+    cache_per_token: float
+    cache_per_request: int
 
 
 def stage_shares(
@@ -66,7 +70,9 @@ def stage_shares(
             "MTP projection and norms": modules * (2 * width * width + 3 * width) * 2,
         }
         held = {name: size for name, size in sizes.items() if size}
-        shares.append(StageShare(part, held, cache_bytes_per_token(part, precision, drafts)))
+        token, window = (size(part, precision, drafts) for size in (cache_bytes_per_token, window_page_bytes))
+        token = token / (1 - KEPT_WINDOWS) if window else token
+        shares.append(StageShare(part, held, token, HELD_WINDOWS * window))
     return shares
 
 
@@ -100,8 +106,8 @@ def cache_bytes_per_token(config: ModelConfig, precision: Precision, mtp: bool =
     Of a DeepSeek-V4 what a token of context adds; window pages, which a request has a few of, are left out.
     """
     layers = config.num_hidden_layers + (config.num_nextn_predict_layers if mtp else 0)
-    groups, tokens = precision.cache_groups(config, range(layers)), 1 if config.v4 is None else page_tokens(config)
-    return sum(group.page_bytes for group in groups if group.table == "context") // tokens
+    groups = precision.cache_groups(config, range(layers))
+    return sum(group.page_bytes for group in groups if group.table == "context") // config.page_tokens
 
 
 def window_page_bytes(config: ModelConfig, precision: Precision, mtp: bool = False) -> int:
@@ -118,7 +124,8 @@ class Memory:
     weights: dict[str, int]
     reserve: float
     device: int
-    cache_per_token: int
+    cache_per_token: float
+    cache_per_request: int = 0
 
     @property
     def weights_total(self) -> int:
@@ -137,7 +144,11 @@ class Memory:
 
     def max_batch(self, tokens_each: float) -> int:
         """Requests of so many tokens that a DP rank holds at once."""
-        return max(0, int(self.cache_tokens // tokens_each))
+        return max(0, int(self.cache // self.request_bytes(tokens_each)))
+
+    def request_bytes(self, tokens: float) -> float:
+        """Bytes of the cache that a request of so many tokens holds."""
+        return tokens * self.cache_per_token + self.cache_per_request
 
 
 def memory(
@@ -169,7 +180,13 @@ def memory(
         staging = slots * expert_bytes(config, layout.mesh.expert_width_shards, precision)
     # As many batches as there are stages share the cache of each.
     each = [
-        Memory(share.weights, reserve + staging * share.config.is_moe, device_bytes, stages * share.cache_per_token)
+        Memory(
+            share.weights,
+            reserve + staging * share.config.is_moe,
+            device_bytes,
+            stages * share.cache_per_token,
+            stages * share.cache_per_request,
+        )
         for share in stage_shares(config, layout, precision, mtp)
     ]
     return min(each, key=lambda one: one.cache_tokens)

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from dsjax.config import ModelConfig
+from dsjax.config.weights import PACKED
 from dsjax.errors import UserError
 from dsjax.hardware import Hardware, bundled_hardware, load_hardware
 from dsjax.hardware.this_machine import cpu_name
@@ -121,13 +123,17 @@ def _of_device(measured: Measured) -> Cluster:
     )
 
 
-def choose_precision(name: str, cache: str, measured: Measured | None) -> Precision:
-    """`--precision` and `--kv-cache-dtype`; `auto`: fp8, or the formats of the file, whose times are of nothing else.
+def choose_precision(name: str, cache: str, config: ModelConfig, measured: Measured | None) -> Precision:
+    """`--precision` and `--kv-cache-dtype`; `auto`: fp8, or what the model's own experts are packed in with a bf16 cache; or the formats of
+    the file, whose times are of nothing else.
 
     Raises:
         UserError: an unknown name, or another format than the file's.
     """
     if measured is None:
+        packed = config.quantization is not None and config.quantization.weights in PACKED
+        if name == "auto" and packed:
+            return precision(config.quantization.weights, "bf16" if cache == "auto" else cache)
         return precision("fp8" if name == "auto" else name, cache)
     body = measured.body
     weights = body["weights"]

@@ -15,7 +15,7 @@ from dsjax.fp4.formats import INT4, MXFP4, NVFP4, UNQUANTISED, PackedFormat
 from dsjax.hardware import Hardware
 from dsjax.model import cache_groups
 from dsjax.model.cache_groups import CacheGroup
-from dsjax.model.compressed.groups import compressed_groups, page_tokens
+from dsjax.model.compressed.groups import compressed_groups
 from sharding import fp8
 
 FP8_BLOCK = 1 + 4 / (128 * 128)
@@ -62,7 +62,7 @@ class Precision:
         dtypes = {FP8_CACHE: fp8.E4M3, 1.0: np.uint8, BF16: cache_groups.BF16, 4.0: np.float32}
         dtype, fp8_index = np.dtype(dtypes[self.cache]), self.cache < BF16
         if config.v4 is not None:
-            return compressed_groups(config, layers, dtype, page_tokens(config))
+            return compressed_groups(config, layers, dtype, config.page_tokens)
         return cache_groups.cache_groups(config, layers, dtype, fp8_index=fp8_index)
 
     @property

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsjax.config import ModelConfig
-from dsjax.model.mla_costs import mla_cost
+from dsjax.config.layers import kinds_of
+from dsjax.model.layer_costs import attention_cost, values_beside
 from dsjax.model.parameter_counts import expert_parameters, parameter_counts
 from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import Cluster
@@ -137,13 +138,13 @@ def tensor_parallel_sums(cluster: Cluster, run: DryRun, tokens: float) -> float:
 def needed_flops(config: ModelConfig, run: DryRun) -> float:
     """Operations of matrix products that a device has to do in the step that was compiled, under even routing."""
     tp, width, expert = run.mesh.tp_size, config.hidden_size, expert_parameters(config)
-    mla = mla_cost(config, run.form, rows=run.rows, chunk=run.row_tokens, context=run.context, tp=tp)
-    moe = config.num_moe_layers if config.is_moe else 0
-    dense = 3 * width * (config.intermediate_size // tp) * (config.num_hidden_layers - moe)
-    beside = moe * (config.n_shared_experts * expert // tp + config.n_routed_experts * width)
-    experts = run.tokens * config.num_experts_per_tok * expert * moe
+    work = {"rows": run.rows, "chunk": run.row_tokens, "context": run.context, "tp": tp}
+    kinds = kinds_of(config.layer_runs)
+    attention = sum(attention_cost(config, kind.attention, run.form, **work).flops * count for kind, count in kinds)
+    beside = run.step_tokens * sum(values_beside(config, kind, tp) * count for kind, count in kinds)
+    experts = run.tokens * config.num_experts_per_tok * expert * (config.num_moe_layers if config.is_moe else 0)
     head = run.rows * width * (config.vocab_size // tp)
-    return mla.flops * config.num_hidden_layers + 2.0 * (run.step_tokens * (dense + beside) + experts + head)
+    return attention + 2.0 * (beside + experts + head)
 
 
 def excess(chip: Chip, config: ModelConfig, run: DryRun, tokens: float) -> float | None:

@@ -43,7 +43,6 @@ class Question:
     options: PlanOptions
 
     def __post_init__(self):
-        self.config.check_priced()
         cluster, tables = with_tables(self.cluster, self.options.operators)
         if cluster is not self.cluster:
             object.__setattr__(self, "cluster", cluster)

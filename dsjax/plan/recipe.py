@@ -35,7 +35,7 @@ larger one needs while it runs would be missing from the cache, and was not pric
 
 _ONE_PROCESS, _FRONT_END, _MOST_FRONT_ENDS = 15_000.0, 15_750.0, 66_600.0
 """Events a second of `dsjax serve`: of one process that does all; of each front end beside an engine process (two: 31,500); and of the
-engine process behind any number of them. By arithmetic from processor times: docs/measurements/2026-11-22-epyc-2-cores.md."""
+engine process behind any number of them. By arithmetic from processor times: docs/measurements/2026-11-22-epyc-2-cores.csv."""
 
 
 def front_ends(rate: float) -> int:
@@ -59,7 +59,7 @@ def serve_options(
         "args": EngineArgs,
         "stages": layout.mesh.pp_size,
         "room": room,
-        "memory_share": memory_share(instance, seqs * facts["longest"]),
+        "memory_share": memory_share(instance, seqs, facts["longest"]),
         "absorbs": instance.step_models()[0].absorbs(work.computed, work.cached, work.cached + (work.computed + 1) / 2),
         "halves": prompts or (decodes is not None and not prefill_only),
         "halved_from": decodes,
@@ -84,13 +84,13 @@ def _meshes(instance: Instance) -> dict[str, str]:
     return named | {"--afd-role": "attention", "--afd-address": at}
 
 
-def memory_share(instance: Instance, tokens: float) -> float:
-    """Share of a device's memory that weights, the cache of so many tokens and a step's temporaries take, rounded up.
+def memory_share(instance: Instance, requests: float, tokens: float) -> float:
+    """Share of a device's memory that weights, the cache of requests of so many tokens and a step's temporaries take, rounded up.
 
     It is at most 0.98: the rest of what is set aside is the runtime's."""
     memory = instance.memory
     temporaries = max(0.0, memory.reserve - (1 - _MOST) * memory.device)
-    needed = memory.weights_total + tokens * memory.cache_per_token + temporaries
+    needed = memory.weights_total + requests * memory.request_bytes(tokens) + temporaries
     return min(_MOST, math.ceil(needed / memory.device * 100) / 100)
 
 

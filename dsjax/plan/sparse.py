@@ -30,25 +30,40 @@ def sparse_attention(
     prompt: new tokens of a prompt; None in decode. Prefill takes the faster of masked attention to all positions and absorbed attention to
     the chosen ones.
     """
-    # Index scores: products of all index heads with the keys, in FP8 with an FP8 cache, or every key read once.
-    fp8 = chip.precision.cache < BF16
-    peak = chip.hardware.fp8_flops if fp8 else chip.hardware.bf16_flops
-    flops = 2.0 * tokens * context * config.index_n_heads * (config.index_head_dim + 1)
     _, key = chip.precision.cache_groups(config, (0,))
-    keys = chip.stream((read if prompt is None else read + tokens) * key.page_bytes)
-    scores = max(flops / (assumption("index scores, share of peak") * peak), keys)
-    choice = scores + chip.stream(4.0 * SCORE_PASSES * tokens * context)
+    chosen = choice(chip, config, tokens, context, (read if prompt is None else read + tokens) * key.page_bytes)
     latent, rank = config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank
     if prompt is None:
-        slower = FLASH_MLA_FLOPS / SPARSE_DECODE_FLOPS
-        gathered = assumed((1 + slower) / 2, 1.0, slower, "sparse ÷ dense decode attention", SOURCE)
-        return choice + chip.decode_attention(heads, tokens, float(config.index_topk), latent, rank) * gathered
+        return chosen + gathered_decode(chip, heads, tokens, float(config.index_topk), latent, rank)
     masked = chip.prefill_attention(heads, tokens, tokens / prompt, context, config.qk_head_dim + config.v_head_dim)
+    positions = mean_chosen(config.index_topk, context - (prompt + 1) / 2, prompt)
+    return chosen + min(masked, gathered_prefill(chip, heads, tokens, positions, latent, rank))
+
+
+def choice(chip: Chip, config: ModelConfig, tokens: float, seen: float, key_bytes: float) -> float:
+    """Seconds of one layer's index scores of `tokens` over `seen` keys each, and of choosing by them. key_bytes: of all keys, read once.
+
+    Scores are products of all index heads with the keys, in FP8 with an FP8 cache.
+    """
+    fp8 = chip.precision.cache < BF16
+    peak = chip.hardware.fp8_flops if fp8 else chip.hardware.bf16_flops
+    flops = 2.0 * tokens * seen * config.index_n_heads * (config.index_head_dim + 1)
+    scores = max(flops / (assumption("index scores, share of peak") * peak), chip.stream(key_bytes))
+    return scores + chip.stream(4.0 * SCORE_PASSES * tokens * seen)
+
+
+def gathered_decode(chip: Chip, heads: int, tokens: float, positions: float, latent: int, rank: int) -> float:
+    """Seconds of one layer's attention to so many chosen positions in decode."""
+    slower = FLASH_MLA_FLOPS / SPARSE_DECODE_FLOPS
+    gathered = assumed((1 + slower) / 2, 1.0, slower, "sparse ÷ dense decode attention", SOURCE)
+    return chip.decode_attention(heads, tokens, positions, latent, rank) * gathered
+
+
+def gathered_prefill(chip: Chip, heads: int, tokens: float, positions: float, latent: int, rank: int) -> float:
+    """Seconds of one layer's attention to so many chosen positions in prefill."""
     best = SPARSE_PREFILL_FLOPS / as_filed("h800").bf16_flops
     share = assumed(0.9 * best, 0.6 * best, best, "sparse prefill attention, share of peak", SOURCE)
-    chosen = mean_chosen(config.index_topk, context - (prompt + 1) / 2, prompt)
-    gathered = 2.0 * heads * (latent + rank) * tokens * chosen / (share * chip.hardware.bf16_flops)
-    return choice + min(masked, gathered)
+    return 2.0 * heads * (latent + rank) * tokens * positions / (share * chip.hardware.bf16_flops)
 
 
 def mean_chosen(topk: int, cached: float, prompt: float) -> float:

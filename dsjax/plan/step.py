@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from dsjax.config.layers import LayerKind, kinds_of
+from dsjax.model.parameter_counts import compressor_columns
+from dsjax.plan.compressed import COMPRESSED, compressed_attention, compressed_projections, hyper_connections
 from dsjax.plan.figure import assumption, measured
 from dsjax.plan.memory import expert_bytes
 from dsjax.plan.network import all_reduce, moved_bytes
@@ -46,20 +50,35 @@ class RankWork(NamedTuple):
 
 class LayersWork(NamedTuple):
     """What some layers compute. ranks: of which attention waits for the one with most; tokens: of the fullest rank; busy: the mean of all
-    ranks ÷ these, whose experts see everyone's tokens. verified: tokens of a decode. dense: layers without experts, of `layers`."""
+    ranks ÷ these, whose experts see everyone's tokens. verified: tokens of a decode. kinds: of layers, each with their number."""
 
     ranks: tuple[RankWork, ...]
     tokens: float
     busy: float
     decode: bool
     verified: int
-    layers: int
-    dense: int
+    kinds: tuple[tuple[LayerKind, int], ...]
 
-    def share(self, parts: int, layers: int, dense: int) -> LayersWork:
-        """One of so many equal batches, in these layers."""
+    @property
+    def layers(self) -> int:
+        """How many they are."""
+        return sum(count for _, count in self.kinds)
+
+    @property
+    def dense(self) -> int:
+        """Those without experts."""
+        return sum(count for kind, count in self.kinds if not kind.routed)
+
+    @property
+    def attentions(self) -> Counter[str]:
+        """Their kinds of attention, each with its number."""
+        return sum((Counter({kind.attention: count}) for kind, count in self.kinds), Counter())
+
+    def share(self, parts: int, routed: bool | None = None) -> LayersWork:
+        """One of so many equal batches; in the layers with experts alone, or in those without."""
         ranks = self.ranks if parts == 1 else tuple(rank.times(1 / parts) for rank in self.ranks)
-        return self._replace(ranks=ranks, tokens=self.tokens / parts, layers=layers, dense=dense)
+        kinds = tuple(one for one in self.kinds if routed in (None, one[0].routed))
+        return self._replace(ranks=ranks, tokens=self.tokens / parts, kinds=kinds)
 
 
 class StepModel(StepBasis):
@@ -74,8 +93,7 @@ class StepModel(StepBasis):
         drafts: tokens verified beside the next one of each decode, and made anew. Work that all ranks have may be given once, with `busy`
         where only that share of them has it. wait: factor on attention, for the rank with the longest contexts; uneven: on all layers.
         """
-        config = self.config
-        work = self._work(ranks, 1 + drafts, busy, wait, config.num_hidden_layers, config.num_dense_layers)
+        work = self._work(ranks, 1 + drafts, busy, wait, kinds_of(self.config.layer_runs))
         parts = self.layers(work)
         if uneven != 1.0:
             parts = {name: part * uneven for name, part in parts.items()}
@@ -119,28 +137,33 @@ class StepModel(StepBasis):
         return self.step([rank], drafts=drafts, busy=busy, uneven=assumption("uneven prompts"))
 
     def _work(
-        self, ranks: Sequence[RankWork], verified: int, busy: float | None, wait: float, layers: int, dense: int
+        self,
+        ranks: Sequence[RankWork],
+        verified: int,
+        busy: float | None,
+        wait: float,
+        kinds: tuple[tuple[LayerKind, int], ...],
     ) -> LayersWork:
         each = [rank.decodes * verified + rank.prompts for rank in ranks]
         most, decode = max(each), not any(rank.prompts for rank in ranks)
         busy = sum(each) / len(each) / most if busy is None else busy
         ranks = tuple(ranks) if wait == 1.0 else tuple(rank.times(wait) for rank in ranks)
-        return LayersWork(ranks, most, busy, decode, verified, layers, dense)
+        return LayersWork(ranks, most, busy, decode, verified, kinds)
 
     def _drafts(self, ranks: Sequence[RankWork], drafts: int, busy: float | None, wait: float) -> dict[str, float]:
         """The MTP module's passes: one over all computed tokens, whose entries its cache needs, and further ones over a token of a request.
 
         SGLang: `forward_draft_extend` of its srt/speculative/eagle_worker.py; TensorRT-LLM: its worker's context requests.
         """
-        seconds, host = 0.0, {}
+        seconds, host, module = 0.0, {}, ((self.config.mtp_kind, 1),)
         if any(rank.prompts for rank in ranks):
             prompts = [rank._replace(decodes=0, context=0) for rank in ranks]
-            seconds += self._pass(self._work(prompts, 1, busy, 1.0, 1, 0), max(rank.ended for rank in ranks))
+            seconds += self._pass(self._work(prompts, 1, busy, 1.0, module), max(rank.ended for rank in ranks))
         if any(rank.decodes for rank in ranks):
             decodes, batch = [RankWork(*rank[:2]) for rank in ranks], max(rank.decodes for rank in ranks)
             for verified, times in ((1 + drafts, 1), (1, drafts - 1)):
                 if times:
-                    seconds += self._pass(self._work(decodes, verified, busy, wait, 1, 0), batch) * times
+                    seconds += self._pass(self._work(decodes, verified, busy, wait, module), batch) * times
             host = self.host_of_drafts(drafts)
         return {"MTP module": seconds, **host}
 
@@ -190,21 +213,20 @@ class StepModel(StepBasis):
         if not self.overlap or not self.config.is_moe:
             return self.parts(work)
         if not self.in_windows:
-            half = self.parts(work.share(2, work.layers, work.dense))
+            half = self.parts(work.share(2))
             return {HALVES: overlapped_layers(self, work.decode, half)}
         if moe <= 1:  # the MTP module's layer is computed as a whole
             return self.parts(work)
-        half = self.parts(work.share(2, moe, 0), halved=True)
-        whole = self.parts(work.share(1, work.dense, work.dense))
+        half = self.parts(work.share(2, routed=True), halved=True)
+        whole = self.parts(work.share(1, routed=False))
         return whole | {HALVES: windowed_layers(self, work.tokens, work.decode, moe, half)}
 
     def parts(self, work: LayersWork, halved: bool = False) -> dict[str, float]:
         """Seconds of layers' parts one after the other. halved: the work is one of two half batches."""
-        each = ((sum(self.attention(*one) for one in rank.attending(work.verified)), rank) for rank in work.ranks)
-        attention, rank = max(each)
+        attention, rank = max((self.attentions(work, rank), rank) for rank in work.ranks)
         tokens, decode, per_device = work.tokens, work.decode, work.tokens / self.layout.mesh.tp_size
         absorbed = decode or (rank.prompts > 0 and self.absorbs(rank.prompts, rank.cached, rank.pairs / rank.prompts))
-        parts = {**self._dense(work, rank.cached, absorbed), "attention": attention * work.layers}
+        parts = {**self._dense(work, rank.cached, absorbed), "attention": attention}
         whole = self.dry_runs and work.layers == self.config.num_hidden_layers
         run = nearest(self.dry_runs, decode, per_device) if whole else None
         if run:
@@ -232,16 +254,21 @@ class StepModel(StepBasis):
     def _dense(self, work: LayersWork, read: float, absorbed: bool) -> dict[str, float]:
         """The parts, without attention, that are the same in all layouts of a replica's width, made once for them."""
         config, chip, tp = self.config, self.chip, self.layout.mesh.tp_size
-        tokens, decode, layers, dense = work.tokens, work.decode, work.layers, work.dense
-        moe, streamed, fused = layers - dense, self._streamed(tokens, decode), self.layout.fused
+        tokens, decode, layers, dense, attentions = work.tokens, work.decode, work.layers, work.dense, work.attentions
+        moe, fused = layers - dense, self.layout.fused
+        streamed = sum(self._streamed(tokens, decode, kind) * count for kind, count in attentions.items())
 
         def make() -> dict[str, float]:
-            projections = self._projections(tokens, read, absorbed) * layers
-            seconds_of = {"projections": projections, "element-wise": chip.stream(streamed) * layers}
+            each = ((self._projections(tokens, read, absorbed, kind), count) for kind, count in attentions.items())
+            projections = sum(seconds * count for seconds, count in each)
+            seconds_of = {"projections": projections, "element-wise": chip.stream(streamed)}
             if decode:
                 # On Blackwell the sums over tp were timed with the two norms that follow them.
-                count = (6 if fused else 8) - (2 if tp > 1 and self.cluster.hardware.is_blackwell else 0)
+                count = (6 if fused else 8) + (4 if config.streams else 0)
+                count -= 2 if tp > 1 and self.cluster.hardware.is_blackwell else 0
                 seconds_of["small kernels"] = assumption("small kernels of a layer") * count * layers
+            if config.streams:
+                seconds_of["hyper-connections"] = hyper_connections(chip, config, tokens) * layers
             if tp > 1:
                 each = all_reduce(self.cluster, tp, tokens * config.hidden_size * BF16)
                 seconds_of["tensor-parallel sums"] = each * (2 * layers)
@@ -255,11 +282,13 @@ class StepModel(StepBasis):
                 seconds_of["shared experts"] = self._mlp(tokens, hidden) * moe
             return seconds_of
 
-        return self.once((tp, tokens, read, decode, absorbed, layers, dense, streamed, fused), make)
+        return self.once((tp, tokens, read, decode, absorbed, work.kinds, streamed, fused), make)
 
-    def _projections(self, tokens: float, read: float, absorbed: bool) -> float:
+    def _projections(self, tokens: float, read: float, absorbed: bool, kind: str = "mla") -> float:
         """Query and latent projections and the output, and the absorbed products, or the expansion of keys and values."""
         config, chip, tp = self.config, self.chip, self.layout.mesh.tp_size
+        if kind in COMPRESSED:
+            return compressed_projections(chip, config, kind, tp, tokens)
         heads, width, rank = config.num_attention_heads // tp, config.hidden_size, config.kv_lora_rank
         query = config.q_lora_rank or width
         latent = rank + config.qk_rope_head_dim + (query if config.query_compressed else 0)
@@ -270,15 +299,15 @@ class StepModel(StepBasis):
         both = heads * (config.qk_nope_head_dim + config.v_head_dim)
         return time + (chip.bf16_product(tokens, both, rank) if absorbed else chip.product(tokens + read, both, rank))
 
-    def _streamed(self, tokens: float, decode: bool) -> float:
+    def _streamed(self, tokens: float, decode: bool, kind: str = "mla") -> float:
         """Bytes that a layer's small operations read and write: a count of their operands, each once."""
         config, tp = self.config, self.layout.mesh.tp_size
         heads = config.num_attention_heads // tp
         norms = 2 * 7 * config.hidden_size
         norms += 3 * ((config.q_lora_rank or 0) + config.kv_lora_rank + config.qk_rope_head_dim)
         rotation = 4 * heads * config.qk_head_dim
-        keys = 0 if decode else 2 * heads * (config.qk_head_dim + config.qk_nope_head_dim)
-        output = 3 * heads * config.v_head_dim
+        keys = 0 if decode or kind in COMPRESSED else 2 * heads * (config.qk_head_dim + config.qk_nope_head_dim)
+        output = 3 * heads * config.v_head_dim + 8 * compressor_columns(config, kind)
         shared = 0 if self.layout.fused else config.n_shared_experts  # the routed experts' are in their products' times
         return tokens * (norms + rotation + keys + output + 5 * config.moe_intermediate_size * shared / tp)
 
@@ -295,10 +324,19 @@ class StepModel(StepBasis):
 
     # Attention ----------------------------------------------------------------------------------------------------------------
 
-    def attention(self, tokens: float, read: float, context: float, decode: bool) -> float:
+    def attentions(self, work: LayersWork, rank: RankWork) -> float:
+        """Seconds in all layers of what one DP rank attends to."""
+        asked = list(rank.attending(work.verified))
+        kinds = work.attentions.items()
+        return sum(sum(self.attention(*one, kind) for one in asked) * count for kind, count in kinds)
+
+    def attention(self, tokens: float, read: float, context: float, decode: bool, kind: str = "mla") -> float:
         """Seconds in one layer of `tokens` that attend to `context` positions each, with `read` cached positions of them all."""
         config = self.config
         heads = config.num_attention_heads // self.layout.mesh.tp_size
+        if kind in COMPRESSED:
+            prompt = None if decode else mean_prompt(tokens, read, context)
+            return compressed_attention(self.chip, config, kind, heads, tokens, read, context, prompt)
         # Of a prompt's tokens, whose mean is `context`, half see more.
         if config.index_topk is not None and context * (1 if decode else 2) > config.index_topk:
             prompt = None if decode else mean_prompt(tokens, read, context)

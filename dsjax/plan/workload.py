@@ -256,10 +256,11 @@ class PlanOptions:
                 raise UserError(f"{flag} is {value}, expected at least {least}")
         apart, not_separated = self.afd != "off", self.pins and "separated" not in self.modes
         unreleased = apart and not self.engine.apart
+        name = self.engine.name + self.engine.of_models
         of_one_mesh = f"is of one mesh, and --afd {self.afd} looks at two; leave one of the two out"
         _refuse(
             {
-                f"--afd {self.afd} is attention and experts on devices of their own, for which {self.engine.name} has no released option; "
+                f"--afd {self.afd} is attention and experts on devices of their own, for which {name} has no released option; "
                 "give --engine dsjax, or --engine published for moves as papers have them": unreleased,
                 f"--measured {of_one_mesh}": apart and self.measured,
                 f"--enable-shared-experts-fusion {of_one_mesh}": apart and self.fused,
@@ -294,7 +295,7 @@ class PlanOptions:
     def check_launch(self, config: ModelConfig, workload: Workload) -> None:
         """Raise `UserError` where the engine lacks it, or the model has no MTP module for drafts, or no positions for `--context`."""
         engine, precision, drafts = self.engine, self.precision, self.drafts
-        name = "dsjax serve" if engine.name == "dsjax" else engine.name
+        name = ("dsjax serve" if engine.name == "dsjax" else engine.name) + engine.of_models
         separated, most = self.modes == ("separated",) or bool(self.pins), engine.most_drafts or drafts
         dispatch = self.dispatch == "deepep" and engine.dispatch != "deepep"
         asked = (

@@ -33,11 +33,14 @@ ServedModelNames = Annotated[
     list[str] | None, typer.Option(help="Name for clients; several may be given. Default: the model's.")
 ]
 ShutdownTimeout = Annotated[
-    float, typer.Option(help="Seconds that running requests get to finish after SIGINT or SIGTERM.", min=0)
+    float,
+    typer.Option(help="Seconds that running requests get to finish after SIGINT or SIGTERM.", min=0, hidden=True),
 ]
 StepTimeout = Annotated[
     float,
-    typer.Option(help="Seconds after which a step is taken for a hang, which ends the process; 0: never.", min=0),
+    typer.Option(
+        help="Seconds after which a step is taken for a hang, which ends the process; 0: never.", min=0, hidden=True
+    ),
 ]
 
 
@@ -47,17 +50,15 @@ ApiKey = Annotated[
 ApiKeyFile = Annotated[list[Path] | None, typer.Option(help="File with such keys, one a line.")]
 
 
-@options_of(lambda kind: "Engine" if kind is EngineArgs else "Requests and answers", args=EngineArgs, http=HttpOptions)
+@options_of(lambda kind: "Requests and answers", args=EngineArgs, http=HttpOptions)
 def serve(
     args: EngineArgs,
     http: HttpOptions,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; the default is reachable from this machine only.")
-    ] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int | None,
         typer.Option(
-            help="Port to listen on; 0 takes a free one. The default is 8000, and a free one for followers and expert processes.",
+            help="Port; 0: a free one. Default: 8000; without requests of clients a free one.",
             min=0,
             max=65535,
             show_default=False,
@@ -71,25 +72,24 @@ def serve(
             help="Processes that speak HTTP, tokenise and write text, on one port, in front of the engine's.",
             min=1,
             max=64,
+            hidden=True,
         ),
     ] = 1,
     api_key: ApiKey = None,
     api_key_file: ApiKeyFile = None,
     admin_api_key: Annotated[
         str | None,
-        typer.Option(help="Key for the admin endpoints; without one they are closed.", envvar=ADMIN_KEY_VARIABLE),
+        typer.Option(
+            help="Key for the admin endpoints; without one they are closed.", envvar=ADMIN_KEY_VARIABLE, hidden=True
+        ),
     ] = None,
     allow_unauthenticated: Annotated[
         bool,
-        typer.Option(
-            "--allow-unauthenticated", help="Let everybody who reaches a --host beyond loopback in, without a key."
-        ),
+        typer.Option("--allow-unauthenticated", help="Need no key where other machines reach --host."),
     ] = False,
     step_timeout: StepTimeout = 300.0,
-    log_level: Annotated[
-        str, typer.Option(help="Of the server's log: critical, error, warning, info, debug or trace.")
-    ] = "info",
-    log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON, an object a line.")] = False,
+    log_level: Annotated[str, typer.Option(help="critical, error, warning, info, debug or trace.")] = "info",
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON, an object a line.", hidden=True)] = False,
 ) -> None:
     """Serve a model behind OpenAI's API."""
     from dsjax.serve.logs import configure_logging

@@ -404,7 +404,7 @@ class UsualRequests(Guard):
     """The last before the routes. It calls the endpoint of a usual request itself, without FastAPI.
 
     FastAPI's router, exit stacks and reading of headers cost more processor time than all that the server itself does for a request
-    (docs/performance.md, "Over HTTP"). A request that is unusual, or has a mistake in its headers or body, is passed on to FastAPI. So
+    (docs/performance.md). A request that is unusual, or has a mistake in its headers or body, is passed on to FastAPI. So
     only one place puts mistakes into words.
 
     Args:

@@ -106,7 +106,11 @@ class Headless(Probes):
         registry = self.registry
         for name, documentation, count in (
             ("dsjax_follower_commands", "Commands of process 0 that this process has carried out.", "commands"),
-            ("dsjax_follower_steps", "Of those, steps and the like whose results have been read.", "steps"),
+            (
+                "dsjax_follower_steps",
+                "Commands of process 0 whose results, such as those of steps, have been read.",
+                "steps",
+            ),
         ):
             registry.total(name, documentation, lambda count=count: self._count(count))
         registry.gauge("dsjax_follower_ready", "1 while this process follows.", lambda: float(self.phase == "ready"))

@@ -247,37 +247,46 @@ class CompletionMetrics:
         def histogram(name: str, documentation: str, bounds: Sequence[float] = REQUEST_SECONDS) -> Histogram:
             return registry.histogram(f"vllm:{name}", documentation, bounds, "engine")
 
-        self._prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts whose first token was made.")
-        self._prompt_cached = counter("vllm:prompt_tokens_cached", "Those of them that the prefix cache held.")
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that have their first token.")
+        self._prompt_cached = counter(
+            "vllm:prompt_tokens_cached",
+            "Prompt tokens found in the prefix cache, of requests that have their first token.",
+        )
         self._queries = counter("vllm:prefix_cache_queries", "Tokens of prompts looked up in the prefix cache.")
         self._hits = counter("vllm:prefix_cache_hits", "Tokens of prompts found in the prefix cache.")
-        self._generation_tokens = counter("vllm:generation_tokens", "Tokens made.")
+        self._generation_tokens = counter("vllm:generation_tokens", "Generated tokens.")
         self._success = counter("vllm:request_success", "Completions that ended, by reason.", "finished_reason")
-        self._corrupted = counter("vllm:corrupted_requests", "Completions failed because logits were not finite.")
+        self._corrupted = counter("vllm:corrupted_requests", "Completions that failed because logits were not finite.")
         self._failed = counter("dsjax_requests_failed", "Completions that ended with an error, by its kind.", "error")
         self._first_token = histogram(
-            "time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_SECONDS
+            "time_to_first_token_seconds", "Time from arrival to the first token.", FIRST_TOKEN_SECONDS
         )
         self._between_tokens = histogram(
-            "inter_token_latency_seconds", "Between two tokens of a completion.", BETWEEN_TOKENS_SECONDS
+            "inter_token_latency_seconds", "Time between two tokens of a completion.", BETWEEN_TOKENS_SECONDS
         )
         self._per_token = histogram(
             "request_time_per_output_token_seconds",
             "A completion's mean time of a token after its first.",
             BETWEEN_TOKENS_SECONDS,
         )
-        self._end_to_end = histogram("e2e_request_latency_seconds", "From arrival to the end.")
-        self._queue = histogram("request_queue_time_seconds", "From arrival to the first step with it.")
-        self._prefill = histogram("request_prefill_time_seconds", "From its first step to its first token.")
-        self._decode = histogram("request_decode_time_seconds", "From the first token to the last.")
-        self._inference = histogram("request_inference_time_seconds", "From its first step to its last token.")
+        self._end_to_end = histogram("e2e_request_latency_seconds", "Time from arrival to the end.")
+        self._queue = histogram("request_queue_time_seconds", "Time from arrival to the request's first step.")
+        self._prefill = histogram(
+            "request_prefill_time_seconds", "Time from the request's first step to its first token."
+        )
+        self._decode = histogram("request_decode_time_seconds", "Time from the first token to the last.")
+        self._inference = histogram(
+            "request_inference_time_seconds", "Time from the request's first step to its last token."
+        )
         counts = one_two_five(max_model_len)
         self._prompt_length = histogram("request_prompt_tokens", "Tokens of a prompt.", counts)
         self._computed_length = histogram(
             "request_prefill_kv_computed_tokens", "Tokens of a prompt that the prefix cache did not hold.", counts
         )
         self._output_length = histogram("request_generation_tokens", "Tokens made for a completion.", counts)
-        self._max_tokens = histogram("request_params_max_tokens", "The most tokens it could have made.", counts)
+        self._max_tokens = histogram(
+            "request_params_max_tokens", "Largest number of tokens a completion may have (max_tokens).", counts
+        )
         self.begin(num_ranks)
 
     def begin(self, num_ranks: int) -> None:

@@ -25,7 +25,7 @@ def add_expert_link_metrics(registry: Registry, links: Callable[[], ExpertLinks 
         ("connected", "1 while the process with experts is connected.", lambda counts: counts.connected),
         (
             "last_gap_seconds",
-            "From the last end of the connection to the answer of the call that met it.",
+            "Time from the last end of the connection to the answer of the call that met it.",
             lambda counts: counts.last_gap,
         ),
     ):

@@ -24,17 +24,17 @@ def add_link_metrics(registry: Registry, links: Links, interfaces: Callable[[], 
     for name, documentation, field in (
         (
             "round_trip_seconds",
-            "Between a packet to another process and its acknowledgement, smoothed by the kernel.",
+            "Time between a packet to another process and its acknowledgement, smoothed by the kernel.",
             "round_trip",
         ),
-        ("answer_seconds", "Until another process answered a small message, the least of five.", "answer"),
+        ("answer_seconds", "Time until another process answered a small message, the least of five.", "answer"),
     ):
         registry.gauge(f"dsjax_link_{name}", documentation, of(field), "peer")
     for name, documentation, field in (
-        ("probes", "Looks at the link to another process.", "probes"),
-        ("probes_unanswered", "Of those, how many had no answer within a second.", "unanswered"),
-        ("segments", "TCP segments that were sent to another process to look at the link.", "segments"),
-        ("segments_retransmitted", "Of those, how many were lost and sent again.", "retransmitted"),
+        ("probes", "Probes of the link to another process.", "probes"),
+        ("probes_unanswered", "Probes of the link to another process without an answer within a second.", "unanswered"),
+        ("segments", "TCP segments sent to probe the link to another process.", "segments"),
+        ("segments_retransmitted", "TCP segments of probes that were lost and sent again.", "retransmitted"),
     ):
         registry.total(f"dsjax_link_{name}", documentation, of(field), "peer")
 
@@ -46,7 +46,7 @@ def add_link_metrics(registry: Registry, links: Links, interfaces: Callable[[], 
     registry.total("dsjax_network_bytes", "Bytes over the host's network cards.", transferred, "interface", "direction")
     registry.gauge(
         "dsjax_network_speed_bytes_per_second",
-        "That a network card can send, and receive at the same time.",
+        "Bytes a second that a network card can send, and receive at the same time.",
         lambda: [((one.name,), one.speed) for one in interfaces()],
         "interface",
     )

@@ -1,4 +1,4 @@
-"""What is shown of the engine's state: loads, offload tiers, experts, drafts, the mesh, prefill engines; all read at the scrape."""
+"""Metrics of the engine's state, read at each scrape: loads, offload tiers, experts, drafts, the mesh, prefill engines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # they bring JAX in
 _Samples = Iterable[tuple[Labels, float]]
 
 _OF = "of=sums: the layers' means over their maxima, each summed; of=layers: mean of the layers' ratios."
-"""The meanings of balancedness, the same wherever it is shown."""
+"""What the label `of` of each balancedness metric means."""
 
 
 @dataclass
@@ -34,13 +34,12 @@ class LatestState:
     """The engine's state as last known.
 
     Attributes:
-        num_ranks: DP ranks that have been there. Those that are gone have no load.
-        experts_per_device: physical experts of one device. Expert `x` lives on place `x // experts_per_device` of each EP group; the label
-            `ep_rank` says which.
-        page_bytes: of a page of the cache, on all devices of a DP rank.
-        parts: what the core's attachments have done, by their names, as `StepStats.parts` has it.
-        experts: the sums since recording began, which stay while nothing is recorded.
-        exchange_share: exchanges' share of the devices' time, in the last profile; None before, or where it saw no operation.
+        num_ranks: DP ranks since the start. Ranks that are gone report no load.
+        experts_per_device: physical experts of one device. Expert `x` is on EP rank `x // experts_per_device` (label `ep_rank`).
+        page_bytes: bytes of a KV cache page, on all devices of a DP rank.
+        parts: counts of the core's plugins by name (`StepStats.parts`).
+        experts: sums since recording began. They stay when recording stops.
+        exchange_share: the collectives' share of the devices' time in the last profile; None before one, or if it has no operation.
     """
 
     num_ranks: int
@@ -54,12 +53,12 @@ class LatestState:
 
     @property
     def disk(self) -> DiskCounts | None:
-        """What the disk has done and holds; None where there is none."""
+        """Counts of the disk tier; None without one."""
         return self.parts.get("disk")
 
 
 def _field_of(record: Callable[[], Any]) -> Callable[[str], Callable[[], float | None]]:
-    """Make a function from a field's name to one that reads it of the record that there is at the scrape; None where there is none."""
+    """Return `reader(name)`, which makes a function that reads field `name` of the record at the scrape; None without a record."""
 
     def field(name: str) -> Callable[[], float | None]:
         return lambda: None if (there := record()) is None else getattr(there, name)
@@ -68,7 +67,7 @@ def _field_of(record: Callable[[], Any]) -> Callable[[str], Callable[[], float |
 
 
 def add_background_metrics(registry: Registry) -> None:
-    """Add how often background work has failed, in this process."""
+    """Add the failures of this process's background work."""
     registry.total(
         "dsjax_background_failures",
         "Failures of background work, which cost that work alone.",
@@ -78,7 +77,7 @@ def add_background_metrics(registry: Registry) -> None:
 
 
 def add_load_metrics(registry: Registry, state: LatestState) -> None:
-    """Add what each DP rank has to do, and the pages of its cache."""
+    """Add each DP rank's requests, cost and KV cache pages."""
 
     def of_ranks(value: Callable[[RankLoad], float]) -> Callable[[], _Samples]:
         def read() -> _Samples:
@@ -97,7 +96,11 @@ def add_load_metrics(registry: Registry, state: LatestState) -> None:
             lambda load: load.used_pages / load.usable_pages if load.usable_pages else 0.0,
         ),
         ("dsjax_rank_waiting_tokens", "Tokens of the requests in the queue.", lambda load: load.waiting_tokens),
-        ("dsjax_rank_cost", "What the next request would find: routing takes the lowest.", lambda load: load.cost),
+        (
+            "dsjax_rank_cost",
+            "Cost of routing the next request to this DP rank; routing takes the lowest.",
+            lambda load: load.cost,
+        ),
         ("dsjax_rank_pages", "Pages of the latent cache.", lambda load: load.usable_pages),
         ("dsjax_rank_pages_used", "Pages that requests hold.", lambda load: load.used_pages),
         ("dsjax_rank_pages_cached", "Pages kept for their prefix alone; evictable.", lambda load: load.cached_pages),
@@ -106,7 +109,7 @@ def add_load_metrics(registry: Registry, state: LatestState) -> None:
 
 
 def add_tier_metrics(registry: Registry, state: LatestState) -> None:
-    """Add what the cache and the tiers below it hold, and what was found in each."""
+    """Add the contents and hits of the KV cache and of its offload tiers."""
 
     def hits_by_tier() -> _Samples:
         for load in state.loads:
@@ -145,7 +148,7 @@ def add_tier_metrics(registry: Registry, state: LatestState) -> None:
     )
     registry.total(
         "vllm:external_prefix_cache_hits",
-        "Those that a tier below had.",
+        "Tokens of prompts that a tier below the devices' cache had.",
         below_device(lambda load: sum(load.hits.values()) - load.hits["device"]),
         "engine",
     )
@@ -176,8 +179,8 @@ def _add_host_metrics(registry: Registry, state: LatestState) -> None:
     registry.gauge(f"{name}_used", "Pages in host memory.", count("used_pages"), "engine")
     for what, documentation in (
         ("stored", "Pages that went from the device to host memory."),
-        ("fetched", "Pages that came back from there."),
-        ("evicted", "Pages that were dropped there because others needed the room."),
+        ("fetched", "Pages that came back from host memory."),
+        ("evicted", "Pages dropped from host memory because others needed the room."),
     ):
         registry.total(f"{name}_{what}", documentation, count(what), "engine")
 
@@ -189,8 +192,8 @@ def _add_disk_metrics(registry: Registry, state: LatestState) -> None:
     registry.gauge(f"{name}_writing", "Pages on their way to the disk.", count("writing"))
     for what, documentation in (
         ("stored", "Pages that were written to the disk."),
-        ("fetched", "Pages that came back from there."),
-        ("evicted", "Pages that were deleted there because others needed the room."),
+        ("fetched", "Pages that came back from the disk."),
+        ("evicted", "Pages deleted from the disk because others needed the room."),
         ("not_written", "Pages that were not written, because the disk was too slow or had failed."),
     ):
         registry.total(f"{name}_{what}", documentation, count(what))
@@ -209,7 +212,7 @@ def _add_disk_metrics(registry: Registry, state: LatestState) -> None:
 
 
 def add_transfer_metrics(registry: Registry, state: LatestState) -> None:
-    """Add what prefill engines were asked for, and what came of it."""
+    """Add transfers requested from prefill engines, by outcome."""
 
     counts: Callable[[], TransferCounts | None] = lambda: state.parts.get("transfers")  # noqa: E731
     count = _field_of(counts)
@@ -228,7 +231,7 @@ def add_transfer_metrics(registry: Registry, state: LatestState) -> None:
     registry.total(f"{name}_pages", "Pages that came from prefill engines.", count("pages"))
     registry.gauge(
         f"{name}_landed_bytes",
-        "Of chunks from prefill engines that lie on the devices, whose pages are not in the cache yet.",
+        "Bytes of chunks from prefill engines on the devices, whose pages are not in the cache yet.",
         landed_bytes,
     )
     registry.total(
@@ -240,9 +243,9 @@ def add_transfer_metrics(registry: Registry, state: LatestState) -> None:
 
 
 def device_memory() -> Iterator[tuple[str, int, int]]:
-    """(device, bytes in use, bytes that it has for this process) of each device of this process.
+    """Yield (device, bytes in use, bytes available to this process) for each device of this process.
 
-    Emulated devices share the host's memory: they are one device, `host`, whose bytes in use are the process's resident ones.
+    Emulated devices are one device, `host`, whose bytes in use are the process's resident bytes.
     """
     import jax
 
@@ -262,7 +265,7 @@ def device_memory() -> Iterator[tuple[str, int, int]]:
 
 
 def add_memory_metrics(registry: Registry, read: Callable[[], Iterable[tuple[str, int, int]]]) -> None:
-    """Add what devices' memory holds and could hold. read: as `device_memory`."""
+    """Add used and available memory of each device. read: as `device_memory`."""
     for name, documentation, place in (
         ("used", "Bytes of a device's memory in use.", 1),
         ("limit", "Bytes that a device has.", 2),
@@ -276,10 +279,10 @@ def add_memory_metrics(registry: Registry, read: Callable[[], Iterable[tuple[str
 
 
 def add_expert_metrics(registry: Registry, state: LatestState) -> None:
-    """Add which experts the tokens went to, and what sending them cost; nothing before the first recorded step.
+    """Add tokens by expert and the traffic of dispatch; no samples before the first recorded step.
 
-    The sums begin anew when recording does, which Prometheus takes for a restart and counts right. A sample a layer and expert
-    would be 15,000 of V3's, so experts are summed over layers; `/dump_expert_distribution_record` has each layer.
+    The sums restart with each recording, which Prometheus treats as a counter reset. V3 would have 15,000 samples by layer and expert, so
+    experts are summed over layers; `/dump_expert_distribution_record` has each layer.
     """
 
     def recorded(value: Callable[[ExpertCounts], Reading]) -> Callable[[], Reading]:
@@ -325,7 +328,7 @@ def add_expert_metrics(registry: Registry, state: LatestState) -> None:
 
 
 def add_balance_metrics(registry: Registry, state: LatestState) -> None:
-    """Add what experts that follow the load have done; nothing where experts stay where they are."""
+    """Add the work of expert load balancing; no samples without `--enable-eplb`."""
 
     def known(value: Callable[[BalanceStats], Reading]) -> Callable[[], Reading]:
         return lambda: None if (stats := state.parts.get("balance")) is None else value(stats)
@@ -341,9 +344,9 @@ def add_balance_metrics(registry: Registry, state: LatestState) -> None:
         ("failures", "Rebalances that were given up because an exchange failed.", "failures"),
         ("layers_changed", "Layers that were placed anew.", "layers_changed"),
         ("experts_moved", "Experts that were written to another slot.", "experts_moved"),
-        ("moved_bytes", "Bytes of those, over the devices of an EP group.", "bytes_moved"),
+        ("moved_bytes", "Bytes of moved experts, over the devices of an EP group.", "bytes_moved"),
         ("exchanges", "Commands between steps that moved experts.", "exchanges"),
-        ("exchange_seconds", "Time in those, in which no step computed.", "exchange_seconds"),
+        ("exchange_seconds", "Time of exchanges that moved experts, in which no step computed.", "exchange_seconds"),
         ("rebalance_seconds", "Time from decisions to the last layer.", "rebalance_seconds"),
     ):
         registry.total(f"dsjax_eplb_{name}", documentation, count(counted))
@@ -365,10 +368,10 @@ def add_balance_metrics(registry: Registry, state: LatestState) -> None:
 
 
 class DraftMetrics:
-    """What came of the tokens that speculative decoding drafted, over all ranks.
+    """Drafted and accepted tokens of speculative decoding, over all ranks.
 
     Args:
-        most_drafts: positions of drafts that are shown from the start, with 0.
+        most_drafts: number of draft positions that are shown, as 0, from the start.
     """
 
     def __init__(self, registry: Registry, state: LatestState, most_drafts: int):
@@ -380,7 +383,7 @@ class DraftMetrics:
         name = "vllm:spec_decode_num"
         self._rows = registry.counter(f"{name}_drafts", "Rows that had drafts to verify.")
         self._drafted = registry.counter(f"{name}_draft_tokens", "Drafted tokens that were verified.")
-        self._accepted = registry.counter(f"{name}_accepted_tokens", "Those that were accepted.")
+        self._accepted = registry.counter(f"{name}_accepted_tokens", "Drafted tokens that were accepted.")
         self._per_position = registry.counter(
             f"{name}_accepted_tokens_per_pos",
             "Drafted tokens that were accepted, by their place in the row's drafts; 0 is the first.",
@@ -399,16 +402,16 @@ class DraftMetrics:
 
 
 def add_generation_metrics(registry: Registry, generations: Generations, parked: ParkedRequests) -> None:
-    """Add which mesh there is, which one is wanted, and what changing it took. parked: the requests that wait for a larger one."""
+    """Add the current and the wanted mesh, and the work of changes. parked: requests that wait for a larger mesh."""
     ahead = generations.ahead
     for name, documentation, value in (
         ("dsjax_generation", "Number of the mesh; it begins with 0.", lambda: generations.number),
         ("dsjax_generation_devices", "Devices of the mesh.", lambda: generations.spec.num_devices),
-        ("dsjax_generation_devices_wanted", "Devices it was to have.", lambda: generations.wanted.num_devices),
+        ("dsjax_generation_devices_wanted", "Devices the mesh was to have.", lambda: generations.wanted.num_devices),
         ("dsjax_generation_processes", "Processes with a part in it.", lambda: generations.facts.num_processes),
         (
             "dsjax_requests_waiting_for_mesh",
-            "Requests that it cannot hold, and that wait for a larger one.",
+            "Requests that the mesh cannot hold, and that wait for a larger one.",
             lambda: len(parked),
         ),
         (
@@ -418,7 +421,7 @@ def add_generation_metrics(registry: Registry, generations: Generations, parked:
         ),
         (
             "dsjax_compile_ahead_programs_wanted",
-            "Of those, how many it is to have.",
+            "Programs of the meshes that may come next that process 0 is to have.",
             lambda: 0 if ahead is None else ahead.total,
         ),
         (
@@ -451,7 +454,7 @@ def add_generation_metrics(registry: Registry, generations: Generations, parked:
     )
     registry.total(
         "dsjax_generation_change_seconds",
-        "Time in those, in which no step computed.",
+        "Time of changes of the mesh, in which no step computed.",
         lambda: generations.counts.seconds,
     )
 
@@ -471,11 +474,11 @@ def add_prefill_metrics(registry: Registry, engines: Sequence[PrefillEngine]) ->
     name, label = "dsjax_prefill_engine", "prefill_engine"
     registry.gauge(
         f"{name}_up",
-        "1 while it computes prompts; 0 when it has failed, and decode engines compute them.",
+        "1 while the prefill engine computes prompts; 0 when it has failed, and decode engines compute them.",
         each(lambda engine: engine.error is None),
         label,
     )
-    registry.gauge(f"{name}_prompts", "Prompts that it has.", prompts, label, "state")
+    registry.gauge(f"{name}_prompts", "Prompts that the prefill engine has, by state.", prompts, label, "state")
     registry.gauge(
         f"{name}_kept_pages",
         "Pages that it keeps for decode engines, which have not taken them yet.",
@@ -484,13 +487,13 @@ def add_prefill_metrics(registry: Registry, engines: Sequence[PrefillEngine]) ->
     )
     registry.total(
         f"{name}_tokens",
-        "Tokens of prompts that it computed.",
+        "Tokens of prompts that the prefill engine computed.",
         each(lambda engine: engine.service.counts.tokens),
         label,
     )
     registry.total(
         f"{name}_step_seconds",
-        "Time in which it computed: its rate is the share of time that the engine is busy.",
+        "Time in which the prefill engine computed: its rate is the share of time that it is busy.",
         each(lambda engine: engine.service.counts.seconds),
         label,
     )

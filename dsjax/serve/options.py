@@ -12,44 +12,38 @@ from pathlib import Path
 from typing import Any
 
 from dsjax.errors import UserError, why_unreadable
-from dsjax.options import Checked, option
+from dsjax.options import Checked, advanced, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions(Checked):
     """Options of `dsjax serve` that say what may be asked of it, and how answers are taken apart and made."""
 
-    max_queued_requests: int = option(
-        65_536, "Most completions that wait for a slot, over all ranks; more get a 429. 0: no limit.", min=0, least=0
+    max_queued_requests: int = advanced(
+        65_536, "Most waiting completions; more get a 429. 0: no limit.", min=0, least=0
     )
-    max_queued_tokens: int = option(
-        1 << 26, "Most tokens of waiting completions; more get a 429. 0: no limit.", min=0, least=0
+    max_queued_tokens: int = advanced(1 << 26, "Most tokens that wait; more get a 429. 0: no limit.", min=0, least=0)
+    max_connections: int = advanced(
+        16_384, "Most HTTP connections; others get a 429, but for /health and /ready. 0: no limit.", min=0, least=0
     )
-    max_connections: int = option(
-        16_384,
-        "Most open HTTP connections; a further one gets a 429, unless it asks for /health or /ready. 0: no limit.",
-        min=0,
-        least=0,
-    )
-    max_body_bytes: int = option(16 * 1024 * 1024, "Largest body of a request.", min=1024)
-    request_timeout: float = option(60.0, "Seconds in which a request's head, then its body, must arrive.", min=0.1)
+    max_body_bytes: int = advanced(16 * 1024 * 1024, "Largest body of a request.", min=1024)
+    request_timeout: float = advanced(60.0, "Seconds in which a request's head, then its body, must arrive.", min=0.1)
     reasoning_parser: str = option(
-        "auto",
-        "How reasoning is told from the answer; auto looks at the model's template",
-        choices=("auto", "deepseek_r1", "none"),
+        "auto", "How reasoning is marked; auto: as in the template.", choices=("auto", "deepseek_r1", "none")
     )
     tool_call_parser: str = option(
         "auto",
-        "How tool calls are written; auto looks at the model's template or prompt encoder",
+        "How tool calls are written; auto: as in the template or prompt encoder.",
         choices=("auto", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "kimi_k2", "none"),
     )
-    disable_any_whitespace: bool = option(
+    disable_any_whitespace: bool = advanced(
         False, "Structured output has no blanks between JSON's parts, unless a request says otherwise.", switch=True
     )
-    profile_dir: str | None = option(None, "Where /start_profile writes traces; without it it is closed.")
-    allowed_origins: str | None = option(
+    profile_dir: str | None = advanced(None, "Where /start_profile writes traces; without it it is closed.")
+    allowed_origins: str | None = advanced(
         None,
-        "Web origins whose pages may read answers (CORS), as JSON: '[\"https://chat.example\"]', or '[\"*\"]' for all.",
+        "Web origins whose pages may read answers (CORS): '[\"https://chat.example\"]', or '[\"*\"]' for all.",
+        metavar="JSON",
     )
     ssl_certfile: str | None = option(None, "File with the server's certificates, for HTTPS.")
     ssl_keyfile: str | None = option(None, "File with their private key, if it is another one.")

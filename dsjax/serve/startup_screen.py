@@ -47,7 +47,7 @@ def show_facts(console: Console, facts: EngineFacts) -> None:
 
 
 def _capacity(facts: EngineFacts) -> str:
-    """Say what the cache holds, and how many requests of which length that serves."""
+    """Return how many tokens the KV cache and its tiers hold, and how many requests of the longest length fit a DP rank."""
     of_a_rank = facts.cache_tokens // facts.dp_ranks
     ranks = f", {of_a_rank:,} on each of {facts.dp_ranks} DP ranks" if facts.dp_ranks > 1 else ""
     longest = facts.max_model_len
@@ -61,7 +61,7 @@ def _capacity(facts: EngineFacts) -> str:
 
 
 def _prefill_lines(facts: EngineFacts) -> str:
-    """Say which engines beside these compute prompts, and what each of them takes in a step."""
+    """Return the meshes of the prefill engines, and what a step of each takes."""
     sizes = facts.prefill_sizes
     longest = (
         f"; prompts of {sizes.max_model_len:,} tokens or more are computed where they are decoded"
@@ -76,7 +76,7 @@ def _prefill_lines(facts: EngineFacts) -> str:
 
 
 def _speculation_line(speculation: dict[str, Any]) -> str:
-    """Say how many tokens the MTP module drafts, and under which load."""
+    """Return how many tokens the MTP module drafts, by load."""
     ranges = speculation["num_speculative_tokens_per_batch_size"]
     if ranges is None or ranges == "auto":
         count = speculation["num_speculative_tokens"]
@@ -90,7 +90,7 @@ def _speculation_line(speculation: dict[str, Any]) -> str:
 
 
 def _mesh_picture(facts: EngineFacts) -> Group:
-    """Devices as numbers in order: one line an EP row, `tp` neighbours joined."""
+    """Draw the devices by number: a block of lines for each copy of the experts, with the `tp` devices of a DP rank joined by dots."""
     copies, *over_ranks, tp = _shape_of_stage(facts)
     ep = math.prod(over_ranks)
     lines: list[Text] = []
@@ -111,7 +111,7 @@ def _mesh_picture(facts: EngineFacts) -> Group:
 
 
 def _shape_of_stage(facts: EngineFacts) -> list[int]:
-    """Sizes of the physical axes; of several stages those of each."""
+    """Return the sizes of the mesh's axes, within a stage."""
     return [size for axis, size in facts.mesh_shape.items() if axis != "pp"]
 
 
@@ -140,7 +140,7 @@ def _bytes_table(facts: EngineFacts) -> Table:
 
 @contextlib.contextmanager
 def warm_up_bar(console: Console) -> Iterator[executor.Progress]:
-    """Show a progress bar for `LLMEngine.warm_up`; where the console is no terminal, a line at each tenth. Each engine begins anew."""
+    """Show the progress of `LLMEngine.warm_up` for each engine: a bar in a terminal, else a line at each tenth."""
     if not console.is_terminal:
         yield _Lines(console).report
         return
@@ -155,14 +155,14 @@ def warm_up_bar(console: Console) -> Iterator[executor.Progress]:
 
 
 class _Lines:
-    """A line at each tenth of what an engine compiles."""
+    """Prints a line at each tenth of an engine's warm-up."""
 
     def __init__(self, console: Console):
         self._console = console
         self._engine: str | None = None
 
     def report(self, done: int, total: int, label: str) -> None:
-        """Take the progress of an engine, as `executor.Progress` has it."""
+        """Note an engine's progress (`executor.Progress`)."""
         engine = label.rpartition(ENGINE_END)[0]
         if engine != self._engine:
             self._engine = engine
@@ -172,5 +172,5 @@ class _Lines:
 
 
 def show_url(console: Console, url: str, names: tuple[str, ...]) -> None:
-    """Print where to send requests, last, so that it stands beside the prompt's cursor."""
+    """Print where to send requests, as the last line of the start."""
     console.print(f"serving {', '.join(names)} at [bold]{url}/v1[/bold]  (Ctrl-C ends)", highlight=False)

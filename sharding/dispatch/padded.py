@@ -1,9 +1,9 @@
 """``padded``: a fixed number of row slots from each rank to each other rank, in one ``all_to_all`` each way.
 
-What low-latency decode does on GPUs: shapes are static, nothing is negotiated first. A token goes once to a rank that
-holds several of its experts; their weighted sum is formed there and returns as one row. Tokens over capacity go in
-further rounds of the same two collectives. Each row of the first round carries the number of rounds its sender needs, so
-every rank of the group learns the maximum, and runs the same number, without a collective of its own.
+Low-latency decode on GPUs works like this: shapes are static, and no sizes are exchanged first. A token goes once to a rank that
+holds several of its experts, and their weighted sum returns as one row. Tokens over capacity go in further rounds of the same two
+collectives. Each row of the first round carries the number of rounds that its sender needs, so every rank of the group learns the
+maximum without another collective.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from sharding.dispatch.wire import WireFormat
 
 
 class _Kept(NamedTuple):
-    """What a rank keeps while its first round is on its way.
+    """What a rank keeps while its first round is in flight.
 
-    packed: its tokens, and an empty row behind them; home: those for the expert that it has for them, or None. sent_G: its rows for
-    each rank. From ``send`` on, way: what the way back needs of the way there. From ``compute`` on, seen: counts; rounds: how many all
-    ranks need. From ``answer`` on, own: what ``home`` gave. more: the sums of further rounds, float32, where they were run before ``add``.
+    packed: its packed tokens, then an empty row. home: packed tokens for the rank's own extra expert (``home`` of ``dispatch``), or None.
+    sent_G: number of its rows for each rank. way: what combine needs from dispatch; set by ``send``. seen, rounds: counts, and the rounds
+    that all ranks need; set by ``compute``. own: results of ``home``; set by ``answer``. more: float32 sums of further rounds that ran
+    before ``add``.
     """
 
     packed: Array
@@ -78,11 +79,11 @@ class Padded(Method):
 
     @property
     def _cells(self) -> int:
-        """Rows that leave a rank in a round."""
+        """Row slots that a rank sends in a round."""
         return self.group.size * self.capacity
 
     def _holds_all(self, tokens: int) -> bool:
-        """Whether one round is enough, wherever so many tokens of a rank go."""
+        """Whether one round is enough for any routing of so many tokens of a rank."""
         return self.capacity >= tokens
 
     def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
@@ -94,22 +95,22 @@ class Padded(Method):
         return Transit(self._fill(packed, route, 0), _Kept(packed, home, route, sent_G))
 
     def send(self, transit: Transit) -> Transit:
-        """One ``all_to_all``, and the pooling of what arrived over ``tp``."""
+        """Exchange the rows in one ``all_to_all``, and pool the arrived rows over the ranks that share a width."""
         return self._pooled(*self._there(transit.rows, 0), transit.kept)
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
-        """The weighted sums of this rank's experts, and how many rounds the senders need."""
+        """Compute the weighted sums of this rank's experts, and read how many rounds the senders need."""
         rows, slots_NK, weights_NK, needed_N = self.wire.unpack(transit.rows)
         sums_ND, seen = experts(rows, slots_NK, weights_NK)
         return Transit(sums_ND, transit.kept._replace(seen=seen, rounds=jnp.max(needed_N)))
 
     def answer(self, transit: Transit) -> Transit:
-        """The sums over parts of a width, and one ``all_to_all``."""
+        """Add the parts of a width, and return the sums in one ``all_to_all``."""
         sums_ND, kept = self._shared(transit)
         return Transit(self._back(sums_ND, kept.way), kept)
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
-        """The sums of the first round, and those of further rounds, which come and go here."""
+        """Add the sums of the first round to their tokens, and run further rounds unless they ran before."""
         kept = transit.kept
         cell_TK, first_TK = self._cell(kept.route, 0)
         y_TD, seen = add_returned(transit.rows, cell_TK, first_TK), kept.seen
@@ -122,19 +123,19 @@ class Padded(Method):
         return y_TD.astype(self.wire.dtype), add_sent(self.group, seen, kept.sent_G, jnp.maximum(kept.rounds, 1))
 
     def rounds(self, transit: Transit) -> Array | None:
-        """How many rounds all ranks need, where one is not always enough."""
+        """The rounds that all ranks need; None if one is always enough."""
         kept = transit.kept
         return None if self._holds_all(kept.packed.shape[0] - 1) else jnp.maximum(kept.rounds, 1)
 
     def before_further(self, transit: Transit) -> tuple[Array, Counts | None]:
-        """No sums of further rounds, and the counts of the first."""
+        """Return zero sums for further rounds, and the counts of the first round."""
         packed, width = transit.kept.packed, transit.rows.shape[1]
         return jnp.zeros((packed.shape[0] - 1, width), jnp.float32), transit.kept.seen
 
     def round(
         self, transit: Transit, r: jax.Array, so_far: tuple[Array, Counts | None], experts: RankExperts
     ) -> tuple[Array, Counts | None]:
-        """Bring round ``r`` there and back, and add it."""
+        """Run round ``r``: dispatch, experts, combine; add its sums and counts."""
         packed, route, (y_TD, seen) = transit.kept.packed, transit.kept.route, so_far
         arrived, way = self._there(self._fill(packed, route, r), r)
         rows, slots_NK, weights_NK, _ = self.wire.unpack(self.group.pool_width(arrived))
@@ -145,39 +146,39 @@ class Padded(Method):
         return y_TD, total_counts(seen, more_seen)
 
     def after_further(self, transit: Transit, so_far: tuple[Array, Counts | None]) -> Transit:
-        """The same, for ``add`` to run no rounds itself."""
+        """Return the transit with the sums of further rounds, so that ``add`` runs none."""
         return Transit(transit.rows, transit.kept._replace(more=so_far[0], seen=so_far[1]))
 
     def _pooled(self, arrived: Array, way: Any, kept: _Kept) -> Transit:
-        """What arrived, with own tokens for the expert that this rank has for them, of all ranks that hold a part of a width."""
+        """Pool the arrived rows, and the rank's own rows for its extra expert, over the ranks that share a width."""
         if kept.home is not None:
             arrived = jnp.concatenate([arrived, kept.home])
         return Transit(self.group.pool_width(arrived), kept._replace(home=None, way=way))
 
     def _shared(self, transit: Transit) -> tuple[Array, _Kept]:
-        """The sums over parts of a width of what arrived here; those of own tokens stay."""
+        """Add the parts of a width, and separate the sums of arrived rows from those of own rows."""
         sums_ND, arrived = self.group.share_width(transit.rows), self.group.size * self.capacity
         return sums_ND[:arrived], transit.kept._replace(own=sums_ND[arrived:] if self.home else None)
 
     def _plan(self, slots_TK: Int[Array, "T K"]) -> tuple[Route, Int[Array, "G"], Array]:
-        """The queues in which rows leave this rank, its rows for each rank, and how many rounds they need."""
+        """Return the route of the rank's rows, their number for each rank, and how many rounds they need."""
         route = plan_route(self.group, slots_TK)
         return route, route.counts_G, lax.div(jnp.max(route.counts_G) + (self.capacity - 1), self.capacity)
 
     def _there(self, rows: Array, r: jax.Array | int) -> tuple[Array, Any]:
-        """Bring round ``r``'s rows to the ranks of their experts, and give what ``_back`` needs to know of it."""
+        """Send round ``r``'s rows to the ranks of their experts; also return what ``_back`` needs."""
         return self.group.exchange(rows), None
 
     def _back(self, sums_ND: Array, way: Any) -> Array:
-        """Bring the sums of what arrived to the cells from which it came."""
+        """Return the sums to the cells that their rows came from."""
         return self.group.exchange(sums_ND)
 
     def _joined(self, y_TD: Array, more_TD: Array, now_TK: Bool[Array, "T K"]) -> Array:
-        """Add a round to others. A row of one choice has its sum from one of them."""
+        """Add a round's sums. With one choice a row, each row has its sum from exactly one round."""
         return jnp.where(now_TK, more_TD, y_TD) if now_TK.shape[1] == 1 else y_TD + more_TD
 
     def _cell(self, route: Route, r: jax.Array | int) -> tuple[Int[Array, "T K"], Bool[Array, "T K"]]:
-        """In which cell of round ``r`` each choice's row goes and comes back, and whether it does."""
+        """Return the cell of each choice's row in round ``r``, and whether the row goes in that round."""
         return cells_of(route, self.capacity, r)
 
     def _fill(self, packed: Array, route: Route, r: jax.Array | int) -> Array:

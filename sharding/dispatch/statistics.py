@@ -1,4 +1,4 @@
-"""``DispatchStatistics``: the counts that dispatches reported, as figures for people, on the host."""
+"""``DispatchStatistics``: expert load and traffic, from the counts that ``dispatch`` returns, on the host."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from sharding.mesh import MeshSpec
 class DispatchStatistics:
     """Expert load and traffic of one or more layers of one step.
 
-    tokens_per_expert: ``[layers, X]`` int64, (token, expert) pairs of each physical expert, summed over the copies of
-        the set of experts that a mesh with ``ep`` < devices has.
-    tokens_per_rank: ``[layers, ranks]`` int64, pairs computed on each device (devices that share an expert's width each
-        count them).
-    rows_sent: rows that had to go to another device; the same number of weighted sums came back. rows_sent_per_rank:
-        by the rank that the tokens belong to.
-    rounds: exchanges that a rank took part in, summed over layers and chunks: above ``layers × chunks`` tokens overflowed.
-    payload_bytes: bytes of those rows, both ways, where they travel at all; wire_bytes: bytes that devices sent, padding included.
+    tokens_per_expert: ``[layers, X]`` int64, (token, expert) pairs of each physical expert, summed over EP groups.
+    tokens_per_rank: ``[layers, ranks]`` int64, pairs that each device computed. Devices that share an expert's width each count them.
+    rows_sent_per_rank: ``[ranks]`` int64, rows that went to another device, by the rank that the tokens belong to; as many weighted sums
+        came back. rows_received_per_rank: likewise, by the rank that received them.
+    rounds: exchanges that a rank took part in, over all layers and chunks. More than ``layers × chunks``: tokens overflowed.
+    payload_bytes: bytes of the rows sent, both ways. wire_bytes: bytes that devices sent, padding included.
     """
 
     tokens_per_expert: np.ndarray
@@ -50,9 +48,9 @@ class DispatchStatistics:
         dtype: jnp.dtype,
         platform: str,
     ) -> DispatchStatistics:
-        """Read what ``dispatch`` returned, for one layer or stacked over layers (a scan's output).
+        """Make the statistics from the counts of ``dispatch``, of one layer or stacked over layers (a scan's output).
 
-        tokens: of one device, as in ``dispatch_collectives``; width: D; dtype: the compute dtype.
+        tokens: tokens of one device, as in ``dispatch_collectives``. width: D. dtype: the compute dtype.
         """
         arrays = {name: np.asarray(value).astype(np.int64) for name, value in counts.items()}
         if arrays["rounds"].ndim == 1:
@@ -83,22 +81,22 @@ class DispatchStatistics:
 
     @property
     def padding_share(self) -> float:
-        """Share of the bytes on the wire that nobody needed."""
+        """Share of the bytes sent that are padding."""
         return 1.0 - self.payload_bytes / self.wire_bytes if self.wire_bytes else 0.0
 
     @property
     def balancedness(self) -> float:
-        """``Balancedness.of_sums``: the layers' mean ranks ÷ their busiest, each summed; 1 is perfect, and so is no load at all."""
+        """``Balancedness.of_sums``: Σ over layers of the mean rank's load ÷ Σ of the busiest rank's; 1 is perfect. 1 without load."""
         return balancedness_of_ranks(self.tokens_per_rank).of_sums
 
     @property
     def layer_balancedness(self) -> float:
-        """``Balancedness.of_layers``: the mean over layers of each layer's mean ÷ max."""
+        """``Balancedness.of_layers``: mean over layers of the mean rank's load ÷ the busiest rank's."""
         return balancedness_of_ranks(self.tokens_per_rank).of_layers
 
 
 def tokens_per_physical_expert(spec: MeshSpec, counts: np.ndarray) -> np.ndarray:
-    """What each device counted of its own slots, ``[layers, devices, X]``, as ``[layers, slots of an EP group]``: copies of it added up."""
+    """Sum the devices' counts of their own slots, ``[layers, devices, slots]``, over EP groups: ``[layers, slots of an EP group]``."""
     by_axis = counts.reshape(len(counts), *spec.shape, -1)
     # Devices that share an expert's width counted the same pairs.
     alike = tuple(slice(1) if axis in spec.expert_width_axes else slice(None) for axis in spec.axes)

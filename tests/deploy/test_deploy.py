@@ -123,13 +123,17 @@ FOLDERS = [DEPLOY / "base", *(DEPLOY / "overlays" / name for name in OVERLAYS)]
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_every_manifest_is_what_the_published_schemas_say(folder):
+def test_every_manifest_is_what_the_published_schemas_say_with_options_that_serve_has(folder):
     documents = render(folder)
     kinds = ["ConfigMap", "Job", "LeaderWorkerSet", "NetworkPolicy", "PersistentVolumeClaim", "PodMonitor", "Service"]
     domain = ["ComputeDomain"] if folder.name.startswith("gb") else []
     assert sorted(d["kind"] for d in documents) == [*domain, *kinds]
     for document in documents:
         check(document)
+    words = template_of(by_kind(folder)["LeaderWorkerSet"])["spec"]["containers"][0]["args"]
+    assert words[0] == "serve"
+    flags = {flag for option in serve_command().params for flag in option.opts}
+    assert {word.partition("=")[0] for word in words[1:]} <= flags
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not here")
@@ -151,7 +155,7 @@ def test_there_is_an_overlay_for_each_cluster_and_for_1_2_and_4_hosts():
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
-def test_an_overlay_takes_the_devices_that_the_cluster_has_and_its_mesh_wants(name):
+def test_an_overlay_takes_the_devices_that_the_cluster_has_and_several_hosts_get_cards_or_a_compute_domain(name):
     found = by_kind(DEPLOY / "overlays" / name)
     spec = found["LeaderWorkerSet"]["spec"]
     size = spec["leaderWorkerTemplate"]["size"]
@@ -170,19 +174,25 @@ def test_an_overlay_takes_the_devices_that_the_cluster_has_and_its_mesh_wants(na
         sides = [int(side) for side in chips["cloud.google.com/gke-tpu-topology"].split("x")]
         assert sides[0] * sides[1] == size * devices
     assert "/" in found["ConfigMap"]["data"]["MODEL"], "a repository with weights, not a bundled configuration"
+    found = by_kind(DEPLOY / "overlays" / name)
+    spec = found["LeaderWorkerSet"]["spec"]
+    hosts = spec["leaderWorkerTemplate"]["size"]
+    pod = template_of(found["LeaderWorkerSet"])["spec"]
+    resources = pod["containers"][0]["resources"]
+    is_grace = name.startswith("gb")
+    assert ("rdma/ib" in resources["limits"]) == (hosts > 1 and not is_grace and "tpu" not in name)
+    assert ("claims" in resources) == ("ComputeDomain" in found) == (hosts > 1 and is_grace)
+    if is_grace:
+        domain = found["ComputeDomain"]["spec"]
+        assert domain["numNodes"] == spec["replicas"] * hosts
+        (claim,) = pod["resourceClaims"]
+        assert resources["claims"] == [{"name": claim["name"]}]
+        assert claim["resourceClaimTemplateName"] == domain["channel"]["resourceClaimTemplate"]["name"]
 
 
 @functools.cache
 def serve_command():
     return typer.main.get_command(app).get_command(None, "serve")
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_commands_are_made_of_options_that_serve_has(folder):
-    words = template_of(by_kind(folder)["LeaderWorkerSet"])["spec"]["containers"][0]["args"]
-    assert words[0] == "serve"
-    flags = {flag for option in serve_command().params for flag in option.opts}
-    assert {word.partition("=")[0] for word in words[1:]} <= flags
 
 
 def test_probes_drain_and_ports_agree_with_the_server():
@@ -204,7 +214,7 @@ def test_probes_drain_and_ports_agree_with_the_server():
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_every_container_is_restricted_and_nothing_that_opens_a_port_is_without_its_key(folder):
+def test_every_container_is_restricted_keys_open_its_ports_and_only_the_engine_s_pods_reach_any_but_http(folder):
     found = by_kind(folder)
     engine = template_of(found["LeaderWorkerSet"])
     for pod in (engine["spec"], found["Job"]["spec"]["template"]["spec"]):
@@ -219,6 +229,14 @@ def test_every_container_is_restricted_and_nothing_that_opens_a_port_is_without_
     }, "none is optional: a pod without its secret does not start"
     (endpoint,) = found["PodMonitor"]["spec"]["podMetricsEndpoints"]
     assert endpoint["authorization"] == {"type": "Bearer", "credentials": {"name": "dsjax-secrets", "key": "api-key"}}
+    found = by_kind(folder)
+    labels = template_of(found["LeaderWorkerSet"])["metadata"]["labels"]
+    policy = found["NetworkPolicy"]["spec"]
+    assert policy["podSelector"]["matchLabels"] == labels
+    assert policy["policyTypes"] == ["Ingress"]
+    everybody, own = policy["ingress"]
+    assert everybody == {"ports": [{"port": "http", "protocol": "TCP"}]}
+    assert own == {"from": [{"podSelector": {"matchLabels": labels}}]}
 
 
 def check_restricted(pod: dict, locks_memory: bool = False) -> None:
@@ -236,36 +254,6 @@ def check_restricted(pod: dict, locks_memory: bool = False) -> None:
         }  # fmt: skip
     for container in pod["containers"]:
         assert {one["mountPath"] for one in container["volumeMounts"] if one["name"] in writable} >= {"/tmp"}
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_only_the_engine_s_own_pods_reach_any_port_but_http(folder):
-    found = by_kind(folder)
-    labels = template_of(found["LeaderWorkerSet"])["metadata"]["labels"]
-    policy = found["NetworkPolicy"]["spec"]
-    assert policy["podSelector"]["matchLabels"] == labels
-    assert policy["policyTypes"] == ["Ingress"]
-    everybody, own = policy["ingress"]
-    assert everybody == {"ports": [{"port": "http", "protocol": "TCP"}]}
-    assert own == {"from": [{"podSelector": {"matchLabels": labels}}]}
-
-
-@pytest.mark.parametrize("name", OVERLAYS)
-def test_several_hosts_with_gpus_get_the_network_cards_or_a_compute_domain(name):
-    found = by_kind(DEPLOY / "overlays" / name)
-    spec = found["LeaderWorkerSet"]["spec"]
-    hosts = spec["leaderWorkerTemplate"]["size"]
-    pod = template_of(found["LeaderWorkerSet"])["spec"]
-    resources = pod["containers"][0]["resources"]
-    is_grace = name.startswith("gb")
-    assert ("rdma/ib" in resources["limits"]) == (hosts > 1 and not is_grace and "tpu" not in name)
-    assert ("claims" in resources) == ("ComputeDomain" in found) == (hosts > 1 and is_grace)
-    if is_grace:
-        domain = found["ComputeDomain"]["spec"]
-        assert domain["numNodes"] == spec["replicas"] * hosts
-        (claim,) = pod["resourceClaims"]
-        assert resources["claims"] == [{"name": claim["name"]}]
-        assert claim["resourceClaimTemplateName"] == domain["channel"]["resourceClaimTemplate"]["name"]
 
 
 def test_the_image_has_no_compiler_and_no_root():

@@ -59,11 +59,15 @@ def parsed(arguments: list[str]) -> dict:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_file_is_what_the_published_schemas_say(path):
+def test_every_file_is_what_the_published_schemas_say_and_what_the_tool_writes(path):
     found = documents(path)
     assert [document["kind"] for document in found] == KINDS + (["ComputeDomain"] if "gb200" in path.stem else [])
     for document in found:
         check(document)
+    from make_deploy import graph, published
+
+    assert path.stem in published()["graphs"]
+    assert path.read_text() == graph(path.stem)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -118,7 +122,7 @@ def test_the_workers_options_are_dsjaxs_and_fit_the_model_and_the_devices(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_all_parts_of_a_file_belong_together(path):
+def test_all_parts_of_a_file_belong_together_and_the_benchmarks_command_is_one_that_bench_serve_takes(path):
     claim, download, graph, benchmark, *_ = documents(path)
     text, name = path.read_text(), graph["metadata"]["name"]
     volumes = {volume["persistentVolumeClaim"]["claimName"] for volume in _volumes(download, graph, benchmark)}
@@ -132,16 +136,6 @@ def test_all_parts_of_a_file_belong_together(path):
     assert environment["URL"] == f"http://{name}-frontend:8000"
     assert all(environment["MODEL"] in one["served_model_name"] for one in given)
     assert benchmark["spec"]["suspend"]
-
-
-def _volumes(download, graph, benchmark) -> list[dict]:
-    pods = [download["spec"]["template"]["spec"], benchmark["spec"]["template"]["spec"]]
-    pods += [component["podTemplate"]["spec"] for component in graph["spec"]["components"]]
-    return [volume for pod in pods for volume in pod["volumes"] if "emptyDir" not in volume]
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_benchmarks_command_is_one_that_bench_serve_takes(path):
     script = documents(path)[3]["spec"]["template"]["spec"]["containers"][0]["args"][0]
     words = shlex.split(script[script.index("dsjax bench serve") :])
     from dsjax.bench.command import bench
@@ -152,12 +146,10 @@ def test_the_benchmarks_command_is_one_that_bench_serve_takes(path):
     assert words[words.index("--devices") + 1] == str(devices_of(documents(path)))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_files_are_what_the_tool_writes(path):
-    from make_deploy import graph, published
-
-    assert path.stem in published()["graphs"]
-    assert path.read_text() == graph(path.stem)
+def _volumes(download, graph, benchmark) -> list[dict]:
+    pods = [download["spec"]["template"]["spec"], benchmark["spec"]["template"]["spec"]]
+    pods += [component["podTemplate"]["spec"] for component in graph["spec"]["components"]]
+    return [volume for pod in pods for volume in pod["volumes"] if "emptyDir" not in volume]
 
 
 def planned(path: Path, words: str) -> tuple[list[dict], dict[str, tuple[dict, dict]]]:
@@ -169,16 +161,13 @@ def planned(path: Path, words: str) -> tuple[list[dict], dict[str, tuple[dict, d
     return found, {worker["type"]: (worker, parsed(container["args"])) for worker, container in workers_of(found)}
 
 
-def test_a_plan_writes_a_file_of_its_own(tmp_path):
+def test_a_plan_writes_a_file_of_its_own_and_a_separated_one_prefill_and_decode_workers(tmp_path):
     found, workers = planned(tmp_path / "my service.yaml", "--cluster h200-16 --mesh dp=16 --max-concurrency 64")
     assert [document["kind"] for document in found] == KINDS
     assert found[2]["metadata"]["name"] == "my-service"
     [(worker, options)] = workers.values()
     assert worker["multinode"] == {"nodeCount": 2}
     assert (options["mesh"], options["weights"], options["model"]) == ("dp=16", "fp8", "/models/deepseek-v3")
-
-
-def test_a_separated_plan_writes_prefill_and_decode_workers(tmp_path):
     found, workers = planned(tmp_path / "apart.yaml", "--cluster h200-32 --mode separated --max-concurrency 64")
     assert {side: options["disaggregation_mode"] for side, (_, options) in workers.items()} == {
         "prefill": "prefill", "decode": "decode"
@@ -186,16 +175,13 @@ def test_a_separated_plan_writes_prefill_and_decode_workers(tmp_path):
     assert devices_of(found) == 32
 
 
-def test_a_process_with_attention_and_experts_is_a_worker(tmp_path):
+def test_attention_and_experts_of_one_process_are_a_worker_and_experts_in_processes_of_their_own_are_none(tmp_path):
     found, workers = planned(
         tmp_path / "apart.yaml", "--cluster h200-8 --attention-mesh dp=2 --expert-mesh ep=6 --mode aggregated"
     )
     assert workers.keys() == {"worker"}
     assert (engine_args(workers["worker"][1]).num_devices, devices_of(found)) == (8, 8)
-
-
-def test_experts_in_processes_of_their_own_are_no_workers(tmp_path):
-    path = tmp_path / "apart.yaml"
+    path = tmp_path / "experts-apart.yaml"
     words = f"plan recipe {path} --cluster h200-32 --attention-mesh dp=8 --expert-mesh ep=16 --mode aggregated"
     refused = CliRunner().invoke(app, words.split())
     assert isinstance(refused.exception, UserError)

@@ -110,7 +110,7 @@ def test_a_pod_has_the_devices_of_its_side_and_a_step_waits_longer_than_experts_
     assert 600 < attention.start_timeout < server["step_timeout"]
 
 
-def test_pods_with_experts_are_fenced_scraped_and_reached_by_name_alone(one_kind):
+def test_pods_with_experts_are_fenced_restricted_have_their_keys_and_are_scraped_and_probed(one_kind):
     (pods,), (policy,), (monitor,) = one_kind["StatefulSet"], one_kind["NetworkPolicy"], one_kind["PodMonitor"]
     labels = pods["spec"]["template"]["metadata"]["labels"].items()
     assert pods["spec"]["selector"]["matchLabels"].items() <= labels
@@ -123,9 +123,6 @@ def test_pods_with_experts_are_fenced_scraped_and_reached_by_name_alone(one_kind
     assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels
     assert policy["spec"]["ingress"][1]["from"][0]["podSelector"]["matchLabels"].items() <= labels
     assert monitor["spec"]["selector"]["matchLabels"].items() <= labels
-
-
-def test_pods_with_experts_are_restricted_have_their_keys_and_are_probed_as_they_answer(one_kind):
     (pods,), (group,) = one_kind["StatefulSet"], one_kind["LeaderWorkerSet"]
     pod = pods["spec"]["template"]["spec"]
     check_restricted(pod)

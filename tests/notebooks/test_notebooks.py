@@ -12,13 +12,13 @@ from notebooks.execute import execute, read
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 SMALL = {
-    "1_mesh_layouts": 'LAYOUTS = {"dp=4,tp=8": "4 replicas", "dp=4,tp=8,ep=4": "each expert cut in 8 slices"}',
+    "1_mesh_layouts": 'LAYOUTS = {"dp=4,tp=8": "4 replicas", "dp=4,tp=8,ep=4": "each expert cut in 8 slices"}\nCHANGED_ON = "tp=2"',
     "2_mla_forms": 'TOKENS = 2\nCOMPARED = ("CC",)\nCONTEXT = 64',
     "3_dispatch": 'MESH, HOST = "dp=4", 2\nTOKENS = 8\nSKEWS = (0.0, 1.0)',
-    "4_dry_run_671b": 'LAYOUTS = ("dp=8",)',
+    "4_dry_run_671b": 'MODEL, LAYOUTS, CONTEXT = "demo", ("dp=8",), 512',
     "5_planner": 'CLUSTER = "h200-8"\nMODES = ("aggregated",)',
     "6_routing": 'MESH = "dp=1"\nMODULES = ("heapq",)\nTOKENS = 1024\nCHUNK = 256',
-    "7_same_answer": 'RUNS = {name: RUNS[name] for name in ("one device", "attention | experts")}',
+    "7_same_answer": 'RUNS = {name: RUNS[name] for name in ("one device", "4 replicas, wide EP")}',
 }
 """Sizes at which a test can wait for a notebook; the files themselves were run at their own."""
 MOST_BYTES = 300_000

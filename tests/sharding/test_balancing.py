@@ -36,13 +36,7 @@ def problems(draw):
     layers = draw(st.integers(1, 3))
     load = draw(st.lists(st.lists(counts, min_size=experts, max_size=experts), min_size=layers, max_size=layers))
     policy = draw(st.sampled_from(["global", "hierarchical"]))
-    return np.array(load), {
-        "n_physical": slots,
-        "ranks": ranks,
-        "groups": groups,
-        "hosts": hosts,
-        "policy": policy,
-    }
+    return np.array(load), {"n_physical": slots, "ranks": ranks, "groups": groups, "hosts": hosts, "policy": policy}
 
 
 def copies(placement_P, experts):
@@ -55,7 +49,7 @@ def shares(load_E, placement_P):
     return (load_E / copies(placement_P, len(load_E)))[placement_P]
 
 
-def test_the_published_example_comes_out_slot_by_slot():
+def test_the_published_example_comes_out_slot_by_slot_and_auto_is_global_where_groups_do_not_divide():
     options = {"n_physical": 16, "ranks": 8, "groups": 4, "hosts": 2}
     np.testing.assert_array_equal(rebalance(README_LOAD, **options), README_PLACEMENT)
     np.testing.assert_array_equal(rebalance(README_LOAD, **options, policy="hierarchical"), README_PLACEMENT)
@@ -63,9 +57,6 @@ def test_the_published_example_comes_out_slot_by_slot():
     assert (
         rank_loads(README_LOAD, anywhere, 8).max(axis=1) < rank_loads(README_LOAD, README_PLACEMENT, 8).max(axis=1)
     ).any()
-
-
-def test_auto_is_global_where_groups_do_not_divide_over_the_hosts():
     options = {"n_physical": 16, "ranks": 8, "hosts": 8, "groups": 4}
     np.testing.assert_array_equal(rebalance(README_LOAD, **options), rebalance(README_LOAD, **options, policy="global"))
 

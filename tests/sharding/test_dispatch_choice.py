@@ -18,16 +18,13 @@ from sharding.dispatch import (
 )
 
 
-def test_capacity_never_exceeds_the_tokens_and_covers_even_routing_with_a_margin():
+def test_capacity_covers_even_routing_and_a_token_of_four_groups_needs_less_room_on_fewer_hosts():
     assert default_capacity(tokens=8, top_k=8, ranks=32) == 8
     assert default_capacity(tokens=1, top_k=8, ranks=32) == 1
     mean = 128 * (1 - (1 - 1 / 32) ** 8)
     capacity = default_capacity(tokens=128, top_k=8, ranks=32)
     assert mean < capacity < 2 * mean
     assert capacity % 8 == 0
-
-
-def test_a_token_of_four_groups_reaches_fewer_hosts_and_needs_less_room_there():
     of_v3 = (8, 4)
     assert hosts_of_a_token(8, 8) == pytest.approx(8 * (1 - (7 / 8) ** 8))
     assert hosts_of_a_token(8, 8, of_v3) == 4  # a group a host
@@ -58,12 +55,9 @@ def test_auto_goes_by_tokens_ranks_and_platform(tokens, ranks, platform, method)
     assert choose_method("auto", tokens, 8, ranks, platform) == method
 
 
-def test_in_one_memory_auto_gathers_few_tokens_alone():
+def test_in_one_memory_auto_gathers_few_tokens_alone_and_terms_come_back_as_columns_where_these_are_short():
     found = {tokens: choose_method("auto", tokens, 8, 32, "cpu", in_memory=True) for tokens in (8, 16, 32, 256)}
     assert found == {8: "gather", 16: "gather", 32: "padded", 256: "padded"}
-
-
-def test_terms_come_back_as_columns_where_these_are_no_longer_than_queues():
     spec, sizes = MeshSpec.parse("dp=32"), {"top_k": 8, "experts": 256, "platform": "gpu"}
     for capacity, method in ((None, "padded"), (128, "gather"), (127, "padded")):
         config = DispatchConfig("gather", by_choice=True, capacity=capacity)
@@ -114,13 +108,17 @@ def test_auto_goes_by_way_of_a_rank_of_each_host_where_several_ranks_are_on_seve
     )
 
 
-def test_auto_takes_one_stage_where_a_token_has_one_expert_and_meets_no_other_row_on_its_way():
+def test_auto_takes_one_stage_where_two_save_nothing_and_a_method_that_was_asked_for_is_taken():
     assert choose_method("auto", 4096, 1, 32, "gpu", on_host=8) == "ragged"
     assert choose_method("auto", 4096, 8, 32, "gpu", on_host=8) == "hierarchical"
     # Of 32 hosts a token's eight experts are on seven or eight; of eight hosts on four, where a token has four groups of eight.
     assert choose_method("auto", 4096, 8, 256, "gpu", on_host=8, routed_groups=(8, 4)) == "ragged"
     assert choose_method("auto", 4096, 8, 64, "gpu", on_host=8) == "ragged"
     assert choose_method("auto", 4096, 8, 64, "gpu", on_host=8, routed_groups=(8, 4)) == "hierarchical"
+    for method in ("gather", "padded", "ragged"):
+        assert choose_method(method, 128, 8, 32, "gpu", on_host=8) == method
+    for on_host, method in ((8, "hierarchical"), (32, "padded"), (1, "padded")):
+        assert choose_method("hierarchical", 8, 8, 32, "cpu", on_host=on_host) == method
 
 
 @given(st.integers(1, 8192), st.integers(1, 8), st.sampled_from([2, 4, 8]), st.integers(2, 32), st.booleans())
@@ -136,10 +134,3 @@ def test_in_two_stages_less_goes_between_hosts_and_a_link_four_times_as_fast_car
     saved = straight * (ranks - on_host) - host_capacity(tokens, top_k, hosts, routed_groups=groups) * (hosts - 1)
     assert saved > 0
     assert capacity * (ranks - hosts) < 4 * saved
-
-
-def test_a_method_that_was_asked_for_is_taken_but_two_stages_of_one_host_are_one():
-    for method in ("gather", "padded", "ragged"):
-        assert choose_method(method, 128, 8, 32, "gpu", on_host=8) == method
-    for on_host, method in ((8, "hierarchical"), (32, "padded"), (1, "padded")):
-        assert choose_method("hierarchical", 8, 8, 32, "cpu", on_host=on_host) == method

@@ -14,7 +14,7 @@ def random_row(seed: int, experts: int, physical: int) -> np.ndarray:
     return rng.permutation(np.concatenate([np.arange(experts), rng.integers(0, experts, physical - experts)]))
 
 
-def test_tables_are_as_wide_as_any_placement_needs_and_name_every_slot_once():
+def test_tables_are_as_wide_as_any_placement_needs_and_slots_loads_add_up_to_those_of_their_experts():
     rows = LayerPlacements(np.array([[0, 1, 2, 2, 2, 2], [0, 1, 2, 0, 1, 2]]), 3)
     physical, copies = rows.tables
     assert physical.shape == (2, 3, 4)
@@ -22,14 +22,8 @@ def test_tables_are_as_wide_as_any_placement_needs_and_name_every_slot_once():
     assert copies.tolist() == [[1, 1, 4], [2, 2, 2]]
     assert physical[0].tolist() == [[0, -1, -1, -1], [1, -1, -1, -1], [2, 3, 4, 5]]
     assert physical[1].tolist() == [[0, 3, -1, -1], [1, 4, -1, -1], [2, 5, -1, -1]]
-
-
-def test_a_layer_that_lacks_an_expert_is_refused_by_name():
     with pytest.raises(MeshError, match=r"MoE layer 1: .* missing \[2\]"):
         LayerPlacements(np.array([[0, 1, 2, 2], [0, 1, 1, 0]]), 3)
-
-
-def test_loads_of_slots_add_up_to_those_of_their_experts():
     rows = LayerPlacements(np.array([[0, 1, 0, 2], [2, 2, 1, 0]]), 3)
     assert rows.logical_load(np.array([[5, 7, 3, 2], [1, 2, 3, 4]])).tolist() == [[8, 7, 2], [4, 3, 3]]
 

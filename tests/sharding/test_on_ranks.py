@@ -33,15 +33,12 @@ def test_a_region_inside_a_region_is_the_function_itself():
     assert not on_one_rank()
 
 
-def test_a_rank_with_nothing_active_computes_nothing():
+def test_a_rank_with_nothing_active_computes_nothing_and_outside_a_region_all_compute_in_step():
     def rank(active, rows):
         return if_any(active, lambda: rows * 2, lambda: jnp.full_like(rows, -1))
 
     active = jnp.asarray([False, False, True, False, False, False, True, True])
     found = jax.jit(on_ranks(rank, MESH, BY_RANK, BY_RANK))(active, jnp.arange(8.0))
     np.testing.assert_array_equal(found, [-1, -1, 4, 6, -1, -1, 12, 14])
-
-
-def test_outside_a_region_all_ranks_compute_in_step():
     found = jax.jit(lambda rows: if_any(rows < 0, lambda: rows * 2, lambda: jnp.full_like(rows, -1)))(jnp.arange(4.0))
     np.testing.assert_array_equal(found, [0, 2, 4, 6])

@@ -10,12 +10,17 @@ from sharding import MeshError, MeshSpec
 from sharding.placement import Placement, assign_copies, least_redundancy, slot_distances
 
 
-def test_identity_returns_ids_unchanged_and_drops_inactive_tokens():
+def test_identity_returns_ids_unchanged_and_tables_and_loads_go_there_and_back():
     placement = Placement.identity(8)
     ids = jnp.array([[3, 1], [0, 7], [2, 2]])
     slots = assign_copies(placement.tables, ids, jnp.array([True, False, True]))
     np.testing.assert_array_equal(slots, [[3, 1], [-1, -1], [2, 2]])
     np.testing.assert_array_equal(placement.tables_of(3).copies_E, np.ones((3, 8)))
+    placement = Placement((0, 2, 1, 0, 2, 0), 3)
+    assert placement.logical_to_physical == ((0, 3, 5), (2,), (1, 4))
+    np.testing.assert_array_equal(placement.tables.physical_EC, [[0, 3, 5], [2, -1, -1], [1, 4, -1]])
+    np.testing.assert_array_equal(placement.tables.copies_E, [3, 1, 2])
+    np.testing.assert_array_equal(placement.logical_load(np.array([[1, 10, 100, 2, 20, 4]])), [[7, 100, 30]])
 
 
 @pytest.mark.parametrize(
@@ -25,14 +30,6 @@ def test_least_redundancy(experts, ep, least):
     assert least_redundancy(experts, ep) == least
     placement = Placement.with_redundancy(experts, experts + least, ranks=ep)
     assert placement.n_physical % ep == 0
-
-
-def test_tables_and_loads_go_there_and_back():
-    placement = Placement((0, 2, 1, 0, 2, 0), 3)
-    assert placement.logical_to_physical == ((0, 3, 5), (2,), (1, 4))
-    np.testing.assert_array_equal(placement.tables.physical_EC, [[0, 3, 5], [2, -1, -1], [1, 4, -1]])
-    np.testing.assert_array_equal(placement.tables.copies_E, [3, 1, 2])
-    np.testing.assert_array_equal(placement.logical_load(np.array([[1, 10, 100, 2, 20, 4]])), [[7, 100, 30]])
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

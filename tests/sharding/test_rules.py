@@ -22,21 +22,15 @@ def test_logical_axes_become_the_mesh_axes_of_the_table(wide):
     assert sharding.shard_shape((3, 16, 5)) == (3, 2, 5)
 
 
-def test_two_dimensions_over_one_mesh_axis_are_a_collision_that_names_both(wide):
+def test_collisions_and_names_that_are_unknown_or_given_twice_are_refused_by_name(wide):
     rules, _ = wide
     with pytest.raises(MeshError, match=r"'heads' and 'vocab' are both split over mesh axis 'tp'"):
         rules.spec(("heads", "vocab"))
     # A collision may also be brought about by a change of the table.
     with pytest.raises(MeshError, match=r"'experts' and 'expert_width' are both split over mesh axis 'tp'"):
         rules.replace(expert_width=("tp",)).spec(("experts", "embed", "stack", "expert_width"))
-
-
-def test_a_mesh_axis_twice_in_one_rule_is_refused():
     with pytest.raises(MeshError, match="name it once"):
         Rules({"heads": ("tp", "tp")})
-
-
-def test_an_unknown_name_is_answered_with_those_there_are(wide):
     rules, mesh = wide
     for call in (lambda: rules.spec(("head",)), lambda: rules.ways(mesh, "head")):
         with pytest.raises(MeshError, match=r"no rule for logical axis 'head'; the names are .*'heads'"):

@@ -10,11 +10,8 @@ from sharding import MeshSpec
 from sharding.sums import MOST_PIECES, add_as_tree, add_by_halves, add_in_order, pieces_here, pieces_of, tree_sum
 
 
-def test_a_sum_has_as_many_pieces_as_a_power_of_two_that_divides_it():
+def test_a_sum_has_as_many_pieces_as_a_power_of_two_divides_and_devices_share_them_where_that_comes_out_even():
     assert [pieces_of(depth) for depth in (1, 6, 12, 16, 56, 2048)] == [1, 2, 4, 8, 8, MOST_PIECES]
-
-
-def test_devices_share_the_pieces_where_that_comes_out_even():
     assert [pieces_here(64, shares) for shares in (1, 2, 4, 8)] == [8, 4, 2, 1]
     assert pieces_here(48, 3) == 1
     assert pieces_here(512, 16) == 1

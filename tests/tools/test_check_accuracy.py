@@ -7,7 +7,7 @@ from tools.check_accuracy import BOUNDS, FORMATS, compare, read, refusal
 from tools.demo.corpus import read_corpus
 
 
-def test_figures_of_two_tokens_worked_out_by_hand():
+def test_figures_worked_out_by_hand_where_float32_is_decided_and_where_it_is_not():
     exact = [np.log(np.array([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]], np.float32))]
     came = [np.array([0, 2])]
     same = compare(exact, exact, came, size=2)
@@ -18,9 +18,6 @@ def test_figures_of_two_tokens_worked_out_by_hand():
     assert found["bits_a_byte"] == pytest.approx((2 + np.log2(10)) / 2)
     assert found["same_token"] == 0.5
     assert found["divergence_bits"] == pytest.approx((0.5 * 1 - 0.25 * 1) / 2)
-
-
-def test_a_token_on_which_float32_itself_is_undecided_counts_only_in_the_whole():
     exact = [np.array([[8.0, 8.1, 0], [8, 0, 0]])]  # 0.1 of 8.1 is less than a 32nd
     other = [np.array([[8.1, 8.0, 0], [8, 0, 0]])]
     found = compare(other, exact, [np.array([0, 0])], size=2)

@@ -39,12 +39,9 @@ def test_text_survives_a_round_trip(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-def test_a_prompt_that_stops_at_a_bracket_ends_between_tokens(tokenizer):
+def test_a_prompt_ends_between_tokens_begins_with_bos_and_numbers_match_the_configuration(tokenizer):
     prompt = tokenizer.encode("def main(").ids
     assert tokenizer.encode("def main(argv=None):\n    pass").ids[: len(prompt)] == prompt
-
-
-def test_encoding_begins_with_bos_and_numbers_match_the_configuration(tokenizer):
     config = json.loads((FOLDER / "config.json").read_text())
     assert tokenizer.encode("x").ids[0] == config["bos_token_id"]
     assert tokenizer.token_to_id("<｜end▁of▁sentence｜>") == config["eos_token_id"]

@@ -41,13 +41,10 @@ def test_an_engine_is_started_as_on_its_day():
     assert protocol(run(users="8")).engine.poll_steps < protocol(run(users="16")).engine.poll_steps
 
 
-def test_prompts_are_as_long_as_the_server_most_likely_got_them():
+def test_prompts_are_as_long_as_the_server_got_them_and_sglang_apart_gathers_tokens_with_drafts_alone():
     assert run().as_sent().prompt == 1024
     assert run(device="b300", ran="2026-05-01").as_sent().prompt == round(1024 * 35921 / 7140)
     assert run(device="b300", ran="2026-05-20").as_sent().prompt == 1024
-
-
-def test_sglang_apart_gathers_tokens_with_drafts_alone():
     apart = {"prefill": "1 x dp=8", "mesh": "1 x dp=8"}
     assert separated_engine(run(drafts="2", **apart)).gathers
     assert not separated_engine(run(**apart)).gathers
@@ -86,10 +83,12 @@ def test_the_table_of_mechanisms_has_each_of_them():
     assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:]] == ["nothing", *MECHANISMS]
 
 
-@pytest.mark.parametrize(("kind", "bound"), [(RATE, 0.18), (TPOT, 0.08)])
-def test_the_newest_round_on_one_host_is_predicted_as_well_as_blind(kind, bound):
+@pytest.mark.slow
+def test_the_newest_round_on_one_host_is_predicted_as_well_as_blind():
     """Guards the planner: `all left` was 16.9 % off in rates, for cold engines that the mean value lacks, and 7.0 % in TPOT."""
-    rows = [row for row in read() if (row["round"], row["kind"], row["distance"]) == ("all left", kind, HOST)]
-    errors = [abs(float(row["predicted"]) / float(row["measured"]) - 1) for row in replayed(rows)]
-    assert len(errors) == 134
-    assert statistics.mean(errors) < bound
+    errors = {RATE: [], TPOT: []}
+    for row in replayed(row for row in read() if (row["round"], row["distance"]) == ("all left", HOST)):
+        errors[row["kind"]].append(abs(float(row["predicted"]) / float(row["measured"]) - 1))
+    assert {kind: len(each) for kind, each in errors.items()} == {RATE: 134, TPOT: 134}
+    assert statistics.mean(errors[RATE]) < 0.18
+    assert statistics.mean(errors[TPOT]) < 0.08

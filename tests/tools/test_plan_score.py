@@ -27,20 +27,21 @@ def scored(blind, name):
     return Score.of(pair for pair in by_older_rounds(blind) if pair[0].round == name)
 
 
-def test_errors_are_relative_to_what_was_measured(file):
+def test_errors_are_relative_to_what_was_measured_and_intervals_are_made_from_older_rounds_alone(file):
     score = scored(read(file), "third")
     assert score.count == 2
     assert score.error == pytest.approx((5 / 55 + 1) / 2)
     assert score.bias == pytest.approx((-5 / 55 + 1) / 2)
-
-
-def test_intervals_are_made_from_older_rounds_alone(file):
     made = dict(zip("ABC", (scored(read(file), name) for name in ("first", "second", "third")), strict=True))
     assert math.isnan(made["A"].score), "nothing is older"
     assert math.isnan(made["B"].score), f"one older prediction, and {LEAST} are needed"
     # 20 errors of 1.02 to 1.38 and 2: the conformal ranks of 90 % are the least and the largest.
     assert made["C"].width == pytest.approx(2 / 1.02)
     assert made["C"].inside == 0.5
+    blind = read(file)
+    lines = table(blind).splitlines()
+    assert f"| *second* | {scored(blind, 'second').cells()} |" in lines
+    assert [line for line in lines if line.startswith(f"| rate, {HOST} | 22 |")]
 
 
 def test_an_interval_score_is_the_width_and_twenty_times_the_miss():
@@ -49,22 +50,12 @@ def test_an_interval_score_is_the_width_and_twenty_times_the_miss():
     assert interval_score(0.25, (0.5, 2.0)) == pytest.approx(math.log(4) + 20 * math.log(2))
 
 
-def test_the_table_has_each_round_and_kind(file):
-    blind = read(file)
-    lines = table(blind).splitlines()
-    assert f"| *second* | {scored(blind, 'second').cells()} |" in lines
-    assert [line for line in lines if line.startswith(f"| rate, {HOST} | 22 |")]
-
-
-def test_every_committed_prediction_is_in_a_round_and_a_kind():
+def test_every_committed_prediction_is_in_a_round_and_a_kind_and_has_not_changed():
+    """A prediction that is changed after its measurement is known is no prediction. A new round adds rows."""
     blind = read()
     assert len(blind) == len(blind_predictions()) == 2546
     parts = list(groups(blind).values())[2:-1]
     assert all(sum(holds(b) for holds in parts) == 2 for b in blind)
-
-
-def test_committed_predictions_have_not_changed():
-    """A prediction that is changed after its measurement is known is no prediction. A new round adds rows."""
     lines = plan_score.DATA.read_text(encoding="utf-8").splitlines()[1:]
     said = [line.split(",")[:8] for line in lines[:2546]]
     assert hashlib.sha256(repr(said).encode()).hexdigest()[:16] == "2acee6336d0731f4"

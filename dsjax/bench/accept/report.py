@@ -1,4 +1,4 @@
-"""The report of a run: Markdown, JSON, JUnit XML, and the table on the console. Fields of the JSON: `docs/accept.md`."""
+"""The report of a run: Markdown, JSON, JUnit XML, and the table on the console. `Report.to_json` explains the JSON."""
 
 import datetime
 import json
@@ -54,7 +54,11 @@ class Report:
         return f"{self.command} --only {name} --fresh"
 
     def to_json(self) -> dict[str, Any]:
-        """Stable fields."""
+        """Stable fields.
+
+        Of a criterion `verdict` is met, missed or not tested, `grade` warning, failing or None, and `command` measures it alone. Of a
+        measurement `fingerprint` changes with its definition, server and hooks, and `absent` has [verdict, reason] for missing values.
+        """
         judged = self.judged
         return {
             "format": FORMAT,

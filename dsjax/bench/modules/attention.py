@@ -14,6 +14,7 @@ from dsjax.bench.modules.timing import PreparedCase, device_loop
 from dsjax.model.attention import AttentionFamily
 from dsjax.model.forms import Form
 from dsjax.model.layer_values import Tokens
+from dsjax.model.mla_costs import mla_cost
 from dsjax.model.paging import Cache, Rows
 from dsjax.model.parameters import storage_dtype
 from dsjax.model.rope import Rotation
@@ -63,7 +64,8 @@ class AttentionShape:
         """Operations of a layer, and the bytes that it moves beside its weights."""
         shape = {"rows": self.rows, "chunk": self.chunk, "context": self.context}
         attended, itemsize = self.cached + (self.chunk + 1) / 2, self.setting.dtype.itemsize
-        cost = self.attention.cost(self.form, **shape, activation_itemsize=itemsize, attended=attended)
+        shape |= {"cache_dtype": self.attention.cache_dtype, "activation_itemsize": itemsize, "attended": attended}
+        cost = mla_cost(self.setting.config, self.form, **shape)
         return cost.flops, cost.cache_read_bytes + cost.cache_write_bytes + cost.activation_bytes
 
     def arrays(self) -> dict[str, jax.Array]:

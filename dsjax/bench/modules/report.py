@@ -88,7 +88,13 @@ def to_json(
     processes: Sequence[Mapping[str, Any]] = (),
     **more: Any,
 ) -> dict[str, Any]:
-    """Stable fields, as `docs/bench-modules.md` lists them. processes: `Processes.members` of a group."""
+    """Stable fields. processes: `Processes.members` of a group.
+
+    `skipped` has cases that were left out, each with its `reason`. A row has `module`, `variant`, `sizes`, `flops` (a multiply-add is two),
+    `weight_bytes`, `other_bytes` (cache, inputs and results, or what leaves a device), `in_device_loop`, `median_s`, `min_s`, `low_s` and
+    `high_s` (10th and 90th percentile; of fewer than ten samples the extremes), `once_s` (what a call costs beside its applications),
+    `applications`, and `samples_s` as [empty, short, long] calls.
+    """
     step = setting.step
     return {
         **origin(FORMAT, command, device),

@@ -288,7 +288,12 @@ def to_json(
     processes: list[dict[str, Any]],
     command: str,
 ) -> dict[str, Any]:
-    """Stable fields, as `docs/bench-network.md` lists them."""
+    """Stable fields. `verdict` is as expected, warning, failing or None (nothing was expected); `skipped` has rows left out, with `reason`.
+
+    A row has `group`, `between_hosts`, `ranks`, `hosts`, `collective`, `operand_bytes`, `sent_bytes` (that leave a device), `median_s`,
+    `low_s` and `high_s` (10th and 90th percentile; of fewer than ten samples the extremes), `samples_s`, `bytes_per_s`, `correct` (the
+    data), `expected_s`, `warning_s`, `failing_s`, `expected_source` and `verdict`.
+    """
     return {
         **origin(NETWORK_FORMAT, command, device),
         "mesh": options.mesh,

@@ -1,6 +1,21 @@
 """Figures as text and files: how far a point is, a point as `vllm bench serve` prints it, the table of a sweep, CSV, and a picture.
 
-Fields are documented in `docs/bench-serve.md` and stable; vLLM's names where it has them.
+The JSON is an object for one point, or its head with `swept` (max_concurrency or request_rate) and `points`. Names are vLLM's where it has
+them; `…_ms` are milliseconds, other times seconds, and what is unknown is None.
+
+- head: `date`, `backend` (openai, openai-chat), `endpoint`, `base_url`, `model_id`, `tokenizer_id`, `dataset_name`, `seed`
+- point: `num_prompts`, `request_rate` (or "inf"), `burstiness`, `max_concurrency`, `interrupted`, `duration`, `completed`, `failed`,
+  `error_counts`
+- tokens: `total_input_tokens`, `total_output_tokens`, `meant_input_tokens` (of the dataset), `token_sources` (usage, tokenizer, chunks),
+  `tokens_per_chunk`, `total_cached_tokens`, `cached_share`, `cached_share_bound` (the largest possible)
+- rates: `request_throughput`, `request_goodput`, `input_throughput`, `output_throughput`, `total_token_throughput`,
+  `max_output_tokens_per_s` (best second), `max_concurrent_requests`, `num_devices`, `output_throughput_per_device`, `…_per_user`
+- objectives: `good_share`, `goodput_verdict` (met, missed), `goodput_share_wanted`, `objective_shares`
+- drafts: `spec_decode_acceptance_rate` (percent), `…_acceptance_length`, `…_num_drafts`, `…_draft_tokens`, `…_accepted_tokens`,
+  `…_per_position_acceptance_rates` (0 to 1)
+- latencies: `mean_X_ms`, `median_X_ms`, `std_X_ms`, `pNN_X_ms` of ttft, tpot, itl, e2el
+- with `--save-detailed`, a list each: `input_lens`, `output_lens`, `ttfts`, `itls`, `latencies`, `start_times`, `queue_times` (how long
+  `--max-concurrency` held a request), `generated_texts`, `errors`
 """
 
 import contextlib

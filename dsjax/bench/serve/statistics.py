@@ -1,4 +1,4 @@
-"""Records and counters of drafts as the fields of a point's JSON. Definitions: `docs/bench-serve.md`; vLLM's names where it has them."""
+"""Records and counters of drafts as the fields of a point's JSON. Definitions: `docs/benchmarking.md`; vLLM's names where it has them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""What a compiled program computes and moves on one device: operations of its matrix products and bytes of memory, loops
-multiplied out.
+"""Costs of a compiled program on one device: operations of its matrix products and bytes of memory, loops multiplied out.
 
-A fusion moves what its parameters and its result are; a parameter of which only slices are read counts those slices, and a
-result that only updates a part of a parameter counts that part. This follows XLA's ``HloCostAnalysis``, which counts a
-loop's body once.
+A fusion moves its parameters and its result; a parameter of which only slices are read counts those slices, and a result that updates
+only a part of a parameter counts that part. This follows XLA's ``HloCostAnalysis``, which counts a loop's body once.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ FREE = {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "while",
     "conditional", "call", "iota", "domain", "opt-barrier",
 }  # fmt: skip
-"""Operations that name, pass on or order things; their computations, where they have any, count by themselves."""
+"""Operations that only name, pass on or order values. Computations that they call count by themselves."""
 ORDERING = {
     "AllocateBuffer",
     "ConcatBitcast",
@@ -30,7 +28,7 @@ ORDERING = {
     "AsyncCollectiveStart",
     "AsyncCollectiveDone",
 }
-"""Custom calls of TPU programs that likewise only name buffers or order what is asynchronous."""
+"""Custom calls of TPU programs that only name buffers or order asynchronous operations."""
 _RENAMES = ("bitcast", "reshape", "copy", "transpose")
 _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = ("dynamic-update-slice", "scatter")
@@ -40,9 +38,9 @@ _UPDATES = ("dynamic-update-slice", "scatter")
 class ProgramCosts:
     """Costs of one device in one run of the program.
 
-    flops: of matrix products, a multiply-add counting two; flops_by_dtype: the same by the dtype of the operands. bytes: read and
-    written by scheduled operations. flops_assumed, bytes_assumed: of these, what lies in loops whose trip count was
-    assumed. uncounted: custom calls whose operations cannot be known from the text → how often they run.
+    flops: of matrix products, two for a multiply-add. flops_by_dtype: the same by the dtype of the operands. bytes: read and written by
+    scheduled operations. flops_assumed, bytes_assumed: the part in loops whose trip count was assumed. uncounted: runs of each custom call
+    whose operations the text does not show.
     """
 
     flops: float
@@ -54,7 +52,7 @@ class ProgramCosts:
 
 
 def program_costs(program: Program, *, trip_count: TripCount = lambda loop: None) -> ProgramCosts:
-    """Walk the schedule and add up."""
+    """Add up the costs of all scheduled operations."""
     by_dtype: dict[str, float] = {}
     uncounted: dict[str, float] = {}
     flops = moved = flops_assumed = bytes_assumed = 0.0
@@ -100,7 +98,7 @@ def bytes_moved(program: Program, computation: Computation, operation: Operation
 
 
 def _read(program: Program, inner: Computation, parameter: Operation) -> int:
-    """Bytes of a fusion's parameter that are read: its slices, if nothing else is done with it."""
+    """Bytes that a fusion reads of a parameter: those of its slices, if it is only sliced."""
     read, pending = 0, [parameter]
     while pending:
         value = pending.pop()
@@ -169,9 +167,9 @@ def products(program: Program, computation: Computation, operation: Operation) -
 
 @dataclass(frozen=True)
 class ToldCost:
-    """What a custom call says of itself: operations of its products, the dtype of their operands, bytes of main memory.
+    """Costs in a custom call's metadata: operations of its products, dtype of their operands, bytes of main memory.
 
-    assumed: whether the figures take for granted what only values tell.
+    assumed: whether the figures depend on values, and are assumptions.
     """
 
     flops: float
@@ -181,8 +179,10 @@ class ToldCost:
 
 
 def told_cost(operation: Operation) -> ToldCost | None:
-    """The figures ``cost_flops``, ``cost_bytes``, ``cost_dtype`` and ``cost_assumed`` of a custom call's metadata (Pallas's ``metadata``);
-    None where it has none."""
+    """Read ``cost_flops``, ``cost_bytes``, ``cost_dtype`` and ``cost_assumed`` from a custom call's metadata (Pallas's ``metadata``).
+
+    Return None if it has none.
+    """
     if operation.opcode != "custom-call" or "cost_flops" not in operation.attributes:
         return None
     # For GPUs XLA prints the quotation marks of the JSON in it as \22, for TPUs as they are.
@@ -191,13 +191,13 @@ def told_cost(operation: Operation) -> ToldCost | None:
 
 
 def call_target(operation: Operation) -> str:
-    """What a custom call calls."""
+    """Return the target of a custom call."""
     target = re.search(r'custom_call_target="([^"]*)"', operation.attributes)
     return target.group(1) if target else "custom-call"
 
 
 def gemm_dimensions(computation: Computation, operation: Operation) -> tuple[int, ...] | None:
-    """Contracted dimensions of the left operand, where a custom call is a matrix product that says so."""
+    """Return the contracted dimensions of the left operand of a custom call that is a matrix product; else None."""
     if operation.opcode == "custom-call" and call_target(operation) == "__cudnn$blockScaledDot":
         return (len(computation.operations[operation.operands[0]].shapes[0].dims) - 1,)
     dimensions = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', operation.attributes)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dsjax.addresses import split_address
 from dsjax.errors import UserError
-from dsjax.options import option
+from dsjax.options import Group, advanced, option
 
 if TYPE_CHECKING:
     from sharding.mesh import MeshSpec
@@ -21,37 +21,32 @@ Args = TypeVar("Args")
 class ApartOptions:
     """Options of an engine whose routed experts are on devices of their own."""
 
-    attention_mesh: str | None = option(
-        None,
-        "devices that have everything but the routed experts, such as dp=8 or dp=4,tp=2; with --expert-mesh, in place of --mesh",
-    )
+    attention_mesh: str | None = option(None, "Devices of all but the routed experts, such as dp=4,tp=2.", Group.SIDES)
     expert_mesh: str | None = option(
-        None, "devices beside these that have the routed experts and nothing else, such as ep=24; with --attention-mesh"
+        None, "Devices of the routed experts, such as ep=24, with --attention-mesh.", Group.SIDES
     )
-    afd_role: str = option(
+    afd_role: str = advanced(
         "both",
-        "with --expert-mesh; both: both sides are in this process; attention: this one, or a group of several (--coordinator-address), "
-        "calls the experts at --afd-address; expert: it has the experts, and answers at --afd-address",
+        "With --expert-mesh. attention: call the experts at --afd-address; expert: have the experts and listen there; both: one process.",
+        Group.SIDES,
         choices=("both", "attention", "expert"),
         of_host=True,
     )
-    afd_address: str | None = option(
+    afd_address: str | None = advanced(
         None,
-        "HOST:PORT at which the process with --afd-role expert listens; several, separated by commas: of processes that share the expert "
-        "devices, in equal parts and in this order",
+        "HOST:PORT of the process with --afd-role expert; several, separated by commas, share the expert devices equally in this order.",
+        Group.SIDES,
         of_host=True,
     )
-    num_afd_stages: int = option(
+    num_afd_stages: int = advanced(
         2,
-        "with --enable-dbo and --expert-mesh: micro-batches of a step that take turns on the two sides; three or more where the network "
-        "there and back takes longer than a half's attention",
+        "With --enable-dbo and --expert-mesh: micro-batches of a step that take turns on the two sides; three or more where the network "
+        "takes longer than a half's attention.",
+        Group.SIDES,
         least=2,
     )
-    afd_server_rank: int | None = option(
-        None,
-        "with --afd-role expert and several addresses: which of them is this process's, from 0 on",
-        least=0,
-        of_host=True,
+    afd_server_rank: int | None = advanced(
+        None, "With several --afd-address: which is this process's, from 0.", Group.SIDES, least=0, of_host=True
     )
 
 

@@ -1,4 +1,4 @@
-"""What an executor is told to do: one ordered stream of commands, as plain values. No NumPy, no JAX. docs/step-as-data.md.
+"""What an executor is told to do: one ordered stream of commands, as plain values. No NumPy, no JAX. docs/scheduler.md.
 
 A command can be written to a file, sent to another process and replayed: it names slots and pages, never requests. Arrays are the bytes of
 little-endian int32. A new capability adds a command; nothing reaches an executor beside the stream.

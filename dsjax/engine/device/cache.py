@@ -9,16 +9,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsjax.errors import UserError
-from dsjax.model.cache_groups import Table
+from dsjax.model.cache_groups import KEPT_WINDOWS, Table
 from dsjax.model.parameters import storage_dtype
 from dsjax.model.step import ModelStep
 
 HOST_CACHE_BYTES = 2 << 30
 """On the CPU platform all emulated devices share the host's memory: their caches together take at most this by default."""
-
-
-KEPT_SHARE = 1 / 5
-"""Share of the cache's bytes for window pages that no request holds: the borders at which prompts that are sent again may go on."""
 
 
 def bytes_per_page(step: ModelStep, table: Table = "context") -> int:
@@ -29,7 +25,7 @@ def bytes_per_page(step: ModelStep, table: Table = "context") -> int:
 def with_kept_windows(step: ModelStep, pages: int, held: int) -> int:
     """Window pages of a DP rank beside so many others: those that requests may hold, and those that are kept."""
     window = bytes_per_page(step, "window")
-    return held + int(KEPT_SHARE / (1 - KEPT_SHARE) * pages * bytes_per_page(step) / window) if window else 0
+    return held + int(KEPT_WINDOWS / (1 - KEPT_WINDOWS) * pages * bytes_per_page(step) / window) if window else 0
 
 
 def pages_that_fit(step: ModelStep, wanted: int, pool: Pool | None = None, held_windows: int = 0) -> int:
@@ -43,7 +39,7 @@ def pages_that_fit(step: ModelStep, wanted: int, pool: Pool | None = None, held_
     stages = step.stage.count if step.stage else 1
     room = HOST_CACHE_BYTES // (step.spec.num_devices * stages) if pool is None else pool.room
     each, windows = bytes_per_page(step), held_windows * bytes_per_page(step, "window")
-    kept = 1 - KEPT_SHARE if windows else 1
+    kept = 1 - KEPT_WINDOWS if windows else 1
     pages = min(wanted, int((room - windows) * kept / each) if each else wanted if room >= windows else 0)
     if pages < 2:
         left = "" if pool is None else f" ({pool})"

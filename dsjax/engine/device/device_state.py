@@ -38,7 +38,16 @@ PagesOnTheWay = dict[str, Array]
 @jax.tree_util.register_dataclass
 @dataclass
 class DeviceState:
-    """One donated pytree: every program takes it and gives it back. docs/step-as-data.md explains each field."""
+    """The executor's arrays on the devices: one pytree, which is donated to each program and returned by it.
+
+    cache: the KV cache, the MTP module's layer last; filled: whether the module's entry of a cache slot belongs to the token that is
+        there now (of window pages, where its layer caches on them).
+    tables: page tables of each slot, and behind them its ring of window pages: page ``i`` at entry ``i % Pw``.
+    start: tokens of the slot's request in the cache; last_token: the token at that position; drafts, num_drafts: proposed after it.
+    sampling: sampling parameters, seed and prompt length of each slot; counts: of requests with penalties, 2 × times in the output,
+        + 1 if in the prompt.
+    copies: the placement of experts; loads: tokens of each physical expert since they were last read, with ``--enable-eplb``.
+    """
 
     cache: Cache
     filled: Bool[Array, "P_all G"] | None

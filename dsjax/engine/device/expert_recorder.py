@@ -1,4 +1,4 @@
-"""``ExpertRecorder``: what the steps' dispatches reported, added up while somebody wants to know."""
+"""``ExpertRecorder``: sums of the counts that steps' dispatches report, while recording is on."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from sharding.dispatch import DispatchStatistics
 from sharding.layer_placement import LayerPlacements
 
 _MOST_HELD = 64
+"""Launches whose reports stay on the devices."""
 _SECONDS = 1.0
-
+"""Time after which they are read."""
 
 _Size = tuple[int, int]
 """Token slots of a DP rank in one exchange, and exchanges of a layer."""
 
 
 class ExpertRecorder:
-    """Brings to the host the counts that every step computes, so that recording compiles nothing. Another one begins anew.
+    """Adds up the counts that every step computes anyway, so that recording compiles nothing. A new recording has a new recorder.
 
-    Reports stay on the devices until 64 launches or a second have come together: ``counts`` is as old as that, ``read`` reads all.
+    Reports stay on the devices for up to 64 launches or a second. ``counts`` lacks those; ``read`` reads them first.
     """
 
     def __init__(self, step: ModelStep):
@@ -41,7 +42,7 @@ class ExpertRecorder:
         self._sums: list[Any] = [0] * 6
 
     def add(self, reports: Mapping[str, Array], groups: Sequence[GroupShape], placements: LayerPlacements) -> None:
-        """Enter a launch's reports. groups: its row groups on a DP rank; placements: where experts were."""
+        """Keep a launch's reports. groups: its row groups on a DP rank; placements: the placement of experts in the launch."""
         if not reports:
             return
         exchanges = self._step.micro_batches(groups)
@@ -51,7 +52,7 @@ class ExpertRecorder:
             self._read()
 
     def counts(self) -> ExpertCounts | None:
-        """Since recording began, but for the last launches; None before the first ones."""
+        """Return the sums without the reports that are still on the devices; None before the first were read."""
         if self._placements is None:
             return None
         tokens, logical, rows, rounds, payload, wire = self._sums
@@ -66,7 +67,7 @@ class ExpertRecorder:
         )
 
     def read(self) -> ExpertCounts | None:
-        """All since recording began; None before the first launch."""
+        """Read all reports and return the sums since recording began; None before the first launch."""
         self._read()
         return self.counts()
 
@@ -74,7 +75,7 @@ class ExpertRecorder:
         held, self._held = self._held, []
         self._read_at = time.monotonic()
         reports = jax.device_get([one for one, _, _ in held])
-        # Launches of one size under one placement are read as one with more layers.
+        # Launches of one size and placement are evaluated as one launch with more layers.
         alike: dict[tuple[_Size, int], list[int]] = {}
         for number, (_, size, placements) in enumerate(held):
             alike.setdefault((size, id(placements)), []).append(number)
@@ -83,7 +84,7 @@ class ExpertRecorder:
             self._enter([reports[number] for number in numbers], size, placements)
 
     def _enter(self, reports: list[Mapping[str, np.ndarray]], size: _Size, placements: LayerPlacements) -> None:
-        """Add launches of one size, all under one placement."""
+        """Add the reports of launches of one size and placement."""
         more = self._statistics({name: np.concatenate([one[name] for one in reports]) for name in reports[0]}, size)
         tokens = more.tokens_per_expert.reshape(len(reports), -1, more.tokens_per_expert.shape[1]).sum(axis=0)
         logical = placements.logical_load(tokens)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from dsjax.engine.contract.json_option import JsonOption
 from dsjax.errors import UserError
-from dsjax.options import option
+from dsjax.options import Group, advanced, option
 
 if TYPE_CHECKING:  # NumPy is not loaded where nothing is balanced
     import numpy as np
@@ -69,16 +69,16 @@ class EplbConfig(JsonOption):
 class ExpertOptions:
     """Options of an engine that has experts more than once, or moves them."""
 
-    redundant_experts: int = option(0, "physical experts beside the logical ones", least=0)
-    enable_eplb: bool = option(False, "move and copy experts after their load while serving")
-    eplb_config: str | dict[str, Any] | None = option(
+    redundant_experts: int = option(0, "Physical experts beside the logical ones.", Group.EXPERTS, least=0)
+    enable_eplb: bool = option(False, "Balance experts by their load while serving.", Group.EXPERTS)
+    eplb_config: str | dict[str, Any] | None = advanced(
         None,
-        'how, with vLLM\'s names: JSON such as \'{"num_redundant_experts": 32, "window_size": 1000, "step_interval": 3000, '
-        '"log_balancedness": true, "max_bytes_per_step": 134217728, "payback": 1, "policy": "auto"}\'; with --enable-eplb',
+        'With --enable-eplb, by vLLM\'s names: \'{"num_redundant_experts": 32, "window_size": 1000, "step_interval": 3000, '
+        '"log_balancedness": true, "max_bytes_per_step": 134217728, "payback": 1, "policy": "auto"}\'.',
+        Group.EXPERTS,
     )
-    init_expert_location: str | None = option(
-        None,
-        "file of experts' loads or places, as /dump_expert_distribution_record gives it: a start with experts already balanced",
+    init_expert_location: str | None = advanced(
+        None, "Experts' loads or places from /dump_expert_distribution_record.", Group.EXPERTS
     )
 
     @property

@@ -1,4 +1,4 @@
-"""``PipelineExecutor``: the stages of one process as one executor; ``ExpertsOfStages``: their routed experts as those of one model."""
+"""``PipelineExecutor``: the pipeline stages of one process as one executor; ``ExpertsOfStages``: their routed experts as one model's."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ from dsjax.engine.experts.expert_part import expert_share
 from dsjax.engine.pipeline.stage_executor import Made, PendingStages, StageExecutor
 
 OF_EXPERTS = ReadLoads | StageExperts | PlaceExperts
-"""Commands that each stage carries out for its own layers."""
+"""Commands on experts, of which each stage carries out the part for its own layers."""
 
 
 class PipelineExecutor:
-    """Has every command carried out by all stages, and takes hidden states from each to the next.
+    """Carries out every command on all stages, and passes hidden states from each stage to the next.
 
-    On accelerators a command is enqueued at all stages at once, so that stages work on different steps. On emulated devices programs in
-    flight together can deadlock: there a command goes from stage to stage when it is waited for, or, where nobody will wait for it, when
-    all before it are done. An interrupt (Ctrl-C) leaves it where it is, and it goes on from there. On accelerators, and after an error,
-    stages may have begun different commands: nothing is launched any more then.
+    On accelerators a command is enqueued on all stages at once, so that stages work on different steps. On emulated devices, where programs
+    in flight together can deadlock, a command passes the stages when somebody waits for it; a command without a waiter passes them when
+    all earlier commands are done. There an interrupt (Ctrl-C) pauses a command, which continues later. After an error, or an interrupt on
+    accelerators, stages may have begun different commands, so the executor launches nothing any more.
 
     Args:
-        stages: the first to the last. experts: that follow the load; None: they stay where they are.
-        joined: what parts of the stages' executors offer together, as one.
+        stages: from first to last.
+        experts: moves experts by load (`--enable-eplb`); None: experts stay.
+        joined: what parts of the stages' executors offer together.
 
-    model: the step of the last stage, which makes the tokens. limits: the same at all stages.
+    model: the step of the last stage, which makes the tokens. limits: the same for all stages.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class PipelineExecutor:
 
     @property
     def buckets(self) -> Buckets:
-        """The shapes of launches, the same at all stages."""
+        """The launch shapes, which are the same for all stages."""
         return self.stages[-1].buckets
 
     @buckets.setter
@@ -68,11 +69,15 @@ class PipelineExecutor:
             stage.buckets = buckets
 
     def extension(self, kind: type[Kind]) -> Kind | None:
-        """What the stages offer of this kind together; None: nothing. What one stage alone offers is no part of the whole."""
+        """Return what the stages together offer of this kind, or None. An offer of one stage alone does not count."""
         return next((offered for part in self._joined if (offered := part.extension(kind)) is not None), None)
 
     def launch(self, command: Command) -> PendingStages:
-        """Enqueue a command at all stages, or keep it; a `RuntimeError` where an earlier one did not reach all stages."""
+        """Enqueue a command on all stages; on emulated devices queue it.
+
+        Raises:
+            RuntimeError: an earlier command did not reach all stages.
+        """
         self._check_whole()
         pending = PendingStages(command)
         if self._emulated:
@@ -84,7 +89,7 @@ class PipelineExecutor:
         return pending
 
     def wait(self, pending: PendingStages) -> None:
-        """Wait until a command is done at all stages, and carry out what comes behind it that nobody waits for."""
+        """Wait until a command is done on all stages, and carry out the queued commands after it that have no waiter."""
         while pending.passed < len(self.stages):
             self._check_whole()
             self._finish_first()
@@ -94,10 +99,10 @@ class PipelineExecutor:
                 stage.wait(part)
 
     def collect(self, pending: PendingStages) -> Any:
-        """Wait for a command, and give what came of it; of a step, tell all stages."""
+        """Wait for a command and return its results; pass a step's results to all stages."""
         self.wait(pending)
         last, part = self.stages[-1], pending.parts[-1]
-        if pending.results is None:  # else an interrupt came behind it
+        if pending.results is None:  # they are there if an interrupt followed
             if isinstance(pending.command, OF_EXPERTS):
                 pending.results = self._experts.collect(pending)
             else:
@@ -107,7 +112,7 @@ class PipelineExecutor:
         return pending.results
 
     def _advance(self) -> None:
-        """Carry out what comes next, up to the first command that somebody will wait for."""
+        """Carry out queued commands up to the first one with a waiter."""
         while self._queue and self._broken is None:
             head = self._queue[0]
             if head.passed < len(self.stages) and any(stage.awaits(head.command) for stage in self.stages):
@@ -121,7 +126,7 @@ class PipelineExecutor:
         self._queue.popleft()
 
     def _run(self, pending: PendingStages) -> None:
-        """Take a command through all stages, or those that an interrupt has left. An interrupt can come between any two lines here."""
+        """Pass a command through the stages that it has not passed. An interrupt can come between any two lines."""
         while pending.passed < len(self.stages):
             number = pending.passed
             stage = self.stages[number]
@@ -144,14 +149,14 @@ class PipelineExecutor:
                 stage.leaving.clear()
 
     def _tell(self, number: int, pending: PendingStages, results: Sequence[RankResults], made: Sequence[Made]) -> None:
-        """Have the first stages, so many, enter what came of a step, each once."""
+        """Pass a step's results to the first `number` stages, to each once."""
         while pending.told < number:
             self.stages[pending.told].enter(pending.parts[pending.told], results, made)
             pending.told += 1
 
     @contextlib.contextmanager
     def _breaks_at(self, kind: type[BaseException]) -> Iterator[None]:
-        """Let nothing be launched any more after such an exception."""
+        """Launch nothing any more after an exception of this kind."""
         try:
             yield
         except kind as error:
@@ -174,7 +179,7 @@ class PipelineExecutor:
             stage.warm_up(report)
 
     def counts(self) -> ExecutorCounts:
-        """What the last step did, and what happened since the start."""
+        """Counts of the last step, and since the start."""
         each = [stage.counts() for stage in self.stages]
         late = sum(one.compilations_after_warm_up for one in each)
         return ExecutorCounts(each[-1].num_padding_tokens, late, counts_of_all([one.experts for one in each]))
@@ -185,22 +190,22 @@ class PipelineExecutor:
         return self.stages[-1].recording
 
     def set_recording(self, on: bool) -> None:
-        """Whether the experts' load is recorded from the next step on, at all stages."""
+        """Switch the recording of experts' loads on or off, from the next step on, on all stages."""
         for stage in self.stages:
             stage.set_recording(on)
 
     def expert_counts(self) -> ExpertCounts | None:
-        """What all stages recorded since recording began, layers in order."""
+        """Return the recorded counts of all stages, layers in order."""
         return counts_of_all([stage.expert_counts() for stage in self.stages])
 
     def shutdown(self, held: Any = None) -> None:
-        """Give back what all stages hold. held: nothing is taken over."""
+        """Release what all stages hold. held: unused, as no later executor takes anything over."""
         for stage in self.stages:
             stage.shutdown()
 
 
 def counts_of_all(stages: Sequence[ExpertCounts | None]) -> ExpertCounts | None:
-    """The counts of several stages: layers one behind the other, and so the devices. None: of none there are any."""
+    """Join the counts of several stages along layers and devices; None if no stage has any."""
     counts = [one for one in stages if one is not None]
     if not counts:
         return None
@@ -238,7 +243,7 @@ class ExpertsOfStages:
 
     @property
     def slots(self) -> ExpertSlots:
-        """Where the experts of all stages are now, and the seconds that moves take at the slowest stage."""
+        """The placement of experts on all stages, and the seconds that moves take on the slowest stage."""
         each = [mover.slots for mover in self._movers if mover is not None]
         seconds = [one.seconds for one in each]
         return dataclasses.replace(

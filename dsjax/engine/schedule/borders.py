@@ -9,6 +9,7 @@ from collections.abc import Container, Sequence
 
 from dsjax.engine.schedule.pages import PagePool, window_name
 from dsjax.engine.schedule.request import Request
+from dsjax.model.cache_groups import HELD_WINDOWS
 
 
 def window_columns(tokens: int, page_size: int) -> int:
@@ -46,4 +47,4 @@ def held_windows(rows: int, tokens: int, page_size: int, num_drafts: int) -> int
 
     rows: running requests, each with drafts of two steps and the page that it may end at. tokens: of prompts, in all steps under way.
     """
-    return 1 + rows * (3 + 3 * num_drafts // page_size) + -(-tokens // page_size)
+    return 1 + rows * (HELD_WINDOWS + 3 * num_drafts // page_size) + -(-tokens // page_size)

@@ -20,24 +20,23 @@ from dsjax.engine.schedule.scheduler import Scheduler, Update
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
 TRIAL = 5
-"""Steps of a trial that are measured. One more goes before them, whose rows have drafts of the number before."""
+"""Measured steps of a trial. One unmeasured step precedes them, because its rows still have the previous number of drafts."""
 BETWEEN = 64
-"""Steps between two trials at a load, at least."""
+"""Fewest steps between two trials at a load."""
 SHARE = 0.02
-"""Of the time of the last steps, what trials may cost."""
+"""Largest share of the time of recent steps that trials may cost."""
 _KEPT = 2 * TRIAL - 1
-"""Times of each number of drafts at each load, most of them of its last trial. One at the end of the shortest third
-counts: whatever else the machine does makes steps longer."""
+"""Step times kept for each load and number of drafts. The 33rd percentile counts: other work of the machine only lengthens steps."""
 _FADING, _ROW_FADING = 0.9996, 0.99
-"""What a step leaves of the weight of the times before it, of which some 2,500 count; and a row of that of the rows before, some 100."""
+"""Factors by which a step fades earlier times (about 2,500 steps count), and a row fades earlier acceptances (about 100 rows count)."""
 
 
 class DraftChoice(Attachment):
     """Chooses the number of drafts of each step, from 0 to `most`.
 
-    Loads are kept apart by powers of two of the fullest rank's rows. A step counts if it has no prompts and follows one of the same kind.
-    The first load tries most drafts and none at once, and a number between them if it promises more. Another load begins with what is best
-    at the nearest one. After that other numbers are tried now and then, so seldom that trials cost at most `SHARE` of the time.
+    A load is a power of two of the fullest rank's rows. A step is measured if it has no prompts and the previous step had the same load and
+    number of drafts. The first load tries `most` drafts and none at once, and a number between them if it promises more. Another load
+    begins with the best number of the nearest load. Later trials of other numbers are so rare that they cost at most `SHARE` of the time.
     """
 
     statistics_name = "draft_choice"
@@ -66,7 +65,7 @@ class DraftChoice(Attachment):
         self._forget()
 
     def scheduled(self, scheduler: Scheduler) -> None:
-        """Choose for this scheduler."""
+        """Make this scheduler ask `choose`."""
         super().scheduled(scheduler)
         scheduler.choose_drafts = self.choose
 
@@ -75,7 +74,7 @@ class DraftChoice(Attachment):
         return self._chosen
 
     def choose(self, running: int) -> int:
-        """The number of drafts of a row in the next step, with so many requests on the fullest rank."""
+        """Return the number of drafts of a row in the next step, with `running` requests on the fullest rank."""
         load = (-(-running // self._batches)).bit_length()
         if load != self._load:
             self._load, self._left, self._since = load, 0, 0
@@ -106,7 +105,7 @@ class DraftChoice(Attachment):
                 self._choose_next()
 
     def _lost(self, best: int, tried: int) -> float:
-        """Which share of the time of the last steps at this load the best number would have saved, and would save with one more trial."""
+        """Return the share of recent time at this load that the best number would have saved, one more trial of `tried` included."""
         spent, rate = self._spent[self._load], self._rate(self._load, best)
         lost = sum(seconds - tokens / rate for drafts, (seconds, tokens) in spent.items() if drafts != best)
         times = self._times[self._load].get(tried)
@@ -115,7 +114,7 @@ class DraftChoice(Attachment):
         return lost / sum(seconds for seconds, _ in spent.values())
 
     def _choose_next(self) -> None:
-        """Go on with a trial, or end it; begin the next one where it is due."""
+        """Continue or end a trial, and begin the next one when it is due."""
         known = self._times[self._load]
         self._since += 1
         self._left = max(0, self._left - 1)
@@ -134,7 +133,7 @@ class DraftChoice(Attachment):
             self._left, self._since = TRIAL, 0
 
     def _promises(self, drafts: int) -> bool:
-        """Whether a number between none and most, which was not tried at this load, may be better than both."""
+        """Whether an untried number between 0 and `most` may be better than both at this load."""
         known = self._times[self._load]
         if not (known.get(0) and known.get(self._most)):
             return False
@@ -143,14 +142,14 @@ class DraftChoice(Attachment):
         return self._tokens(drafts) / seconds > 1.02 * self._rate(self._load, self._best(self._load))
 
     def _best(self, load: int) -> int:
-        """The fastest number of drafts of those that were measured at the nearest load; `most` where nothing was."""
+        """Return the best number of drafts of those measured at the nearest load; `most` if none was measured."""
         if not self._times:
             return self._most
         nearest = min(self._times, key=lambda other: abs(other - load))
         return max(self._times[nearest], key=lambda drafts: self._rate(nearest, drafts))
 
     def _rate(self, load: int, drafts: int) -> float:
-        """Tokens of a row a second; 0 where that number was not measured at the load."""
+        """Tokens that a row makes in a second; 0 if that number was not measured at the load."""
         times = self._times[load].get(drafts)
         return self._tokens(drafts) / _typical(times) if times else 0.0
 

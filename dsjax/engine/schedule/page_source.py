@@ -1,6 +1,6 @@
 """`PageSource`: where pages of the latent cache are beside the devices, as the scheduler sees it. Plain Python.
 
-Host memory, a disk and another engine that computes prompts are such places. docs/page-sources.md shows how to add one.
+Host memory, a disk and another engine that computes prompts are such places. docs/cache-tiers.md shows how to add one.
 """
 
 from __future__ import annotations
@@ -253,6 +253,6 @@ def import_page_source(name: str) -> ModuleType:
     if missing:
         raise UserError(
             f"--page-source {name} has no {' and no '.join(missing)}; it must define attachment() and device_part(device, staging) "
-            "(docs/page-sources.md)"
+            "(docs/cache-tiers.md)"
         )
     return module

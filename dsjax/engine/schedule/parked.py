@@ -11,7 +11,7 @@ from dsjax.engine.schedule.scheduler_config import AdmissionError
 
 
 class ParkedRequest(NamedTuple):
-    """A request that no scheduler has. error: why the mesh of now cannot hold it. since: on the monotonic clock."""
+    """A request without a scheduler. error: why the current mesh cannot hold it. since: start of its wait, on the monotonic clock."""
 
     request: Request
     error: AdmissionError
@@ -19,11 +19,11 @@ class ParkedRequest(NamedTuple):
 
 
 class ParkedRequests:
-    """Belongs to the engine's thread. Others may ask for the number and the counts, and set `seconds`.
+    """The parked requests, which belong to the engine's thread. Other threads may read the number and the counts, and set `seconds`.
 
     Attributes:
-        seconds: for which a request waits, from the first mesh on that could not hold it; 0: it ends at once.
-        larger_is_wanted: whether the mesh of now is smaller than asked for; otherwise nothing is waited for.
+        seconds: how long a request waits, from the first mesh that could not hold it; 0: it ends at once.
+        larger_is_wanted: whether the current mesh is smaller than the wanted one; otherwise requests do not wait.
         outcomes: counts of `resumed`, `expired`, `aborted` requests.
     """
 
@@ -37,7 +37,7 @@ class ParkedRequests:
 
     @property
     def requests(self) -> list[Request]:
-        """All of them, for a mesh that may hold them."""
+        """All parked requests."""
         return [parked.request for parked in self._parked.values()]
 
     def park(self, request: Request, error: AdmissionError, now: float) -> list[Update]:
@@ -74,7 +74,7 @@ class ParkedRequests:
         return Update(parked.request, None, FinishReason.ABORT)
 
     def look_seconds(self, now: float) -> float | None:
-        """Seconds until the next one has waited long enough; None where none waits."""
+        """Return the seconds until the next request expires; None if none is parked."""
         since = min((parked.since for parked in self._parked.values()), default=None)
         return None if since is None else max(0.0, since + self._limit - now)
 
@@ -84,7 +84,7 @@ class ParkedRequests:
 
 
 def _refuse(request: Request, error: AdmissionError, now: float, waited: float) -> Update:
-    """End an accepted request that the mesh of now cannot hold. waited: seconds that it has waited for another one."""
+    """End an accepted request that the current mesh cannot hold. waited: seconds that it has waited for a larger one."""
     request.finish(FinishReason.ERROR, now)
     wait = f"; no larger mesh came in {waited:g} s" if waited else ""
     message = f"the server's mesh has changed, and {error}{wait}"

@@ -17,10 +17,10 @@ from dsjax.engine.tiers.options import TierOptions
 from dsjax.errors import UserError
 from dsjax.hosts.options import GroupOptions
 from dsjax.model.forms import FORMS
-from dsjax.options import flag_of, option
+from dsjax.options import Group, advanced, flag_of, option
 
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
-INDEX_SCORES = ("float", "hadamard", "fp8", "hadamard_fp8")
+INDEX_SCORES = ("float", "fp8")
 MLA_FORMS = tuple(FORMS)
 
 
@@ -28,172 +28,151 @@ MLA_FORMS = tuple(FORMS)
 class BasicOptions:
     """What is asked of every engine: the model, how it is computed, and how much of it at once."""
 
-    model: str = option(
-        "demo",
-        "bundled name, directory with config.json and weights, Orbax directory of ours, or Hugging Face repository id",
-    )
-    mesh: str = option(
-        "dp=1",
-        "devices as axis=size pairs: dp (replicas), tp (devices of each), ep (groups that experts are spread over; default dp × tp ÷ etp), "
-        "etp (devices of a group, which share its experts' widths; default 1, or tp where ep is no multiple of it), pp (stages, each with "
-        "a run of the layers on dp × tp devices of its own; default 1)",
-    )
-    pp_layer_partition: str | None = option(
-        None,
-        "layers of each stage of a --mesh with pp, such as 31,30; default: so that the fullest stage has as little work as can be",
-    )
-    revision: str | None = option(None, "branch, tag or commit of a model that is downloaded")
-    tokenizer: str | None = option(
-        None, "directory of another tokenizer than the model's; default: the model's own", of_host=True
-    )
-    tokenizer_mode: str = option(
+    model: str = option("demo", "Bundled name, Hugging Face repository, or folder with weights.", Group.MODEL)
+    revision: str | None = option(None, "Branch, tag or commit to download.", Group.MODEL)
+    tokenizer: str | None = advanced(None, "Folder of another tokenizer than the model's.", Group.MODEL, of_host=True)
+    tokenizer_mode: str = advanced(
         "auto",
-        "how conversations become prompts; hf: by the chat template; deepseek_v32, deepseek_v4: as those models' own encoders do; auto: by "
-        "the template, and without one by the encoder of the model's type",
+        "How conversations become prompts. hf: by the chat template; deepseek_v32, deepseek_v4: by that model's own encoder; auto: by the "
+        "template, or else by the encoder of the model's type.",
+        Group.MODEL,
         choices=TOKENIZER_MODES,
         of_host=True,
     )
-    chat_template: str | None = option(None, "file of a Jinja template to use instead of the model's", of_host=True)
+    chat_template: str | None = option(None, "Jinja template in place of the model's.", Group.MODEL, of_host=True)
+    max_model_len: int | None = option(None, "Longest prompt + output; default: the model's.", Group.MODEL, least=1)
     dtype: str = option(
-        "auto", "of computation; auto: the checkpoint's, float32 on CPU", choices=("auto", "float32", "bfloat16")
+        "auto", "auto: the checkpoint's, float32 on CPU.", Group.MODEL, choices=("auto", "float32", "bfloat16")
     )
+    seed: int = advanced(0, "For requests without a seed of their own.", Group.MODEL, least=0, of_host=True)
     weights: str = option(
         "auto",
-        "auto: in dtype; fp8: FP8 weights stay FP8 in memory; others: routed experts are kept in the format of that name, beside other "
-        "matrices in FP8, or with -bf16 in bfloat16",
+        "auto: in --dtype; fp8: keep FP8 weights in FP8; others: keep routed experts in that format, other matrices in FP8 (-bf16: in "
+        "bfloat16).",
+        Group.QUANTIZATION,
         choices=("auto", *SERVED),
     )
-    activation_scheme: str = option(
+    activation_scheme: str = advanced(
         "auto",
-        "for quantised weights; dynamic: activations are quantised to FP8, 1 × 128, and multiplied so; a format of experts: rows of routed "
-        "experts to that, and with other matrices in FP8 theirs as dynamic; none: weights are widened to dtype; auto: dynamic with FP8 "
-        "weights on GPUs that multiply FP8, else none",
+        "For quantised weights. dynamic: quantise activations to FP8 in blocks of 1 × 128; a format of experts: quantise rows of routed "
+        "experts to it, others as dynamic; none: widen weights to --dtype; auto: dynamic for FP8 weights on GPUs that multiply FP8, else "
+        "none.",
+        Group.QUANTIZATION,
         choices=("auto", "dynamic", *ROW_FORMATS, "none"),
     )
-    kv_cache_dtype: str = option(
-        "auto", "of the latent cache; auto: as dtype; fp8: latents in FP8 with scales", choices=KV_CACHE_DTYPES
+    mesh: str = option(
+        "dp=1",
+        "Devices by axis, such as dp=4,tp=8. dp: DP ranks; tp: devices of each; pp: stages of dp × tp devices; ep: groups that experts are "
+        "spread over (default dp × tp ÷ etp); etp: devices that split each expert (default 1, or tp where ep is no multiple of it).",
+        Group.MESH,
     )
-    max_model_len: int | None = option(None, "longest prompt + output; default: the model's maximum", least=1)
-    max_num_seqs: int | None = option(
-        None, "most running requests of a DP rank; default: 256 over all ranks, at least 8 on each", least=1
+    pp_layer_partition: str | None = advanced(
+        None, "Layers of each stage, such as 31,30; default: balanced.", Group.MESH
     )
-    max_num_batched_tokens: int = option(2048, "most tokens of a DP rank in one step", least=1)
-    prefill_chunk: int = option(256, "most tokens of one prompt in one step", least=1)
-    page_size: int = option(16, "token slots of a page of the latent cache", least=1)
-    cache_tokens: int | None = option(
-        None,
-        "token slots of a DP rank's cache, in whole pages; default: all that --max-num-seqs can use, if memory allows",
-        least=1,
+    moe_dense_tp_size: int | None = advanced(
+        None, "1: dense MLPs whole on each tp device, split by tokens.", Group.MESH, least=1
     )
-    gpu_memory_utilization: float = option(
-        0.9,
-        "share of an accelerator's memory for weights, cache and what a step needs beside them, from above 0 to 1",
-        alias="--mem-fraction-static",
-    )
-    scheduling_policy: str = option("fcfs", "order of waiting requests", choices=("fcfs", "priority"), of_host=True)
-    async_scheduling: bool = option(True, "plan a step while the one before computes", of_host=True)
-    enable_prefix_caching: bool = option(
-        True, "share the cache's pages between requests that begin alike", of_host=True
-    )
+    enable_dp_lm_head: bool = advanced(False, "The LM head whole on each tp device, split by positions.", Group.MESH)
     dispatch: str = option(
         "auto",
-        "how tokens reach their experts",
+        "How tokens reach their experts.",
+        Group.EXPERTS,
         choices=("auto", "gather", "padded", "ragged", "hierarchical"),
         classes=True,
     )
-    router: type | None = option(
+    router: type | None = option(None, "class of the routers, an ExpertRouter; default: the model's", classes=True)
+    devices_per_host: int | None = advanced(
         None,
-        "class of the routers, which inherits dsjax.model.router.ExpertRouter; default: the model's",
-        classes=True,
-    )
-    devices_per_host: int | None = option(
-        None,
-        "neighbours in the mesh that fast links join, for --dispatch auto and hierarchical and --ep-dispatch-algorithm static; default: "
-        "those of a slice as JAX tells it (GPUs of a host or of one NVLink domain, chips that ICI joins), on a CPU those of a process, of "
-        "a dry run those that its target's links join",
+        "Neighbours in the mesh that fast links join, for --dispatch auto and hierarchical and --ep-dispatch-algorithm static; default: a "
+        "slice as JAX reports it (GPUs of a host or NVLink domain, chips joined by ICI), on a CPU a process, in a dry run what its "
+        "target's links join.",
+        Group.EXPERTS,
         least=1,
     )
-    dispatch_wire: str = option(
-        "compute", "what tokens are sent as: in dtype, or FP8 with a scale per 128 values", choices=("compute", "fp8")
+    dispatch_wire: str = advanced(
+        "compute", "Send tokens in --dtype (compute) or FP8.", Group.EXPERTS, choices=("compute", "fp8")
     )
-    moe_chunk_tokens: int | None = option(None, "most tokens of a rank dispatched at once; bounds buffers", least=1)
+    moe_chunk_tokens: int | None = advanced(None, "Most tokens of a rank dispatched at once.", Group.EXPERTS, least=1)
+    ep_dispatch_algorithm: str = advanced(
+        "dynamic",
+        "Which copy of an expert gets a token. dynamic: all in turn; static: those on its DP rank, else on its host, in turn.",
+        Group.EXPERTS,
+        choices=("dynamic", "static"),
+    )
+    enable_shared_experts_fusion: bool = advanced(
+        False, "Compute the shared expert as a routed one, with a copy on each device.", Group.EXPERTS
+    )
     enable_dbo: bool = option(
-        False,
-        "compute a large step in two halves (dual-batch overlap), so that one half's rows travel while the other computes; for "
-        "accelerators, where exchanges run beside computation",
-        alias="--enable-two-batch-overlap",
+        False, "Two-batch overlap: send one half of a step while the other is computed.", Group.EXPERTS
     )
-    dbo_decode_token_threshold: int = option(
-        32, "least tokens of a rank, of a step of decodes, for --enable-dbo", least=1
+    dbo_decode_token_threshold: int = advanced(
+        32, "Least tokens of a rank's decode step, for --enable-dbo.", Group.EXPERTS, least=1
     )
-    dbo_prefill_token_threshold: int = option(512, "the same, of a step with prompts", least=1)
-    mla_prefill: str | None = option(
-        None,
-        "MLA form of prompts; default: CC, and with --batch-invariant that of decodes",
-        choices=MLA_FORMS,
-        classes=True,
+    dbo_prefill_token_threshold: int = advanced(512, "The same, of a step with prompts.", Group.EXPERTS, least=1)
+    gpu_memory_utilization: float = option(0.9, "Share of an accelerator's memory to use.", Group.CACHE)
+    kv_cache_dtype: str = option("auto", "auto: as --dtype; fp8: with scales.", Group.CACHE, choices=KV_CACHE_DTYPES)
+    cache_tokens: int | None = option(
+        None, "Tokens of a DP rank's KV cache; default: by --max-num-seqs and memory.", Group.CACHE, least=1
     )
-    mla_decode: str = option("A_CC_ME", "MLA form of decodes", choices=MLA_FORMS, classes=True)
-    index_scores: str = option(
-        "float",
-        "of models with sparse attention, what index queries and keys go through before they are multiplied: a Hadamard rotation, rounding "
-        "to FP8, both as DeepSeek's own code has it, or nothing",
-        choices=INDEX_SCORES,
+    page_size: int = option(16, "Tokens of a page (block) of the KV cache.", Group.CACHE, least=1)
+    enable_prefix_caching: bool = option(True, "Share pages of equal prefixes.", Group.CACHE, of_host=True)
+    embedding_location: str = advanced(
+        "device",
+        "host: keep the embedding in host memory and fetch the rows of each step's tokens, which leaves devices more cache.",
+        Group.CACHE,
+        choices=("device", "host"),
+    )
+    max_num_seqs: int | None = option(
+        None, "Running requests of a DP rank; default: 256 ÷ ranks, at least 8.", Group.SCHEDULING, least=1
+    )
+    max_num_batched_tokens: int = option(2048, "Most tokens of a DP rank in one step.", Group.SCHEDULING, least=1)
+    prefill_chunk: int = option(256, "Most tokens of one prompt in one step.", Group.SCHEDULING, least=1)
+    scheduling_policy: str = option(
+        "fcfs", "Order of waiting requests.", Group.SCHEDULING, choices=("fcfs", "priority"), of_host=True
+    )
+    async_scheduling: bool = advanced(True, "Plan a step while the previous one runs.", Group.SCHEDULING, of_host=True)
+    stream_interval: int = advanced(
+        1,
+        "Tokens in each piece of a stream; the first token and the end are sent at once. More takes less processor time.",
+        Group.SCHEDULING,
+        least=1,
+        of_host=True,
+    )
+    speculative_config: str | dict[str, Any] | None = option(
+        None, """Draft with the MTP module: '{"method": "mtp", "num_speculative_tokens": 2}'.""", Group.SPECULATION
     )
     kernels: str = option(
         "auto",
-        "auto: the fastest that the platform has; plain: the JAX forms that define them; native: C++ on CPU; "
-        "pallas: Triton on GPU, Mosaic on TPU",
+        "auto: the platform's fastest; plain: JAX alone; native: C++ on CPU; pallas: Triton on GPU, Mosaic on TPU.",
+        Group.KERNELS,
         choices=("auto", "plain", "native", "pallas"),
     )
     batch_invariant: bool = option(
         False,
-        "compute prompts in the MLA form of decodes, so that a token has the same bits as prompt and as answer, also where a prompt finds "
-        "earlier answers in the prefix cache; prompts take longer. On CPUs, in float32 with native kernels, batches, chunks and meshes "
-        "change no bit without it; on GPUs and TPUs it takes kernels with the same tiles for every shape; the start names exceptions",
+        "Give a token the same bits as prompt and answer and in every batch, at a cost; the start names exceptions.",
+        Group.KERNELS,
     )
-    kernel_cache: str | None = option(
+    mla_prefill: str | None = advanced(
         None,
-        "folder of native kernels that dsjax kernels build made; default: built at first start, kept with compiled programs",
+        "MLA form of prompts; default: CC, and with --batch-invariant that of decodes.",
+        Group.KERNELS,
+        choices=MLA_FORMS,
+        classes=True,
     )
-    kernel_config: str | None = option(
-        None, "file of tile sizes of the Pallas kernels that dsjax tune made; default: reckoned from shapes"
+    mla_decode: str = advanced("A_CC_ME", "MLA form of decodes.", Group.KERNELS, choices=MLA_FORMS, classes=True)
+    index_scores: str = advanced(
+        "float",
+        "Sparse attention's scores. float: in --dtype, as Transformers; fp8: rotate queries and keys, then round them to FP8, as "
+        "DeepSeek's code.",
+        Group.KERNELS,
+        choices=INDEX_SCORES,
     )
-    ep_dispatch_algorithm: str = option(
-        "dynamic",
-        "to which copy of an expert a token goes; dynamic: to all in turn; static: to those on its own DP rank, else on its host, in turn",
-        choices=("dynamic", "static"),
+    kernel_cache: str | None = advanced(
+        None, "From dsjax kernels build; default: built at the first start.", Group.KERNELS
     )
-    enable_shared_experts_fusion: bool = option(
-        False, "the shared expert is one more routed expert, with a copy on each device: one grouped product"
-    )
-    moe_dense_tp_size: int | None = option(None, "1: dense MLPs whole on each of tp devices, by tokens", least=1)
-    enable_dp_lm_head: bool = option(False, "the head whole on each of tp devices, by positions, not by vocabulary")
-    embedding_location: str = option(
-        "device",
-        "where the embedding lies; host: in host memory, from which a step fetches its tokens' rows, so that devices have more cache",
-        choices=("device", "host"),
-    )
-    stream_interval: int = option(
-        1,
-        "tokens after which a stream is sent its next piece; its first token and its end are sent at once. More costs less of the "
-        "processor, and comes in larger pieces",
-        least=1,
-        of_host=True,
-    )
-    seed: int = option(0, "from which requests without a seed draw theirs", least=0, of_host=True)
-    speculative_config: str | dict[str, Any] | None = option(
-        None,
-        'draft tokens with the model\'s MTP module: JSON such as \'{"method": "mtp", "num_speculative_tokens": 2}\'; '
-        "default: no drafts",
-    )
-    record_steps: str | None = option(
-        None,
-        "new file to which every step's command and results are written, for dsjax replay; it holds token ids",
-        of_host=True,
-    )
-    record_steps_bytes: int = option(
-        256 * 2**20, "most bytes of that file; the recording ends there", least=1, of_host=True
+    kernel_config: str | None = advanced(None, "Pallas tile sizes from dsjax tune; default: by formula.", Group.KERNELS)
+    record_steps: str | None = advanced(
+        None, "New file for every step, for dsjax replay; it holds token ids.", Group.KERNELS, of_host=True
     )
 
 
@@ -203,23 +182,14 @@ class EngineArgs(
 ):  # `--help` lists the last base first
     """The options of an engine, named as vLLM names them where it has them. Checked when made; sizes are per DP rank."""
 
-    compile_ahead: int = option(
-        1,
-        "compile in the background, while serving, for the meshes that are left when up to so many processes are gone; 0: for none",
-        least=0,
-        of_host=True,
+    compile_ahead: int = advanced(
+        1, "Lost processes whose smaller meshes are compiled beforehand; 0: none.", Group.HOSTS, least=0
     )
-    wait_for_mesh_seconds: int = option(
-        600,
-        "seconds that an accepted request which a smaller mesh cannot hold waits for a larger one; 0: it ends at once with an error",
-        least=0,
-        of_host=True,
+    wait_for_mesh_seconds: int = advanced(
+        600, "Seconds that a request too long for a reduced mesh waits; 0: fail it at once.", Group.HOSTS, least=0
     )
-    link_monitor_interval: int = option(
-        10,
-        "seconds between two looks at the links to the other processes, for /metrics; 0: none",
-        least=0,
-        of_host=True,
+    link_monitor_interval: int = advanced(
+        10, "Seconds between probes of links, for /metrics; 0: none.", Group.HOSTS, least=0
     )
 
     def __post_init__(self):
@@ -262,7 +232,8 @@ class EngineArgs(
     @property
     def executor_options(self) -> dict[str, Any]:
         """The options that an executor depends on, from which `EngineArgs` makes an equal one."""
-        of_host = {field.name for field in dataclasses.fields(self) if field.metadata.get("of_host")}
+        facts = {field.name: field.metadata for field in dataclasses.fields(self)}
+        of_host = {name for name, one in facts.items() if one.get("of_host") or one["group"] is Group.HOSTS}
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in of_host}
 
     @property

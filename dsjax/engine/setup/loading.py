@@ -201,7 +201,7 @@ class _Loader:
         if args.record_steps is not None and (group is None or group.is_leader):
             device = self.step.mesh.devices.flat[0]
             first = describe_recording(args.executor_options, executor.limits, fingerprint(directory), device)
-            executor = RecordingExecutor(executor, StepFile(args.record_steps, first, args.record_steps_bytes))
+            executor = RecordingExecutor(executor, StepFile(args.record_steps, first))
         self.held.clear()
         tokenizer = None if self.is_later else read_tokenizer(args, directory)
         return LoadedEngine(

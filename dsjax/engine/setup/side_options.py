@@ -10,7 +10,7 @@ from dsjax.engine.contract.json_option import JsonOption
 from dsjax.engine.transfer.messages import TRANSFER_SECONDS
 from dsjax.engine.transfer.transport import BACKENDS, check_installed
 from dsjax.errors import UserError
-from dsjax.options import option
+from dsjax.options import Group, advanced, option
 
 Args = TypeVar("Args")
 """`EngineArgs`, which are checked here where they are made, so that this module cannot name them."""
@@ -56,44 +56,46 @@ class SideOptions:
     """Options of an engine that computes prompts on other devices than tokens, or hands pages to another engine or takes them from it."""
 
     prefill_mesh: str | None = option(
+        None, "Devices for prompts; with --decode-mesh, for --mesh.", Group.SIDES, of_host=True
+    )
+    decode_mesh: str | None = option(None, "Devices for output tokens; with --prefill-mesh.", Group.SIDES, of_host=True)
+    prefill_config: str | dict[str, Any] | None = advanced(
         None,
-        "devices that compute prompts for those of --decode-mesh, which make the tokens; both in place of --mesh",
+        "Sizes of a DP rank of --prefill-mesh, where they differ from the options of their names: "
+        '\'{"max_num_seqs": 16, "max_num_batched_tokens": 16384, "prefill_chunk": 16384, "cache_tokens": 65536, "redundant_experts": 0}\'.',
+        Group.SIDES,
         of_host=True,
     )
-    decode_mesh: str | None = option(None, "devices that make tokens; with --prefill-mesh", of_host=True)
-    prefill_config: str | dict[str, Any] | None = option(
-        None,
-        "sizes of a DP rank of --prefill-mesh that differ from the options of their names: JSON such as "
-        '\'{"max_num_seqs": 16, "max_num_batched_tokens": 16384, "prefill_chunk": 16384, "cache_tokens": 65536, "redundant_experts": 0}\'',
+    local_prefill_tokens: int = advanced(
+        64,
+        "Prompts shorter than this, beside cached tokens, are computed by the decode side.",
+        Group.SIDES,
+        least=1,
         of_host=True,
     )
-    local_prefill_tokens: int = option(
-        64, "a prompt of which the decode side lacks fewer tokens is computed there", least=1, of_host=True
-    )
-    transfer_timeout: int = option(
+    transfer_timeout: int = advanced(
         TRANSFER_SECONDS,
-        "seconds after which the decode side computes pages itself that it has asked for and hears nothing of, and the prefill side drops "
-        "pages that nobody takes",
+        "Seconds after which the decode side computes pages itself that have not come, and the prefill side drops pages that nobody takes.",
+        Group.SIDES,
         least=1,
         of_host=True,
     )
     disaggregation_mode: str = option(
         "agg",
-        "agg: prompts are computed here; decode: in other processes, whose addresses come with the requests; prefill: for other processes",
+        "prefill, decode: one side, behind dsjax dynamo.",
+        Group.SIDES,
         choices=("agg", "prefill", "decode"),
         of_host=True,
     )
-    disaggregation_transfer_backend: str = option(
+    disaggregation_transfer_backend: str = advanced(
         "jax",
-        "what moves pages between processes: JAX's transfer server, or NVIDIA's NIXL (pip install 'dsjax[nixl]'); the same on both sides",
+        "What moves pages between processes, the same on both sides: JAX's transfer server, or NIXL (pip install 'dsjax[nixl]').",
+        Group.SIDES,
         choices=tuple(BACKENDS),
         of_host=True,
     )
-    transfer_host: str | None = option(
-        None,
-        "address of this host at which the other side's engines reach it, and from which they pull pages; default: that of the group, or "
-        "127.0.0.1",
-        of_host=True,
+    transfer_host: str | None = advanced(
+        None, "Address for the other side; default: the group's, or 127.0.0.1.", Group.SIDES, of_host=True
     )
 
     @property

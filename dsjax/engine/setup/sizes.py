@@ -26,7 +26,7 @@ from dsjax.engine.setup.assembly import experts_per_exchange, make_step
 from dsjax.engine.tiers.page_folder import bytes_on_disk
 from dsjax.engine.transfer.messages import CHUNK_PAGES, MOST_KEPT
 from dsjax.errors import UserError
-from dsjax.model.cache_groups import Table
+from dsjax.model.cache_groups import KEPT_WINDOWS, Table
 from dsjax.model.parameters import device_bytes
 from dsjax.model.stage import Stage
 from dsjax.model.step import ModelStep
@@ -182,7 +182,7 @@ def _host_pages(args: EngineArgs, step: ModelStep) -> tuple[int, int]:
         return 0, 0
     each, window = page_bytes(args, step), page_bytes(args, step, "window")
     room = args.host_cache_bytes // step.spec.dp_size
-    windows = max(1, int(device_cache.KEPT_SHARE * room) // window) if window else 0
+    windows = max(1, int(KEPT_WINDOWS * room) // window) if window else 0
     pages = (room - windows * window) // each
     if pages < 1:
         least = each + window

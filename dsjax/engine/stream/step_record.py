@@ -132,16 +132,12 @@ class StepFile:
     Every frame is one write to the operating system, so that a process that is killed loses none.
 
     Raises:
-        RecordError: the file exists or cannot be created, or the bound has no room for the header.
+        RecordError: the file exists or cannot be created.
     """
 
     def __init__(self, path: str | Path, first: Header, max_bytes: int = DEFAULT_BYTES):
         check_writable(path)
         message = MAGIC + _frame(first)
-        if len(message) + _END_ROOM > max_bytes:
-            raise RecordError(
-                f"--record-steps-bytes is {max_bytes:,}; the header alone takes {len(message) + _END_ROOM:,}"
-            )
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
@@ -162,8 +158,7 @@ class StepFile:
         message = _frame(frame)
         if self._used + len(message) + _END_ROOM > self._max_bytes:
             _log.warning(
-                "The recording of steps %s has reached its bound of %d bytes (--record-steps-bytes) and ends here; "
-                "serving goes on.",
+                "The recording of steps %s has reached its bound of %d bytes and ends here; serving goes on.",
                 self.path,
                 self._max_bytes,
             )

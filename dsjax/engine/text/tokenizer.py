@@ -41,10 +41,10 @@ class Tokenizer:
     """A byte-level BPE tokenizer with its special tokens and chat template.
 
     Attributes:
-        bos_id, eos_id: ids of the begin- and end-of-sequence tokens; None where there is none.
-        vocab_size: one more than the largest token id. A model's vocabulary may be padded beyond it.
-        chat_template: the directory's, or the prompt encoder of its model; None where there is neither.
-        whole_texts: tokens' texts, as `WholeTexts` has them.
+        bos_id, eos_id: ids of the begin- and end-of-sequence tokens; None if the tokenizer has none.
+        vocab_size: the largest token id + 1. A model's vocabulary may be padded beyond it.
+        chat_template: the directory's template, else the prompt encoder of its model, else None.
+        whole_texts: text by token id, for tokens that are whole characters (`WholeTexts`).
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any] | None = None):
@@ -76,10 +76,10 @@ class Tokenizer:
         """Read `tokenizer.json` or `tiktoken.model`, and `tokenizer_config.json` and `chat_template.jinja` if present.
 
         Args:
-            mode: one of `TOKENIZER_MODES`. `hf`: conversations are written by the chat template; the others: by the encoder of that name;
-                auto: by the template, and where there is none by the encoder of the `model_type` in `config.json`.
-            chat_template: file of a template to use instead of the directory's.
-            model_directory: with the model's `config.json`; default: the same directory.
+            mode: what renders conversations, one of `TOKENIZER_MODES`. `hf`: the chat template; `auto`: the chat template, else the encoder
+                of the `model_type` in `config.json`; other names: the encoder of that name.
+            chat_template: template file to use instead of the directory's.
+            model_directory: directory of the model's `config.json`; default: `directory`.
 
         Raises:
             TokenizerError: a file is missing or unreadable.
@@ -112,16 +112,20 @@ class Tokenizer:
         return ENCODERS[name]() if name in ENCODERS else None
 
     def to_texts(self) -> tuple[str, dict[str, Any]]:
-        """What `from_texts` makes the same tokenizer of: `tokenizer.json`'s text, and the configuration with its template."""
+        """Return the arguments of `from_texts`: `tokenizer.json`'s text, and the configuration with its template."""
         return self._backend.to_str(), self._config
 
     @classmethod
     def from_texts(cls, backend: str, config: Mapping[str, Any]) -> "Tokenizer":
-        """Make a tokenizer of what `to_texts` gave, in another process."""
+        """Make the same tokenizer in another process from what `to_texts` returned."""
         return cls(tokenizers.Tokenizer.from_str(backend), config)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the begin-of-sequence token if so configured; a `TextError` for half a surrogate pair."""
+        """Return the token ids of a text, with the begin-of-sequence token if so configured.
+
+        Raises:
+            TextError: the text has half a surrogate pair.
+        """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -132,19 +136,19 @@ class Tokenizer:
         return [self.bos_id, *ids] if add_special_tokens and self._prepends_bos else ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of a whole token sequence. Ids beyond the vocabulary are passed over."""
+        """Return the text of a whole token sequence. Ids beyond the vocabulary are skipped."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is left out of the text when special tokens are skipped."""
+        """Whether `decode` leaves the token out when it skips special tokens."""
         return token_id in self._special_ids
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token written so in tokenizer.json, e.g. of `</think>`; None where there is none."""
+        """Return the id of a token by its text in tokenizer.json, e.g. `</think>`; None if there is no such token."""
         return self._backend.token_to_id(text)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; none for an id beyond the vocabulary."""
+        """Return a token's bytes; empty for an id beyond the vocabulary."""
         known_bytes = self._bytes.get(token_id)
         if known_bytes is None:
             known_bytes = self._bytes[token_id] = _bytes_of(self._backend.id_to_token(token_id))
@@ -173,12 +177,12 @@ class Tokenizer:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether the directory has a tokenizer of a kind that is read here."""
+    """Whether the directory has a `tokenizer.json` or a `tiktoken.model`."""
     return (directory / "tokenizer.json").is_file() or (directory / FILE_NAME).is_file()
 
 
 def _read_backend(directory: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """Read `tokenizer.json`, or where there is none `tiktoken.model`."""
+    """Read `tokenizer.json`, else `tiktoken.model`."""
     path, ranks = directory / "tokenizer.json", directory / FILE_NAME
     if not has_tokenizer(directory):
         raise TokenizerError(
@@ -196,7 +200,7 @@ def _read_backend(directory: Path, config: Mapping[str, Any]) -> tokenizers.Toke
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; an empty one where there is no such file."""
+    """Read a JSON object; return an empty one if the file is missing."""
     if not path.is_file():
         return {}
     try:
@@ -206,14 +210,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 class WholeTexts(dict[int, "str | None"]):
-    """By token id: the text of a token that is whole characters and not special; None for any other. Filled as tokens are asked for."""
+    """Token id to text, for tokens that are whole characters and not special; None for others. Filled on first access."""
 
     def __init__(self, tokenizer: "Tokenizer"):
         super().__init__()
         self._tokenizer = tokenizer
 
     def __missing__(self, token_id: int) -> str | None:
-        """Find a token's text."""
+        """Decode a token and remember its text."""
         text = None
         if not self._tokenizer.is_special(token_id):
             with contextlib.suppress(UnicodeDecodeError):
@@ -236,7 +240,7 @@ _BYTE_OF = {letter: byte for byte, letter in enumerate(byte_letters())}
 
 
 def _bytes_of(token: str | None) -> bytes:
-    """A vocabulary entry's bytes. Added tokens are written as plain text: one character outside the alphabet shows it."""
+    """Return the bytes of a vocabulary entry. One with a character outside the byte alphabet is an added token, in plain text."""
     if token is None:
         return b""
     try:
@@ -248,7 +252,7 @@ def _bytes_of(token: str | None) -> bytes:
 class ChatTemplate:
     """A chat template as Hugging Face renders it: same environment, same globals, same variables.
 
-    Templates come from the model's directory alone; none is ever taken from a request. `source` is the template's text.
+    Templates come from the model's directory, never from a request. `source` is the template's text.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
@@ -266,7 +270,7 @@ class ChatTemplate:
 
     @classmethod
     def from_config(cls, entry: Any, special_tokens: Mapping[str, str]) -> "ChatTemplate | None":
-        """From `chat_template` of tokenizer_config.json: a string, or a list of named ones, of which `default` is taken."""
+        """Read `chat_template` of tokenizer_config.json: a template, or a list of named ones with one called `default`."""
         if entry is None:
             return None
         if isinstance(entry, str):
@@ -289,7 +293,11 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The prompt's text, special tokens included: encode it with `add_special_tokens=False`. A `ChatTemplateError`: it is refused."""
+        """Return the prompt's text with special tokens; encode it with `add_special_tokens=False`.
+
+        Raises:
+            ChatTemplateError: the template does not accept the messages.
+        """
         known = {"tools": None, "documents": None, **self._special_tokens, **variables}
         known |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
@@ -303,9 +311,9 @@ def _raise_exception(message: str) -> None:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Jinja's own `tojson` escapes HTML characters, which a prompt must not."""
+    """Write JSON without escaping HTML characters, which Jinja's own `tojson` would do."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 Template = ChatTemplate | PromptEncoder
-"""What writes a conversation as a prompt."""
+"""Renders a conversation as a prompt."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dsjax.options import option
+from dsjax.options import Group, advanced, option
 
 if TYPE_CHECKING:
     from dsjax.engine.tiers.event_publisher import KvEventsConfig
@@ -15,27 +15,24 @@ if TYPE_CHECKING:
 class TierOptions:
     """Options of an engine that keeps pages beside its devices, or publishes where they are."""
 
-    host_cache_bytes: int = option(
-        0,
-        "host memory of all DP ranks together that evicted pages of the prefix cache go to, and come back from; 0: none",
-        least=0,
-    )
-    disk_cache: str | None = option(
+    host_cache_bytes: int = option(0, "Host memory for evicted pages, of all DP ranks; 0: none.", Group.CACHE, least=0)
+    disk_cache: str | None = advanced(
         None,
-        "folder for pages that leave the cache, which survive a restart: empty, or not there yet, or of an earlier run; nobody else may "
-        "write in it; one server at a time; with --disk-cache-bytes",
+        "Folder for pages that leave the cache; they survive a restart. Empty, new, or of an earlier run, for one server at a time, and "
+        "writable by nobody else.",
+        Group.CACHE,
     )
-    disk_cache_bytes: int = option(
-        0, "most bytes of all pages in that folder, those of earlier runs and other models included", least=0
-    )
-    page_source: str | None = option(
+    disk_cache_bytes: int = advanced(0, "Most bytes in --disk-cache, other models' included.", Group.CACHE, least=0)
+    page_source: str | None = advanced(
         None,
-        "module of a further page source, such as my_package.kept_pages: a place where pages of the cache exist beside the devices",
+        "Module of a KV connector of yours, such as my_package.kept_pages: a further place that pages come from.",
+        Group.CACHE,
     )
-    kv_events_config: str | dict[str, Any] | None = option(
+    kv_events_config: str | dict[str, Any] | None = advanced(
         None,
-        "publish which pages are stored and removed, as vLLM does: JSON such as "
-        '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://127.0.0.1:5557"}\'',
+        "Publish which pages are stored and removed, as vLLM does: "
+        '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://127.0.0.1:5557"}\'.',
+        Group.CACHE,
         of_host=True,
     )
 

@@ -1,19 +1,18 @@
-"""The folder of `--disk-cache`: `PageFolder`, in which only our own files are written, counted or deleted, and `PageFiles` of one space.
+"""The folder of `--disk-cache`. `PageFolder` writes, counts and deletes only files of its own form; `PageFiles` are those of one space.
 
 ::
 
-    PATH/dsjax-pages              the mark; who finds it knows that pages may be deleted here
-    PATH/lock                     held by the engine that has the folder
-    PATH/SPACE/xy/NAME.page       a page; SPACE is the beginning of the hash of what its values depend on beside the tokens, as 16
-                                  hexadecimal digits; NAME is 64 hexadecimal digits, the first two of them xy
-    PATH/SPACE/xy/NAME.writing    what is to become one
+    PATH/dsjax-pages              the mark of a folder in which dsjax may delete pages
+    PATH/lock                     held by the engine that uses the folder
+    PATH/SPACE/xy/NAME.page       a page. SPACE: 16 hexadecimal digits of the hash of all that pages' values depend on beside tokens;
+                                  NAME: 64 hexadecimal digits, which begin with xy
+    PATH/SPACE/xy/NAME.writing    a page that is being written
 
-A page's header holds the format, the space, the name, the length of what follows and its CRC-32; then come the page's arrays in the order
-of their names, in C order, little-endian. A file is renamed to its name when it is whole; what is not whole, or not what its name says, is
-never read.
+A page's header holds format, space, name, length of the content and its CRC-32. The content is the page's arrays in the order of their
+names, in C order, little-endian. A whole file is renamed to its name; a file that is torn, or not the page of its name, is never read.
 
-All else in the folder is somebody else's. Whoever can write here decides what is answered, since the checksum in a page's header is no
-protection against somebody who computes it: hence an `OwnedFolder`.
+Other files in the folder belong to somebody else. Whoever can write a page here decides what is answered, because the checksum does not
+stop somebody who computes it anew: hence an `OwnedFolder`.
 """
 
 import contextlib
@@ -53,7 +52,7 @@ BLOCK = 4096
 
 
 class Entry(NamedTuple):
-    """A file of our own form. path: below the folder. name: of the page, in hexadecimal. is_whole: it is not a page half written."""
+    """A page's file. path: below the folder. name: in hexadecimal. is_whole: it was written to its end. used: time of last use."""
 
     path: str
     name: str
@@ -63,10 +62,10 @@ class Entry(NamedTuple):
 
 
 class PageFolder(OwnedFolder):
-    """A folder for pages, open until `close`; whoever replaces its path by another folder meanwhile changes nothing.
+    """A folder for pages, open until `close`. Replacing its path by another folder meanwhile has no effect.
 
     Raises:
-        UserError: it cannot be made or opened, is somebody else's, or holds files that are not ours.
+        UserError: it cannot be made or opened, belongs to somebody else, or holds files that are not dsjax's.
     """
 
     def __init__(self, path: str | Path):
@@ -76,13 +75,17 @@ class PageFolder(OwnedFolder):
             self._recognise()
 
     def close(self) -> None:
-        """Give the folder and its lock back. What another thread still does here goes on, and what it begins is an `OSError`."""
+        """Release the folder and its lock. Operations of other threads finish; new ones raise `OSError`."""
         if self._lock is not None:
             self._lock()
         super().close()
 
     def lock(self) -> "PageFolder":
-        """Take the lock until `close` or the process's end, and give the folder; a `UserError` where another process has it."""
+        """Lock the folder until `close` or the end of the process, and return it.
+
+        Raises:
+            UserError: another process has the lock.
+        """
         with self._explained(), self.opened() as root:
             try:
                 file = try_lock(_LOCK, root)
@@ -100,7 +103,7 @@ class PageFolder(OwnedFolder):
         return self
 
     def entries(self) -> Iterator[Entry]:
-        """List the pages of all spaces, and files that were not written to their end."""
+        """List the pages of all spaces, and pages that were not written to their end."""
         with self.opened() as root:
             spaces = [name for name in os.listdir(root) if _SPACE.fullmatch(name)]
         for space in spaces:
@@ -111,13 +114,13 @@ class PageFolder(OwnedFolder):
                             yield from self._files(space, digits)
 
     def write(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
-        """Write a page by its path below the folder; it is there whole, or not at all."""
+        """Write a page by its path below the folder, whole or not at all."""
         *folders, name = path.split("/")
         with self.opened(*folders, make=True) as folder:
             write_whole(folder, name, f"{name.removesuffix('.page')}.writing", parts)
 
     def delete(self, path: str) -> bool:
-        """Delete a file of our own form, by its path below the folder, and say whether it was there."""
+        """Delete a page by its path below the folder. Return whether it existed."""
         *folders, name = path.split("/")
         try:
             with self.opened(*folders) as folder:
@@ -138,7 +141,7 @@ class PageFolder(OwnedFolder):
                     yield Entry(path, match[1], match[2] == "page", status.st_size, status.st_mtime)
 
     def _recognise(self) -> None:
-        """Make sure that this folder is ours, and make an empty one ours."""
+        """Check that the folder has the mark, and mark an empty one."""
         with self.opened() as root:
             names = set(os.listdir(root)) - {_LOST_AND_FOUND}
             with contextlib.suppress(OSError):
@@ -177,7 +180,7 @@ class PageFileError(Exception):
 
 
 class Listing(NamedTuple):
-    """Names of this space, least recently used first; and likewise (last used, path below the folder, bytes) of other spaces' pages."""
+    """Pages by last use, oldest first: names of this space's; (last use, path below the folder, bytes) of other spaces'."""
 
     names: list[bytes]
     others: list[tuple[float, str, int]]
@@ -187,10 +190,10 @@ class PageFiles:
     """The files of one space.
 
     Args:
-        folder: locked by this process. space: what pages' values depend on beside the tokens, as JSON.
-        shapes: of a page's arrays, by their names; and their dtypes.
+        folder: locked by this process. space: all that pages' values depend on beside their tokens, as JSON.
+        shapes: name to shape and dtype of a page's arrays.
 
-    page_bytes: that a page takes on the disk.
+    page_bytes: bytes that a page takes on the disk.
     """
 
     def __init__(
@@ -206,12 +209,21 @@ class PageFiles:
         self.page_bytes = bytes_on_disk(self._content)
 
     def write(self, name: bytes, page: Page) -> None:
-        """Write a page. An `OSError` where the disk is full, or cannot be written."""
+        """Write a page.
+
+        Raises:
+            OSError: the disk is full or cannot be written.
+        """
         parts = [_bytes(np.ascontiguousarray(page[key])) for key in self._shapes]
         self.folder.write(self._path(name), [self._header(name, parts), *parts])
 
     def read(self, name: bytes) -> dict[str, np.ndarray]:
-        """Read a page's arrays. An `OSError`: it cannot be read; a `PageFileError`: it is torn, damaged or another page."""
+        """Read a page's arrays.
+
+        Raises:
+            OSError: the file cannot be read.
+            PageFileError: it is torn, damaged or another page.
+        """
         page = {key: np.empty(shape, dtype) for key, (shape, dtype) in self._shapes.items()}
         parts = [_bytes(array) for array in page.values()]
         shown = self.folder.path / self._path(name)
@@ -232,7 +244,7 @@ class PageFiles:
         return page
 
     def delete(self, name: bytes) -> bool:
-        """Delete a page, and say whether it was there."""
+        """Delete a page. Return whether it existed."""
         return self.folder.delete(self._path(name))
 
     def delete_all(self) -> None:
@@ -242,7 +254,7 @@ class PageFiles:
                 self.folder.delete(entry.path)
 
     def list(self) -> Listing:
-        """List all pages of the folder, of this space and others. What was not written to its end is deleted."""
+        """List all pages of the folder, and delete those that were not written to their end."""
         named: list[tuple[float, bytes]] = []
         others: list[tuple[float, str, int]] = []
         for entry in list(self.folder.entries()):

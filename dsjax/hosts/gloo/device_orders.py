@@ -1,8 +1,8 @@
-"""`DeviceOrders`: in which order a generation's devices stand in its mesh, so that no group of collectives that broke is formed again.
+"""`DeviceOrders` orders the devices of each new mesh so that gloo never has to form a broken group again.
 
-gloo names a group of collectives by the ids of its devices in their order, and keeps both the group and, in the coordination service's
-store, the addresses of its members. A group that lost a member, or in which one was interrupted, is never whole again under its name; under
-another order it is another group. Plain Python and NumPy.
+gloo names a group by the ordered ids of its devices. It keeps the group, and its members' addresses in the coordination service's store, so
+a group that lost a member or was interrupted stays broken under that name. The same devices in another order are a new group. Plain Python
+and NumPy.
 """
 
 import itertools
@@ -14,11 +14,12 @@ import numpy as np
 from dsjax.errors import UserError
 
 _TRIES = 4096
+"""Orders that are tried for a mesh."""
 Group = tuple[int, ...]
 
 
 class DeviceOrders:
-    """Remembers what was formed and what broke. process_of: of each device's id, the process that it belongs to."""
+    """Remembers which groups were formed and which are broken. process_of: device id to the process that owns the device."""
 
     def __init__(self, process_of: Mapping[int, int]):
         self._process_of = dict(process_of)
@@ -27,13 +28,13 @@ class DeviceOrders:
         self._broken: set[Group] = set()
 
     def choose(self, device_ids: Sequence[int], shape: tuple[int, ...]) -> list[int]:
-        """The devices for a mesh of this shape, `(dp, ep, tp)`, row by row: by process and id, or the first order after it in which
-        nothing is formed again that broke. The devices of a tensor-parallel group stay together.
+        """Return the devices of a new mesh row by row, in the first order that forms no broken group, and remember its groups.
 
-        device_ids: by process and id.
+        device_ids: sorted by process and id, which is the first order that is tried. shape: of the mesh, `(dp, ep, tp)` or
+        `(dp, ep, etp, tp)`. Devices of a tensor-parallel group stay together.
 
         Raises:
-            UserError: there is no such order left.
+            UserError: every order has a broken group.
         """
         order = self.find(device_ids, shape)
         if order is None:
@@ -46,22 +47,22 @@ class DeviceOrders:
         return order
 
     def find(self, device_ids: Sequence[int], shape: tuple[int, ...]) -> list[int] | None:
-        """What `choose` would choose; None where there is nothing."""
+        """Return what `choose` would, without remembering it; None if every order has a broken group."""
         blocks = _blocks(device_ids, shape[-1], self._process_of)
         orders = (_order(blocks, attempt) for attempt in range(_TRIES))
         return next((order for order in orders if not self._groups(order, shape) & self._broken), None)
 
     def break_current(self, lost: Collection[int]) -> None:
-        """The current mesh broke; these processes are gone, and with them every group that they were ever in."""
+        """Mark the groups of the current mesh as broken, and every group with a device of the `lost` processes."""
         self._broken |= self._current
         self.break_with(lost)
 
     def break_with(self, ended: Collection[int]) -> None:
-        """These processes have ended, or are about to: every group that they were ever in is broken, whoever comes under their ids."""
+        """Mark every group with a device of these processes as broken: a process that takes over their ids cannot join it."""
         self._broken |= {group for group in self._formed if {self._process_of[i] for i in group} & set(ended)}
 
     def _groups(self, order: Sequence[int], shape: tuple[int, ...]) -> set[Group]:
-        """The ordered groups in which collectives over any of the mesh's axes take place, as far as they span processes."""
+        """Return the ordered groups of collectives, over any combination of mesh axes, that span several processes."""
         grid, across = np.array(order).reshape(shape), set()
         axes = [axis for axis in range(len(shape)) if shape[axis] > 1]
         ways = [way for count in range(1, len(axes) + 1) for way in itertools.combinations(axes, count)]
@@ -76,14 +77,16 @@ class DeviceOrders:
 
 
 def _blocks(device_ids: Sequence[int], tp: int, process_of: Mapping[int, int]) -> list[list[list[int]]]:
-    """The tensor-parallel groups, process by process."""
+    """Return the tensor-parallel groups of each process."""
     groups = [list(device_ids[at : at + tp]) for at in range(0, len(device_ids), tp)]
     return [list(block) for _, block in itertools.groupby(groups, key=lambda group: process_of[group[0]])]
 
 
 def _order(blocks: list[list[list[int]]], attempt: int) -> list[int]:
-    """The first order is the natural one; then processes take turns at the front, as many times as there are; then chance decides: of
-    the order of each process's groups, later of all groups, and at last of the devices in them.
+    """Return the devices in the order with the number `attempt`.
+
+    First come the rotations of the processes (0 is the natural order), then random orders, which mix ever more: processes and their groups,
+    all groups, and from half of `_TRIES` on also the devices within a group.
     """
     count, rng = len(blocks), random.Random(attempt)
     if attempt < count:

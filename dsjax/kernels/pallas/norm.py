@@ -1,7 +1,7 @@
-"""RMSNorm in one order of a row's squares for every number of rows (Triton and Mosaic, by Pallas).
+"""RMSNorm that adds a row's squares in the same order for every number of rows (Triton and Mosaic, by Pallas).
 
-A compiler that fuses a norm with what stands around it shares a row among threads as it finds best for that fusion. Here a program
-takes whole rows, padded to a power of two, so that the order follows the width alone.
+A compiler that fuses a norm with its neighbours divides a row among threads as suits that fusion. Here a program takes whole rows, padded
+to a power of two, so that the order depends on the width alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype, power
 from dsjax.kernels.pallas.order import KernelOrder
 
 ROWS_OF_TPU = 16
-"""Rows of a program on TPUs: the least that its registers hold of 16-bit numbers."""
+"""Rows of a program on TPUs: the fewest that fill a register with 16-bit numbers."""
 
 
 def rms_norm(

@@ -19,16 +19,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from dsjax.config import ModelConfig
-from dsjax.errors import UserError
 from dsjax.model import paging
 from dsjax.model.cache_groups import CacheGroup
 from dsjax.model.compressed.attention import CompressedAttention, CompressedProjections, entries
 from dsjax.model.compressed.fold import empty, fold_row
-from dsjax.model.compressed.groups import compressed_groups, page_tokens
+from dsjax.model.compressed.groups import compressed_groups
 from dsjax.model.compressed.rotations import Rotations, rotate_back
 from dsjax.model.forms import Form
 from dsjax.model.layer_values import Tokens
-from dsjax.model.mla_costs import MLACost
 from dsjax.model.norm import Normalise, normalise
 from dsjax.model.paging import Cache, Rows
 from dsjax.model.parameters import Multiply, reinterpret, store, value_of
@@ -74,9 +72,13 @@ class Compressed:
         """The rates, and how many states a window page has room for."""
         return {"rates": list(self.config.v4.rates), "states": self.drafts + 1}
 
-    def block(self, rows: int, chunk: int) -> int:
-        """Compressed entries that a token attends to at once."""
-        return BLOCK
+    def turns(self, groups: Sequence[GroupShape], context: int, page_size: int) -> dict[str, int]:
+        """Of a token: window pages, which are two but at the border of one; blocks of entries that it scores, and that it attends to."""
+        first, second = (context // rate for rate in self.config.v4.rates)
+        entries = {"csa_scores": first, "csa_entries": min(first, self.config.index_topk), "hca_entries": second}
+        return {"window_pages": min(2, -(-context // page_size))} | {
+            scope: -(-count // BLOCK) for scope, count in entries.items()
+        }
 
     def backend(self, form: Form) -> str:
         """There are no kernels yet."""
@@ -104,14 +106,6 @@ class Compressed:
     ) -> Float[Array, "*b D"]:
         """The grouped output projection."""
         return weights.output(found, multiply)
-
-    def cost(self, form: Form, **work) -> MLACost:
-        """Not known yet.
-
-        Raises:
-            UserError: always.
-        """
-        raise UserError("operations and bytes of a deepseek_v4 layer are not known yet")
 
     # Writing
 
@@ -242,7 +236,7 @@ class Compressed:
     def _at(self, names: Sequence[str], layer: Int[Array, ""]) -> dict[str, Int[Array, ""]]:
         """The number in each group of a layer of the cache."""
         every = range(self.config.num_hidden_layers + self.config.num_nextn_predict_layers)
-        groups, found = {group.name: group.layers for group in self.groups(every, page_tokens(self.config))}, {}
+        groups, found = {group.name: group.layers for group in self.groups(every, self.config.page_tokens)}, {}
         for name in names:
             numbers = np.zeros(len(every), np.int32)
             numbers[list(groups[name])] = np.arange(len(groups[name]))
@@ -300,7 +294,8 @@ class _Attended:
 
         first = jnp.maximum(position - self.config.v4.sliding_window + 1, 0) // T
         state = self.sink, jnp.ones_like(self.sink), jnp.zeros(query.shape, jnp.float32)
-        state = jax.lax.fori_loop(first, jnp.where(position < 0, 0, position // T + 1), page, state)
+        with jax.named_scope("window_pages"):
+            state = jax.lax.fori_loop(first, jnp.where(position < 0, 0, position // T + 1), page, state)
         if self.kind != "window":
             name, (places, count) = GROUPS[self.kind][0], self._chosen(table, position, index)
 
@@ -309,7 +304,8 @@ class _Attended:
                 at = numbers if places is None else take(places, numbers)
                 return see(state, self._read(name, table, at, dtype), numbers < count)
 
-            state = jax.lax.fori_loop(0, -(-count // BLOCK), block, state)
+            with jax.named_scope(f"{self.kind}_entries"):
+                state = jax.lax.fori_loop(0, -(-count // BLOCK), block, state)
         _, total, out = state
         return out / total[:, None]
 
@@ -331,7 +327,8 @@ class _Attended:
             )
 
         scores = jnp.full((blocks * BLOCK,), -jnp.inf, jnp.float32)
-        scores = jax.lax.fori_loop(0, -(-visible // BLOCK), score, scores)
+        with jax.named_scope("csa_scores"):
+            scores = jax.lax.fori_loop(0, -(-visible // BLOCK), score, scores)
         places, count = positions_of(choose(scores, topk), topk)
         return jnp.pad(places, (0, -topk % BLOCK)), count
 

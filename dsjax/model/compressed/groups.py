@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import ml_dtypes
@@ -18,11 +17,6 @@ FP8_BLOCK = 64
 """Unrotated values of an entry that share a scale of one byte in an FP8 cache."""
 
 
-def page_tokens(config: ModelConfig) -> int:
-    """Tokens of the smallest page that holds whole windows of both rates: 128."""
-    return math.lcm(*config.v4.rates)
-
-
 def compressed_groups(
     config: ModelConfig, layers: Iterable[int], dtype: np.dtype, tokens: int, *, drafts: int = 0
 ) -> tuple[CacheGroup, ...]:
@@ -35,9 +29,9 @@ def compressed_groups(
     Raises:
         UserError: pages that do not hold whole windows.
     """
-    if tokens % page_tokens(config):
+    if tokens % config.page_tokens:
         raise UserError(
-            f"--page-size is {tokens}; pages of a deepseek_v4 model hold a multiple of {page_tokens(config)} tokens"
+            f"--page-size is {tokens}; pages of a deepseek_v4 model hold a multiple of {config.page_tokens} tokens"
         )
     layers, kinds = tuple(layers), dict(enumerate(config.v4.attention))
     of = {name: tuple(layer for layer in layers if kinds.get(layer) == name) for name in ("csa", "hca")}

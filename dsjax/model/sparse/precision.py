@@ -18,12 +18,11 @@ from sharding import fp8
 
 @dataclass(frozen=True)
 class IndexScores:
-    """How index scores are computed. hadamard: queries and keys are rotated. fp8: both are rounded to FP8.
+    """How index scores are computed. fp8: queries and keys are rotated, then rounded to FP8.
 
     powers: FP8 scales are powers of two (``scale_fmt`` "ue8m0" of the checkpoint).
     """
 
-    hadamard: bool = False
     fp8: bool = False
     powers: bool = False
 
@@ -32,23 +31,24 @@ class IndexScores:
         """The choice that ``--index-scores`` names, for index heads of ``width`` (None: the model has no indexer).
 
         Raises:
-            UserError: a choice for a model without an indexer, or a rotation of a width that is no power of two.
+            UserError: FP8 for a model without an indexer, or with index heads whose width is no power of two.
         """
-        if width is None and name != "float":
+        if name == "float":
+            return cls(powers=powers)
+        if width is None:
             raise UserError(
                 f"--index-scores {name} is for models with sparse attention, and this one has no indexer; leave it out"
             )
-        hadamard = "hadamard" in name
-        if hadamard and width & (width - 1):
+        if width & (width - 1):
             raise UserError(
                 f"--index-scores {name} rotates by a Hadamard matrix, which wants a power of two, and this model's index_head_dim is "
-                f"{width}; choose float or fp8"
+                f"{width}; leave it out"
             )
-        return cls(hadamard, "fp8" in name, powers)
+        return cls(True, powers)
 
     def rotate(self, x: Float[Array, "*b A"]) -> Float[Array, "*b A"]:
-        """``x`` times the Hadamard matrix ÷ √A, in float32 and returned in the dtype of ``x``; ``x`` itself without rotation."""
-        if not self.hadamard:
+        """``x`` times the Hadamard matrix ÷ √A, in float32 and returned in the dtype of ``x``; ``x`` itself without FP8."""
+        if not self.fp8:
             return x
         width, out = x.shape[-1], x.astype(jnp.float32)
         half = 1

@@ -15,7 +15,7 @@ from dsjax.tables import table
 from dsjax.texts import filled
 
 _FLOOD = 3.0
-"""Times the rate that a deployment keeps up with, above which nothing is played."""
+"""Largest request rate that is simulated, as a multiple of the rate that the deployment sustains."""
 
 
 def simulations(
@@ -27,10 +27,10 @@ def simulations(
     warmup: int | None = None,
     at_once: bool = False,
 ) -> list[SimulationOutcome]:
-    """The candidate under each of its `loads`, with a progress bar on standard error.
+    """Simulate the candidate under each of its `loads`, with a progress bar on standard error.
 
     Raises:
-        UserError: so many requests arrive that there is no steady state worth waiting for.
+        UserError: the request rate is so high that queues would grow without end.
     """
     outcomes, work = [], candidate.decode.workload
     kept = candidate.throughput / work.output.mean
@@ -48,14 +48,14 @@ def simulations(
                 bar.update(task, completed=done)
 
             seen = simulate(candidate, load, objective, **choices, progress=progress)
-            if at_once and warmup == 0:  # what is left out, no benchmark of the blind rounds left out
+            if at_once and warmup == 0:  # the benchmarks of the blind rounds left no request out
                 seen = dataclasses.replace(seen, calibrated=calibrated_report(candidate, seen))
             outcomes.append(seen)
     return outcomes
 
 
 def show_simulation(console: Console, candidate: Candidate, outcomes: list[SimulationOutcome]) -> None:
-    """P50, P90 and P99 beside the mean-value answer of the same load."""
+    """Print P50, P90 and P99 beside the mean-value answer for the same load."""
     load = outcomes[0].load
     arrivals = "Poisson arrivals" if load.burstiness == 1 else f"burstiness {load.burstiness:g}"
     title = (

@@ -152,14 +152,11 @@ def test_a_file_that_is_not_there_is_told_with_the_bundled_names():
         load_checklist("h20-33")
 
 
-def test_quick_takes_the_short_values_and_keeps_the_others(write):
+def test_quick_and_only_take_what_they_name_and_keep_the_others(write):
     whole, quick = (load_checklist(write(FILE), quick=each) for each in (False, True))
     assert (whole.measurements["first"].requests, quick.measurements["first"].requests) == (9, 2)
     assert whole.measurements["second"] == quick.measurements["second"]
     assert whole.criteria == quick.criteria
-
-
-def test_only_takes_criteria_and_measurements_by_name(write):
     whole = load_checklist(write(FILE))
     kept = [whole.selected(only) for only in ("f*", "second", "second,fast")]
     assert [list(one.measurements) for one in kept] == [["first"], ["second"], ["first", "second"]]

@@ -163,14 +163,11 @@ def test_a_fault_s_values_are_before_against_during_and_until_it_is_as_before():
     assert "before 99.9 tokens/s" in found.notes[-1]
 
 
-def test_a_rate_that_does_not_come_back_is_the_time_that_was_watched():
+def test_a_rate_that_does_not_come_back_is_the_time_that_was_watched_and_silence_before_the_fault_misses_all():
     records = [record(0.0, streaming(0, 9.9, 0.01)), record(23.0, streaming(23, 42, 1.0))]
     found = FAULT.evaluate(records, TIMES)
     assert found.values["recovery"] == 20
     assert "did not come back to 90% within the 20 s" in found.notes[0]
-
-
-def test_a_server_that_was_silent_before_the_fault_misses_all():
     found = FAULT.evaluate([record(0.0, [], error="refused")], TIMES)
     assert found.absent["throughput_loss"] == found.absent["recovery"] == ("missed", "no token came before the fault")
     assert found.values["silence"] == 32
@@ -208,16 +205,13 @@ def test_balance_is_of_ranks_and_experts_and_rebalances_of_the_load_s_steps():
     assert (variation([1.0]), variation([0.0, 0.0])) == (None, None)
 
 
-def test_balance_without_a_record_is_the_last_window_s_and_without_both_is_not_tested():
+def test_balance_without_a_record_is_the_last_window_s_and_what_no_step_tells_is_not_tested():
     found = balanced(balance(0), balance(0, window=(3, 5)))
     assert (found.values["rank_variation"], "expert_variation" in found.absent) == (0.25, True)
     found = balanced(balance(0), balance(500))
     assert {verdict for verdict, _ in found.absent.values()} == {"not tested"}
     assert "--admin-api-key" in found.absent["rank_variation"][1]
     assert "--enable-eplb" in found.absent["rebalance_pause"][1]
-
-
-def test_few_steps_tell_no_frequency_and_no_rebalance_no_pause():
     found = balanced(balance(0, 0), balance(50, 0))
     assert "50 steps" in found.absent["rebalances_per_1000_steps"][1]
     assert "no rebalance ended" in found.absent["rebalance_pause"][1]
@@ -242,7 +236,7 @@ def link(rows, **fields):
     return asyncio.run(one.measure(SimpleNamespace(network=network(*rows))))
 
 
-def test_a_link_s_values_are_those_of_its_row_the_slower_of_two():
+def test_a_link_s_values_are_those_of_its_row_the_slower_of_two_and_of_a_pair_one_sends_at_a_time():
     rows = [
         row("all_to_all", 1_048_544, 1e-3),
         row("all_to_all", 1_048_544, 2e-3, group=("x", "experts")),
@@ -254,12 +248,11 @@ def test_a_link_s_values_are_those_of_its_row_the_slower_of_two():
     assert found.values["gbit_per_s"] == pytest.approx(4.194176)
     # 24 of the 31 others of each of 32 ranks are on other hosts.
     assert found.values["aggregate_gbit_per_s"] == pytest.approx(32 * 4.194176 * 24 / 31)
-
-
-def test_of_a_pair_one_sends_at_a_time():
     rows = [row("send_receive", 1 << 20, 1e-3, ranks=2, hosts=2, group=("pair",))]
     found = link(rows, group="pair", collective="send_receive")
     assert found.values["aggregate_gbit_per_s"] == found.values["gbit_per_s"] == pytest.approx(8.388608)
+    found = link([row("all_to_all", 1 << 20, 1e-3, between=False, hosts=1)], between_hosts=False)
+    assert found.absent["aggregate_gbit_per_s"][1] == "the group is within one host"
 
 
 @pytest.mark.parametrize(
@@ -275,11 +268,6 @@ def test_a_row_that_is_not_there_is_not_tested(fields, message):
         link([row("all_to_all", 1 << 20, 1e-3)], **fields)
 
 
-def test_an_exchange_inside_a_host_leaves_none():
-    found = link([row("all_to_all", 1 << 20, 1e-3, between=False, hosts=1)], between_hosts=False)
-    assert found.absent["aggregate_gbit_per_s"][1] == "the group is within one host"
-
-
 def hooks(scale=None, timeout=60.0, **commands):
     async def asked(mesh):
         return scale(mesh) if scale else None
@@ -287,21 +275,15 @@ def hooks(scale=None, timeout=60.0, **commands):
     return Hooks({name.replace("_", "-"): command for name, command in commands.items()}, asked, timeout)
 
 
-def test_a_hook_gets_its_value_and_one_that_fails_says_what_it_said(tmp_path):
+def test_a_hook_gets_its_value_and_one_that_fails_or_hangs_or_cannot_scale_says_so(tmp_path):
     made = hooks(delay=f"echo {{value}} > {tmp_path / 'said'}", delay_end="echo no link eth9 >&2; exit 7")
     assert made.why_not("delay") is None
     asyncio.run(made.run("delay", "20"))
     assert (tmp_path / "said").read_text() == "20\n"
     with pytest.raises(NotTestedError, match=r"--hook delay-end \(.*\) ended with 7: no link eth9"):
         asyncio.run(made.run("delay-end", "20"))
-
-
-def test_a_hook_that_hangs_is_ended():
     with pytest.raises(NotTestedError, match="did not end within"):
         asyncio.run(hooks(delay="sleep 60", timeout=0.2).run("delay", ""))
-
-
-def test_a_mesh_is_scaled_by_the_server_itself():
     asked = []
     asyncio.run(hooks(asked.append, lost="scale:dp=2").run("lost", ""))
     assert asked == ["dp=2"]

@@ -31,12 +31,9 @@ def test_burstiness_of_one_is_a_poisson_process():
     assert distance < 1.95 / math.sqrt(len(found)), "Kolmogorov-Smirnov, 0.1 % level"
 
 
-def test_the_seed_decides():
+def test_the_seed_decides_and_edges_are_exact():
     assert arrival_times(100, 2.0, 1.0, 7) == arrival_times(100, 2.0, 1.0, 7)
     assert arrival_times(100, 2.0, 1.0, 7) != arrival_times(100, 2.0, 1.0, 8)
-
-
-def test_edges():
     assert arrival_times(3, math.inf, 1.0, 0) == [0.0, 0.0, 0.0]
     assert arrival_times(4, 2.0, math.inf, 0) == pytest.approx([0.0, 0.5, 1.0, 1.5])
     assert arrival_times(1, 2.0, 1.0, 0) == [0.0]

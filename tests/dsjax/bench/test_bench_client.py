@@ -89,6 +89,8 @@ def test_the_server_s_own_facts(start_fake):
     facts = facts_of(server.url + "/v1/")
     assert (facts.model, facts.root, facts.max_model_len, facts.num_devices) == ("tiny", "demo", 512, 32)
     assert facts_of(start_fake().url).num_devices is None
+    for devices in (0, -3, "two", True, 1.5):
+        assert facts_of(start_fake(info={"num_devices": devices}).url).num_devices is None
     with pytest.raises(ServerError, match=r"'big', but .* serves tiny"):
         facts_of(server.url, "big")
 
@@ -132,11 +134,6 @@ def test_a_server_that_starts_is_waited_for_or_named(start_fake, path, first, me
 def test_models_that_are_not_listed_as_openai_s_are_no_server(start_fake, models):
     with pytest.raises(ServerError, match="no server at http"):
         facts_of(start_fake(models=models).url)
-
-
-@pytest.mark.parametrize("devices", [0, -3, "two", True, 1.5])
-def test_a_number_of_devices_that_cannot_be_is_none(start_fake, devices):
-    assert facts_of(start_fake(info={"num_devices": devices}).url).num_devices is None
 
 
 def test_drafts_at_positions_that_are_no_numbers_are_left_out():

@@ -37,7 +37,7 @@ def demo_tokenizer():
     return read_tokenizer("demo")
 
 
-def test_random_lengths_stay_in_their_range_and_fill_it():
+def test_random_lengths_fill_their_range_and_another_draw_has_the_same_ones_and_other_prompts():
     requests = dataset_of(input_len=100, output_len=20, range_ratio=0.5).requests(400, 1)
     inputs, outputs = [len(r.prompt) for r in requests], [r.output_tokens for r in requests]
     assert inputs == [r.prompt_tokens for r in requests]
@@ -45,9 +45,6 @@ def test_random_lengths_stay_in_their_range_and_fill_it():
     assert (min(outputs), max(outputs)) == (10, 30)
     assert min(min(r.prompt) for r in requests) >= 10, "special tokens are not drawn"
     assert {len(r.prompt) for r in dataset_of(input_len=7, output_len=1).requests(5, 1)} == {7}
-
-
-def test_a_seed_repeats_and_another_draw_has_the_same_lengths_and_other_prompts():
     dataset = dataset_of(input_len=100, output_len=20, range_ratio=0.5, prefix_len=8)
     first, again, other = dataset.requests(50, 1), dataset.requests(50, 1), dataset.requests(50, 2)
     assert first == again

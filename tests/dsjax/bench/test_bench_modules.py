@@ -79,16 +79,13 @@ def test_v3_s_work_is_its_own(v3):
     assert sum(array.nbytes for array in jax.live_arrays()) == before
 
 
-def test_what_does_not_fit_is_left_out_with_a_line(v3):
+def test_what_does_not_fit_takes_too_long_or_drowns_in_noise_is_left_out_with_a_line(v3, setting, monkeypatch):
     large = [dataclasses.replace(case, memory=10**15) for case in layer_cases(v3, "dense MLP", [1])]
     found = run_cases(v3, large, FAST, NO_TIME, 60.0)
     assert not found.rows
     assert "needs 1000000.0 GB" in found.skipped[0][1]
     slow = Ceilings(1.0, 1.0, "a very slow device")
     assert "--row-limit" in run_cases(v3, layer_cases(v3, "dense MLP", [1]), slow, NO_TIME, 60.0).skipped[0][1]
-
-
-def test_noise_is_left_out_with_a_line(setting, monkeypatch):
     monkeypatch.setattr("dsjax.bench.modules.timing.seconds_of", lambda run, count: 0.05)
     [case] = layer_cases(setting, "shared expert", [1])
     idle = dataclasses.replace(case, build=lambda: PreparedCase(lambda count: None))
@@ -122,7 +119,7 @@ def test_attention_is_the_model_s_own(setting):
     np.testing.assert_allclose(np.asarray(total), np.asarray(other.state()[0]), atol=1e-4)
 
 
-def test_even_routing_sends_a_rank_its_share(v3):
+def test_even_routing_sends_a_rank_its_share_and_every_draw_has_distinct_experts(v3):
     """8 of 256 experts: each token of 32 ranks has 8 experts, so that as many pairs arrive as leave, 8 a token of its own."""
     even, skewed = draw_dispatch(v3, 512, 8, 0.0), draw_dispatch(v3, 512, 8, 0.3)
     assert even.pairs == pytest.approx(8 * 512, rel=0.02)  # the rank nearest the mean of 32
@@ -131,9 +128,6 @@ def test_even_routing_sends_a_rank_its_share(v3):
     assert even.mean_load == 8 * 512 / 8
     assert (even.ids >= 0).any(axis=1).all()
     assert even.ids.max() == 7
-
-
-def test_routing_draws_distinct_experts():
     ids = route_randomly(np.random.default_rng(0), 100, 64, 8, 1.0)
     assert all(len(set(row)) == 8 for row in ids.tolist())
     counts = np.bincount(ids.ravel(), minlength=64)
@@ -167,13 +161,19 @@ def test_a_mistake_is_named_with_what_would_do(options, message):
         ModuleGrid(**options)
 
 
-def test_an_interrupt_keeps_what_was_done(setting):
+def test_what_was_done_before_an_interrupt_or_before_another_process_went_is_kept(setting):
     first, second = layer_cases(setting, "shared expert", [1, 2])
     found = run_cases(
         setting, [first, dataclasses.replace(second, build=Mock(side_effect=KeyboardInterrupt))], FAST, NO_TIME, 60.0
     )
     assert found.interrupted
     assert [row.case for row in found.rows] == [first]
+    agree = Mock(side_effect=GroupError("process 1 has gone away"))
+    own, shared = layer_cases(setting, "shared expert", [1, 2])
+    found = run_cases(setting, [own, dataclasses.replace(shared, shared=True)], FAST, NO_TIME, 60.0, agree=agree)
+    assert found.partial
+    assert str(found.failure) == "process 1 has gone away"
+    assert [row.case for row in found.rows] == [own]
 
 
 @pytest.mark.parametrize(("says_no", "expected"), [("possible", ["possible"]), ("built", ["possible", "built"])])
@@ -191,15 +191,6 @@ def test_what_another_process_cannot_time_is_left_out_by_all(setting, says_no, e
     assert [row.case for row in found.rows] == [own]
     assert [reason for _, reason in found.skipped] == ["another process says no"]
     assert asked == expected
-
-
-def test_what_was_done_before_another_process_went_is_kept(setting):
-    agree = Mock(side_effect=GroupError("process 1 has gone away"))
-    own, shared = layer_cases(setting, "shared expert", [1, 2])
-    found = run_cases(setting, [own, dataclasses.replace(shared, shared=True)], FAST, NO_TIME, 60.0, agree=agree)
-    assert found.partial
-    assert str(found.failure) == "process 1 has gone away"
-    assert [row.case for row in found.rows] == [own]
 
 
 @pytest.mark.slow

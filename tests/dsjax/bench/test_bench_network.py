@@ -93,7 +93,7 @@ def test_groups_are_the_links_and_what_serving_forms_of_them(mesh, found):
     assert {group.uses: group.between_hosts for group in groups} == {uses: "host" not in uses for uses in found}
 
 
-def test_pairs_are_two_devices_of_each_host_and_the_first_of_each_two_hosts():
+def test_messages_are_of_two_devices_of_each_host_and_the_first_of_each_two_hosts_and_collectives_of_groups():
     _, mesh = pretended("dp=9", 3)
     inside, between = device_pairs(mesh)
     assert (ids(inside), inside.between_hosts) == ([[0, 1], [3, 4], [6, 7]], False)
@@ -102,9 +102,6 @@ def test_pairs_are_two_devices_of_each_host_and_the_first_of_each_two_hosts():
     between.devices[0][0] = between.devices[0][1]
     assert not between.takes_part  # process 0 has no device left in it
     assert device_pairs(pretended("dp=2", 2)[1])[0].between_hosts, "hosts of one device have no pair inside"
-
-
-def test_messages_are_of_pairs_and_collectives_of_groups():
     _, mesh = pretended("dp=4", 2)
     groups = [*device_groups(*pretended("dp=4", 2)), *device_pairs(mesh)]
     found = list(cases(groups, CollectiveGrid(sizes="1K", pair_sizes="64,1G")))

@@ -68,15 +68,12 @@ def follower(*announced):
     )
 
 
-def test_the_others_say_why_process_0_has_ended():
+def test_the_others_say_why_process_0_has_ended_and_process_0_who_is_gone():
     failed = RuntimeError("a collective failed")
     found = _explained(follower(Announcement(1, reason="it was interrupted", ended=True)), failed)
     assert isinstance(found, GroupError)
     assert str(found) == "process 0 (a, pid 7) has ended: it was interrupted"
     assert _explained(follower(), failed) is failed, "nobody has ended: it is an error of the program"
-
-
-def test_process_0_says_who_is_gone_where_a_collective_failed():
     gone = GroupError("process 1 (b, pid 8) has gone away")
     assert _explained(SimpleNamespace(is_leader=True, lost_by=lambda error: gone), RuntimeError()) is gone
     failed = RuntimeError("a collective failed")

@@ -50,7 +50,7 @@ def read(start: float, *pieces: tuple[float, bytes], count_tokens=None) -> Reque
     return record
 
 
-def test_the_definitions_on_one_answer():
+def test_the_definitions_on_one_answer_and_on_chunks_of_several_tokens():
     record = read(
         10.0, (10.5, text("a")), (10.75, text("b")), (11.5, text("c", "length")), (12.0, usage(8, 3)), (12.0, DONE)
     )
@@ -60,9 +60,6 @@ def test_the_definitions_on_one_answer():
     assert record.tpot == 0.5
     assert (record.prompt_tokens, record.output_tokens, record.token_source) == (8, 3, "usage")
     assert (record.text, record.finish_reason) == ("abc", "length")
-
-
-def test_a_chunk_of_several_tokens_is_one_gap_and_tpot_divides_by_tokens():
     record = read(0.0, (1.0, text("abcd")), (2.0, text("efgh", "stop")), (2.0, usage(1, 8)), (2.0, DONE))
     assert record.itls == [1.0]
     assert record.tpot == pytest.approx(1 / 7)
@@ -71,7 +68,7 @@ def test_a_chunk_of_several_tokens_is_one_gap_and_tpot_divides_by_tokens():
     assert found["max_output_tokens_per_s"] == 4
 
 
-def test_the_role_and_a_bare_end_carry_no_token_but_reasoning_and_tool_calls_do():
+def test_chunks_without_a_token_carry_none_and_tokens_without_text_reasoning_and_tool_calls_count():
     record = read(
         0.0,
         (1.0, delta(role="assistant", content="")),
@@ -83,9 +80,6 @@ def test_the_role_and_a_bare_end_carry_no_token_but_reasoning_and_tool_calls_do(
     )
     assert record.chunk_times == [2.0, 3.0, 4.0]
     assert (record.text, record.latency) == ("hma", 5.0)
-
-
-def test_a_token_without_text_counts_and_so_does_an_answer_that_is_nothing_else():
     assert read(0.0, (1.0, text("")), (2.0, text("é", "stop")), (2.0, DONE)).chunk_times == [1.0, 2.0]
     at_once = read(0.0, (1.0, text("", "stop")), (1.0, usage(3, 1)), (1.0, DONE))
     assert (at_once.ttft, at_once.itls, at_once.tpot, at_once.output_tokens) == (1.0, [], None, 1)

@@ -16,20 +16,17 @@ from dsjax.bench.modules.timing import (
 )
 
 
-def test_the_call_and_what_it_costs_once_are_taken_off():
+def test_the_call_and_what_it_costs_once_are_taken_off_and_noise_makes_no_negative_cost():
     # An empty call of 2, applications of 3 each, and 7 once: short 2 + 7 + 5 × 3, long 2 + 7 + 700 × 3.
     times = Times((TimedCalls(2.0, 24.0, 2109.0),) * 3, few=5, many=700)
     assert times.median == pytest.approx(3.0, rel=0.01)  # the 7 are not taken off the long call: 7 / 700 of a percent
     assert times.once == pytest.approx(7.0, rel=0.01)
-
-
-def test_what_stands_several_times_in_a_program_shares_what_it_costs_once():
     times = Times((TimedCalls(0.0, 4 * 3.0 + 8.0, 4000 * 3.0 + 8.0),), few=4, many=4000, unit=4)
     assert times.once == pytest.approx(2.0, rel=0.01)
-
-
-def test_noise_never_makes_a_negative_cost():
     assert Times((TimedCalls(1.0, 1.5, 101.0),), few=1, many=100).once == 0
+    times = Times((TimedCalls(2.0, 0.0, 2.0 - 5e-5),) * 3, few=0, many=100)
+    assert times.stand_out
+    assert times.median == CALL_RESOLUTION
 
 
 def test_a_loop_that_cannot_be_told_from_an_empty_one_is_made_longer(monkeypatch):
@@ -56,12 +53,6 @@ def test_noise_is_no_figure(monkeypatch, one_by_one):
     assert case.take(Budget(seconds=0.0)) is None
 
 
-def test_what_is_called_one_by_one_may_take_as_long_as_an_empty_call():
-    times = Times((TimedCalls(2.0, 0.0, 2.0 - 5e-5),) * 3, few=0, many=100)
-    assert times.stand_out
-    assert times.median == CALL_RESOLUTION
-
-
 def test_the_spread_is_the_middle_eighty_percent():
     times = Times(tuple(TimedCalls(0.0, 0.0, float(i)) for i in range(1, 21)), few=0, many=1)
     assert (times.low, times.high) == (3.0, 19.0)
@@ -83,16 +74,13 @@ def test_every_application_is_done_with_its_own_layer():
     assert float(prepared.state()) == expected * 2 + 10.0
 
 
-def test_slow_work_is_one_sample_a_call():
+def test_slow_work_is_one_sample_a_call_and_a_short_call_has_what_a_step_has():
     calls = []
     prepared = PreparedCase(calls.append, unit=2, in_call=6)
     prepared.warm_up(Budget(seconds=0.0))
     prepared.take(Budget(seconds=0.0, samples=5))
     assert (prepared.few, prepared.many) == (0, 2)
     assert len(prepared.samples) == 3, "the least number of samples, whatever the budget"
-
-
-def test_the_short_call_has_what_a_step_has():
     prepared = PreparedCase(lambda n: None, unit=1, in_call=61)
     prepared.warm_up()
     assert prepared.few == 61

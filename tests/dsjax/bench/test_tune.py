@@ -157,16 +157,13 @@ def test_a_wrong_file_is_told_what_is_wrong(tmp_path, body, expected):
         TileTable.read(path)
 
 
-def test_a_file_is_for_pallas_kernels_alone(tmp_path):
+def test_a_file_is_for_pallas_kernels_alone_and_without_a_gpu_there_is_nothing_to_tune(tmp_path):
     path = tmp_path / "tiles.json"
     TileTable("a GPU", (Tuned(ONE, SIZES, 1.0, 2.0),)).write(path)
     choose = lambda *args: choose_kernels(*args, devices=1, cache=None, tiles=path)  # noqa: E731
     assert choose("auto", "gpu", jnp.dtype("bfloat16")).pallas.tiles.find(ONE) == dict(SIZES)
     with pytest.raises(UserError, match="--kernels auto does not use on cpu devices"):
         choose("auto", "cpu", np.dtype(np.float32))
-
-
-def test_without_a_gpu_the_command_says_that_there_is_nothing_to_tune(tmp_path):
     found = CliRunner().invoke(app, ["tune", "--output", str(tmp_path / "tiles.json")])
     assert isinstance(found.exception, UserError)
     assert "there is nothing to tune" in str(found.exception)

@@ -364,12 +364,18 @@ def command():
     return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_an_empty_destination_is_refused_and_is_not_the_current_folder(command, tmp_path, monkeypatch):
+def test_an_empty_destination_and_one_that_exists_are_refused_before_the_source_is_looked_for(
+    command, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     run = command("demo", "")
     assert isinstance(run.exception, UserError)
     assert "the destination is '', which names no folder" in str(run.exception)
     assert not any(tmp_path.iterdir())
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(CheckpointError, match=f"cannot write to {tmp_path}: it exists already; .* pass --overwrite"):
+        convert("no/such-source", tmp_path)
 
 
 def test_the_command_converts_to_the_other_form_and_says_what_it_wrote(command, checkpoints, tmp_path):
@@ -388,10 +394,3 @@ def test_a_size_that_is_none_is_refused(text):
     assert parse_bytes("1.5 KiB") == 1536
     with pytest.raises(ValueError, match="expected a positive number with a unit"):
         parse_bytes(text)
-
-
-def test_a_destination_that_exists_is_said_before_the_source_is_looked_for(tmp_path):
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_text("")
-    with pytest.raises(CheckpointError, match=f"cannot write to {tmp_path}: it exists already; .* pass --overwrite"):
-        convert("no/such-source", tmp_path)

@@ -220,11 +220,13 @@ def test_scales_that_are_no_numbers_are_found(config, tensors):
             from_hf_tensors(config, packed, weights=weights)
 
 
-def test_scales_of_int4_that_are_not_in_bfloat16_are_refused(config, tensors):
+def test_scales_and_widths_that_cannot_be_are_refused(config, tensors, tiny_config, make_tensors):
     packed = stored(tensors, "ct_int4")
     packed[f"{EXPERT}_scale"] = packed[f"{EXPERT}_scale"].astype(np.float16)
     with pytest.raises(CheckpointError, match=f"{EXPERT}_scale: dtype float16, expected bfloat16"):
         from_hf_tensors(config, packed, weights="int4-bf16")
+    with pytest.raises(CheckpointError, match="blocks of 16 along the last dimension"):
+        from_hf_tensors(tiny_config, make_tensors(tiny_config), weights="nvfp4-bf16")
 
 
 @pytest.mark.parametrize("weights", ["nvfp4", "mxfp4-bf16", "int4-bf16"])
@@ -233,11 +235,6 @@ def test_weights_that_are_no_numbers_are_not_encoded(config, tensors, weights):
     broken[EXPERT][3, 3] = np.nan
     with pytest.raises(CheckpointError, match=EXPERT):
         from_hf_tensors(config, broken, weights=weights)
-
-
-def test_a_width_that_blocks_do_not_divide_is_refused(tiny_config, make_tensors):
-    with pytest.raises(CheckpointError, match="blocks of 16 along the last dimension"):
-        from_hf_tensors(tiny_config, make_tensors(tiny_config), weights="nvfp4-bf16")
 
 
 @pytest.mark.slow

@@ -118,7 +118,7 @@ def test_weights_of_another_checkpoint_are_not_used(tiny_config, checkpoints):
     assert (held.counts.kept, held.counts.moved) == (0, 0)
 
 
-def test_a_layer_that_is_given_back_reads_as_zeros_and_its_neighbours_stay():
+def test_what_is_given_back_reads_as_zeros_and_an_expert_in_two_shards_is_put_together():
     values = aligned_empty((3, 1 << 20), np.dtype(np.uint8))
     values[...] = 7
     box = ((0, 1 << 20),)
@@ -131,9 +131,6 @@ def test_a_layer_that_is_given_back_reads_as_zeros_and_its_neighbours_stay():
     held.add("a", shard)
     assert held.look_up("a", 1, NO_EXPERT, box) == ([], [box])
     assert [piece.shard for piece in held.look_up("a", 2, NO_EXPERT, box)[0]] == [shard]
-
-
-def test_an_expert_that_lies_in_two_shards_in_part_is_put_together_and_only_the_rest_is_missing():
     held = HeldWeights()
     for width in ((0, 2), (3, 6)):
         extent = Extent(1, np.array([[4, 7]]), ((0, 8), width))

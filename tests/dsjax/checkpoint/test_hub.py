@@ -95,14 +95,11 @@ def hub(tmp_path_factory):
         server.shutdown()
 
 
-def test_a_directory_is_itself_and_has_no_revisions(tmp_path):
+@pytest.mark.parametrize("find", [resolve, resolve_config])
+def test_a_directory_is_itself_and_neither_it_nor_a_bundled_model_has_revisions(find, tmp_path):
     assert resolve(tmp_path) == tmp_path
     with pytest.raises(ModelNotFoundError, match="has no revisions"):
         resolve(tmp_path, revision="main")
-
-
-@pytest.mark.parametrize("find", [resolve, resolve_config])
-def test_a_bundled_model_has_no_revisions_either(find):
     with pytest.raises(ModelNotFoundError, match="demo is bundled, which has no revisions; leave --revision out"):
         find("demo", revision="main")
 
@@ -110,16 +107,13 @@ def test_a_bundled_model_has_no_revisions_either(find):
 def test_a_name_that_is_nothing_lists_what_there_is():
     with pytest.raises(ModelNotFoundError, match=r"not a bundled name \(.*deepseek-v3.*not a Hugging Face repository"):
         resolve("no such model")
+    with pytest.raises(ModelNotFoundError, match="bundled as a configuration without weights"):
+        resolve("deepseek-v3")
     with pytest.raises(ModelNotFoundError, match="no model ''"):
         resolve("")
     for find in (resolve, load_config):
         with pytest.raises(UserError, match="no model"):
             find("~nobody-of-this-name/model")
-
-
-def test_a_bundled_configuration_without_weights_says_what_it_is_good_for():
-    with pytest.raises(ModelNotFoundError, match="bundled as a configuration without weights"):
-        resolve("deepseek-v3")
 
 
 @pytest.mark.parametrize(

@@ -88,15 +88,12 @@ def test_a_region_names_only_the_pieces_that_touch_it(tiny_config):
     ]
 
 
-def test_redundant_slots_hold_copies_of_their_logical_expert(tiny_config):
+def test_slots_hold_copies_of_their_logical_expert_and_the_number_behind_the_last_is_the_shared_one(tiny_config):
     slots = (0, 1, 2, 3, 4, 5, 6, 7, 5, 0)
     names = TensorNames(tiny_config, abstract_parameters(tiny_config, num_physical=10), slots)
     pieces = [piece for piece in names.pieces("moe_layers.moe.experts.down.weight") if piece.index[0] == 0]
     assert [piece.name for piece in pieces] == [f"model.layers.1.mlp.experts.{e}.down_proj.weight" for e in slots]
     assert names.places()["model.layers.1.mlp.experts.5.down_proj.weight"][1].index[:2] == (0, 5)
-
-
-def test_the_number_behind_the_last_expert_is_the_shared_one(tiny_config):
     slots = (0, 1, 2, 3, 8, 4, 5, 6, 7, 8)
     declared = abstract_parameters(tiny_config, num_physical=10, shared_apart=False)
     assert not any(".shared." in path for path in declared)
@@ -108,14 +105,11 @@ def test_the_number_behind_the_last_expert_is_the_shared_one(tiny_config):
     assert names.expected() == TensorNames(tiny_config, abstract_parameters(tiny_config)).expected()
 
 
-def test_a_tied_model_takes_the_head_it_need_not_have_as_a_copy(tiny_config):
+def test_a_tied_head_is_a_copy_and_products_derived_from_other_weights_are_not_expected(tiny_config):
     config = dataclasses.replace(tiny_config, tie_word_embeddings=True)
     copies = TensorNames(config, abstract_parameters(config)).copies()
     assert copies["lm_head.weight"] == "model.embed_tokens.weight"
     assert copies["model.layers.3.shared_head.head.weight"] == "model.embed_tokens.weight"
-
-
-def test_products_derived_from_other_weights_are_not_expected_of_a_checkpoint(tiny_config):
     declared = abstract_parameters(tiny_config, materialise=True)
     derived = {path for path, info in declared.items() if info.init == "derived"}
     assert derived

@@ -50,23 +50,17 @@ def test_missing_and_truncated_shards_are_listed_and_their_tensors_named_unreada
     assert folder.unreadable == {"t0", "t1", "t2", "t3"}
 
 
-def test_an_index_that_names_a_tensor_its_shard_does_not_hold(tmp_path):
+def test_an_index_that_points_to_where_a_tensor_is_not_and_a_tensor_in_two_shards_are_faults(tmp_path):
     write(tmp_path)
     edit_index(tmp_path, lambda weights: weights.update(ghost="model-00001-of-00004.safetensors"))
     folder = SafetensorsFolder(tmp_path)
     assert folder.problems == [
         f"ghost: {INDEX_NAME} places it in model-00001-of-00004.safetensors, which does not hold it"
     ]
-
-
-def test_a_tensor_in_two_shards_is_a_fault(tmp_path):
     first, second, *_ = write(tmp_path)
     (tmp_path / second).write_bytes((tmp_path / first).read_bytes())
     problems = SafetensorsFolder(tmp_path).problems
     assert any(problem.startswith("t0: in two shards") for problem in problems)
-
-
-def test_an_index_cannot_point_outside_its_folder(tmp_path):
     write(tmp_path)
     edit_index(tmp_path, lambda weights: weights.update(t0="../secret.safetensors"))
     with pytest.raises(CheckpointError, match="not a file name of its own folder"):

@@ -20,14 +20,11 @@ from dsjax.cli.plan import recipe, search_layouts
 from dsjax.errors import UserError
 
 
-def test_json_goes_to_a_file_or_to_standard_output(tmp_path, capsys):
+def test_json_goes_to_a_file_or_to_standard_output_and_what_it_cannot_hold_is_no_users_mistake(tmp_path, capsys):
     write_json(tmp_path / "a.json", {"a": [1, 2.5]})
     write_json("-", {"b": None})
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": [1, 2.5]}
     assert json.loads(capsys.readouterr().out) == {"b": None}
-
-
-def test_what_json_cannot_hold_is_not_taken_for_the_users_mistake(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"), writing(tmp_path):
         write_json(tmp_path / "a.json", {"a": float("nan")})
 
@@ -152,10 +149,16 @@ def test_help_pages_show_every_name_in_full(page, width):
     assert "…" not in text.replace("500MB, …", "").replace("tpu-v5e, …", "").replace("znver4, …", "")
     assert "..." not in text.replace("]...", "")
     assert "<bool>" not in text
+    assert "[default: (" not in text
     assert "--help" in text
     if page == "serve":
         assert "--max-num-batched-tokens <int>" in text
-        assert text.index("Options:") < text.index("--port") < text.index("Engine:") < text.index("--max-num-seqs")
+        assert (
+            text.index("Options:")
+            < text.index("--port")
+            < text.index("Scheduling:")
+            < text.index("--max-num-seqs <int>")
+        )
 
 
 def test_the_version_is_printed():

@@ -77,10 +77,15 @@ def test_released_models_have_their_public_sizes(name, main_model, active):
     assert counts["active"] == pytest.approx(active, rel=1e-6)
 
 
-def test_the_kinds_of_layers_say_which_are_dense():
+def test_layers_are_dense_where_their_kinds_say_so_or_there_are_no_experts():
     kinds = ["dense"] * 2 + ["sparse"] * 59
     raw = v3(**V32_INDEXER, mlp_layer_types=kinds, layer_types=["indexed_attention"] * 61)
     assert ModelConfig.from_dict(raw).num_dense_layers == 2
+    for experts in (0, None, ...):
+        config = ModelConfig.from_dict(v3(n_routed_experts=experts, num_experts_per_tok=None, n_group=None))
+        assert (config.num_dense_layers, config.num_moe_layers, config.is_moe) == (61, 0, False)
+    config = ModelConfig.from_dict(v3(first_k_dense_replace=99))
+    assert (config.num_dense_layers, config.num_moe_layers) == (61, 0)
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -105,11 +110,6 @@ def test_the_two_spellings_of_rope_mean_the_same():
     assert (rope.type, rope.theta, rope.factor, rope.beta_fast) == ("yarn", 50000.0, 32.0, 1.0)
 
 
-def test_a_directory_and_a_path_are_read(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(v3()))
-    assert load_config(tmp_path) == load_config(tmp_path / "config.json") == load_config("deepseek-v3")
-
-
 def test_yarn_corrects_the_softmax_scale_by_mscale_all_dim_squared():
     # V3: 0.1 ln 40 + 1 = 1.36889; V2: 0.0707 ln 40 + 1 = 1.26080.
     assert load_config("deepseek-v3").softmax_scale == pytest.approx(192**-0.5 * 1.3688879454**2)
@@ -117,14 +117,6 @@ def test_yarn_corrects_the_softmax_scale_by_mscale_all_dim_squared():
     assert load_config("moonlight").softmax_scale == pytest.approx(192**-0.5)
     without = ModelConfig.from_dict(v3(rope_scaling={key: YARN[key] for key in YARN if key != "mscale_all_dim"}))
     assert without.softmax_scale == pytest.approx(192**-0.5)
-
-
-def test_a_model_without_experts_or_with_dense_layers_alone_is_dense_throughout():
-    for experts in (0, None, ...):
-        config = ModelConfig.from_dict(v3(n_routed_experts=experts, num_experts_per_tok=None, n_group=None))
-        assert (config.num_dense_layers, config.num_moe_layers, config.is_moe) == (61, 0, False)
-    config = ModelConfig.from_dict(v3(first_k_dense_replace=99))
-    assert (config.num_dense_layers, config.num_moe_layers) == (61, 0)
 
 
 def test_eos_may_be_one_id_several_or_none():
@@ -309,11 +301,8 @@ def test_a_faulty_configuration_is_an_error_that_names_the_field(changes, field,
 def test_deepseek_v2_has_its_own_limits(changes, field):
     with pytest.raises(ConfigError, match=f"`{field}`"):
         ModelConfig.from_dict(v2(**changes))
-
-
-def test_greedy_routing_may_choose_from_every_expert():
-    config = ModelConfig.from_dict(v2(topk_method="greedy", topk_group=1, num_experts_per_tok=160))
-    assert config.num_experts_per_tok == 160
+    greedy = ModelConfig.from_dict(v2(topk_method="greedy", topk_group=1, num_experts_per_tok=160))
+    assert greedy.num_experts_per_tok == 160, "of every expert"
 
 
 def test_a_changed_copy_is_checked_too():
@@ -353,21 +342,19 @@ def test_any_json_value_anywhere_is_read_or_refused_with_a_config_error(place, v
 )
 def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path, content, said):
     path = tmp_path / "config.json"
-    if content is not None:
-        path.write_text(content)
+    path.write_text(json.dumps(v3()))
+    assert load_config(tmp_path) == load_config(path) == load_config("deepseek-v3")
+    path.unlink() if content is None else path.write_text(content)
     with pytest.raises(ConfigError, match=re.escape(said)) as error:
         load_config(path)
     assert str(path) in str(error.value)
 
 
-def test_a_file_that_is_too_large_for_a_configuration_is_not_read_to_its_end(tmp_path):
+def test_a_file_that_is_too_large_is_not_read_to_its_end_and_an_unknown_name_lists_the_bundled_ones(tmp_path):
+    with pytest.raises(ConfigError, match=r"deepseek-v3.*kimi-k2"):
+        load_config("deepseek-v33")
     path = tmp_path / "model.bin"
     with path.open("wb") as file:
         file.truncate(10**12)  # on the disk it takes nothing
     with pytest.raises(ConfigError, match=r"model.bin has more than 10,000,000 bytes, expected a config\.json"):
         load_config(path)
-
-
-def test_an_unknown_name_lists_the_bundled_ones():
-    with pytest.raises(ConfigError, match=r"deepseek-v3.*kimi-k2"):
-        load_config("deepseek-v33")

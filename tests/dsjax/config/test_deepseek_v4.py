@@ -20,6 +20,7 @@ def test_layers_of_the_released_models_are_few_runs():
     assert kinds(FLASH) == [[("window", "hash"), 2], [("csa", "hash"), 1], [*by_turns, 20]]
     assert kinds(PRO) == [[("hca", "hash"), 2], [("csa", "hash"), 1], [*by_turns, 29]]
     assert FLASH.v4.mtp_kind.attention == "window"
+    assert FLASH.quantization.expert_dtype == PRO.quantization.expert_dtype == "fp4"
     assert {kind.stack: (numbers[0], len(numbers)) for kind, numbers in stacks(FLASH.layer_runs).items()} == {
         "window_hash_0": (0, 2), "csa_hash_2": (2, 1), "hca_moe_3": (3, 20), "csa_moe_4": (4, 20)
     }  # fmt: skip
@@ -52,13 +53,6 @@ def test_deepseeks_spelling_and_transformers_are_one_model():
         160_000,
         1,
     )
-
-
-def test_experts_in_fp4_are_said_at_the_top_or_with_the_quantisation():
-    assert FLASH.quantization.expert_dtype == PRO.quantization.expert_dtype == "fp4"
-
-
-def test_rates_are_read_in_the_spelling_of_transformers_too():
     raw = v4_config("wch")
     apart = {name: value for name, value in raw.items() if name != "compress_rates"}
     rates = {f"compress_rate_{name}": raw["compress_rates"][KINDS[name]] for name in ("csa", "hca")}
@@ -95,7 +89,7 @@ def test_a_field_that_cannot_be_is_named(changes, named):
     assert named in str(error.value)
 
 
-def test_what_would_price_it_says_what_is_missing():
-    with pytest.raises(UserError, match="cannot be dry-run, planned or timed"):
+def test_what_would_time_its_modules_says_what_is_missing():
+    with pytest.raises(UserError, match="bench modules and tune"):
         FLASH.check_priced()
     load_config("deepseek-v3").check_priced()

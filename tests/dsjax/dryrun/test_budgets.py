@@ -55,7 +55,7 @@ def test_a_step_runs_no_collective_beyond_its_budget(layout, step, tmp_path):
     assert budget(layout, step, tmp_path) == json.loads(BUDGETS.read_text())[layout][step]
 
 
-def test_without_tensor_parallelism_only_dispatch_communicates():
+def test_only_dispatch_communicates_and_with_tensor_parallelism_each_part_of_the_model_once():
     budgets = json.loads(BUDGETS.read_text())
     for layout in ("dp=32", "dp=32,ep=8"):
         for step in STEPS:
@@ -63,9 +63,6 @@ def test_without_tensor_parallelism_only_dispatch_communicates():
             found = budgets[layout][step]
             assert {name.split(" over ")[0] for name in found} == {"all-to-all"}
             assert sum(times for times, _ in found.values()) == 4
-
-
-def test_with_tensor_parallelism_each_part_of_the_model_communicates_once():
     budgets = json.loads(BUDGETS.read_text())
     for layout in ("dp=4,tp=8", "tp=8", "tp=8,ep=1"):
         for step in STEPS:

@@ -59,7 +59,7 @@ def test_each_device_holds_its_sides_parameters_and_no_others(tiny, whole, descr
         assert getattr(whole, side).temporaries == max(memory.temp_size_in_bytes for memory in programs)
 
 
-def test_rows_and_answers_are_as_many_bytes_as_the_formula_says(whole):
+def test_rows_and_answers_are_as_many_bytes_as_the_formula_says_and_a_layer_has_four_programs(whole):
     width, top_k, layers, room = TINY["hidden_size"], TINY["num_experts_per_tok"], 2, whole.links.capacity
     assert room == default_capacity(ROWS, top_k, EXPERTS, True)
     answers = room * layers * 2 * width
@@ -72,9 +72,6 @@ def test_rows_and_answers_are_as_many_bytes_as_the_formula_says(whole):
         }
     assert whole.links.needed == pytest.approx(1 - (3 / 4) ** top_k)
     assert whole.links.connections == 0
-
-
-def test_a_layer_has_four_programs_of_which_one_is_the_experts_and_none_has_a_collective(whole):
     times = {one.name: (one.side, one.times) for one in whole.programs}
     attention = {f"moe_layers: {name}": ("attention", 2) for name in ("attend", "share", "receive")}
     outside = {f"step: {place}": ("attention", 1) for place in ("before the layers", "behind them")}

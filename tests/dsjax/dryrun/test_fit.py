@@ -82,11 +82,8 @@ def test_one_more_row_or_page_would_not_fit(monkeypatch):
     assert totals[2, found.context, None] <= found.room < totals[2, found.context + 4, None]
 
 
-def test_what_a_step_changes_in_place_is_there_once():
+def test_what_a_step_changes_in_place_is_there_once_and_the_cpu_has_no_memory_to_fit_into():
     step = DeviceMemory({}, cache=100, state=0, inputs=0, arguments=100, outputs=107, aliased=100, temporaries=20)
     assert step.total == 127
-
-
-def test_the_cpu_target_has_no_memory_to_fit_into():
     with pytest.raises(UserError, match="--fit needs an accelerator"):
         dry_run(DryRunArgs(engine=EngineArgs(model="demo")), search=True)

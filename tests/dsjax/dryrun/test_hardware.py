@@ -33,6 +33,9 @@ def test_a_file_of_the_users_needs_every_field_and_every_source(tmp_path):
     file.write_text("\n".join(lines))
     with pytest.raises(UserError, match="no source for xla, memory_bytes"):
         load_hardware(file)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"it is not UTF-8 text\); expected a TOML file"):
+        load_hardware(file)
 
 
 @pytest.mark.parametrize(
@@ -54,11 +57,4 @@ def test_a_field_of_the_wrong_kind_is_named(tmp_path, found, message):
     file = tmp_path / "mine.toml"
     file.write_text("\n".join([*lines, "sources = {}"] if field != "sources" else lines) + f"\n{found}\n")
     with pytest.raises(UserError, match=re.escape(f"hardware 'mine': {message}")):
-        load_hardware(file)
-
-
-def test_a_file_that_is_no_text_is_no_hardware(tmp_path):
-    file = tmp_path / "mine.toml"
-    file.write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match=r"it is not UTF-8 text\); expected a TOML file"):
         load_hardware(file)

@@ -31,7 +31,7 @@ def only(found, against=None, known=KNOWN_ORDERS):
     return row
 
 
-def test_what_the_compiler_chose_is_open_until_another_program_has_the_same():
+def test_what_the_compiler_chose_is_open_until_another_program_of_its_kind_has_the_same():
     fixed = norm("in sequence", depends=())
     assert only([norm()]).could_depend
     assert not only([norm()], against=[norm()]).could_depend
@@ -42,32 +42,23 @@ def test_what_the_compiler_chose_is_open_until_another_program_has_the_same():
     assert row.otherwise == {"batch=1": ("reduce terms of 8 in f32, in sequence",)}
     for depends in (("mesh",), ("rows",), ("values",), ("timing", "rows"), ("library", "rows")):
         assert only([norm(depends=depends)], against=[norm(depends=depends)]).could_depend
-
-
-def test_a_sum_that_only_the_other_program_has_is_reported_and_runs_no_time_in_this_one():
     report = order_report({"step": []}, {"mesh=tp=2": {"step": [norm("in sequence", depends=())]}})
     (row,) = report.sums
     assert (row.times, row.could_depend) == (0.0, True)
     assert row.otherwise == {"mesh=tp=2": ("reduce terms of 64 in f32, in sequence",)}
-
-
-def test_sums_that_are_alike_are_one_row_and_a_program_is_compared_with_its_own_kind_only():
     (row,) = order_report({"step": [norm(), dataclasses.replace(norm(), times=58.0)]}, {}).sums
     assert row.times == 59
     report = order_report({"step": [norm()], "drafts": [norm()]}, {"step=prefill": {"step": [norm()]}})
     assert {row.program: row.could_depend for row in report.sums} == {"step": False, "drafts": True}
 
 
-def test_an_unexplained_sum_fails_and_is_named_and_an_explained_one_passes():
+def test_an_unexplained_sum_fails_and_an_entry_explains_neither_another_carrier_nor_another_place():
     report = order_report({"step": [norm(op_name="jit(run)/indexer/reduce_sum")]}, {})
     with pytest.raises(UserError, match=r"1 sums could .*indexer/reduce_sum of the step .*known_orders\.py"):
         report.check()
     entry = KnownOrder("why", ("reduce",), "terms", "indexer/reduce_sum", "Because.", "nothing.")
     order_report({"step": [norm(op_name="jit(run)/indexer/reduce_sum")]}, {}, (entry,)).check()
     order_report({"step": [norm(op_name="jit(run)/indexer/reduce_sum", depends=())]}, {}).check()
-
-
-def test_an_entry_explains_neither_another_carrier_nor_another_place():
     entry = KnownOrder("why", ("reduce",), "terms", "norm/reduce_sum", "Because.", "nothing.")
     assert only([norm()], known=(entry,)).known is entry
     assert only([norm(op_name="jit(run)/draft/mtp_8/norm/reduce_sum")], known=(entry,)).known is entry

@@ -158,20 +158,6 @@ def test_a_ragged_exchange_sends_no_more_than_its_smaller_buffer_holds():
     assert (one.bytes_inside, one.bytes_between) == (16 * 8 * 2 // 4, 2 * 16 * 8 * 2 // 4)
 
 
-def test_a_tpu_kernels_metadata_is_read_over_its_lines_and_custom_calls_that_order_move_nothing():
-    told = '"cost_assumed":"0",\n"cost_bytes":"640",\n"cost_dtype":"bf16",\n"cost_flops":"4096"\n'
-    program = entry(
-        ["f32[100]{0}"],
-        '%b = f32[100]{0} custom-call(), custom_call_target="AllocateBuffer"',
-        '%k = f32[100]{0} custom-call(%p0), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={\n'
-        + told
-        + '}}, metadata={op_name="jit(run)/attend/pallas_call"}',
-    )
-    costs = program_costs(program)
-    assert (costs.flops_by_dtype, costs.bytes, costs.uncounted) == ({"bf16": 4096}, 640, {})
-    assert program.entry.operations["k"].op_name == "jit(run)/attend/pallas_call"
-
-
 def test_cudnns_block_scaled_product_counts_in_fp4_and_its_operands_have_half_a_byte_a_value():
     values = [f"f4e2m1fn[4,{rows},64]{{2,1,0:E(4)}}" for rows in (128, 32)]
     program = entry(
@@ -184,7 +170,7 @@ def test_cudnns_block_scaled_product_counts_in_fp4_and_its_operands_have_half_a_
     assert costs.bytes == 4 * (128 * 64 // 2 + 32 * 64 // 2 + 128 * 4 + 32 * 4 + 128 * 32 * 4)
 
 
-def test_a_custom_call_that_tells_its_cost_is_counted_by_that_and_another_is_named():
+def test_custom_calls_are_counted_by_what_they_tell_on_gpus_and_tpus_and_others_are_named():
     told = {"cost_flops": "4096", "cost_bytes": "640", "cost_dtype": "bf16", "cost_assumed": "1"}
     text = ", ".join(rf"\22{name}\22: \22{value}\22" for name, value in told.items())
     call = 'custom_call_target="__gpu$xla.gpu.triton", backend_config={serialized_metadata = "{' + text + '}"}'
@@ -198,3 +184,14 @@ def test_a_custom_call_that_tells_its_cost_is_counted_by_that_and_another_is_nam
     assert (costs.flops, costs.flops_by_dtype, costs.flops_assumed) == (4096, {"bf16": 4096}, 4096)
     assert (costs.bytes, costs.bytes_assumed) == (640 + 800, 640)  # the other one's operand and result
     assert costs.uncounted == {"somebody": 1}
+    told = '"cost_assumed":"0",\n"cost_bytes":"640",\n"cost_dtype":"bf16",\n"cost_flops":"4096"\n'
+    program = entry(
+        ["f32[100]{0}"],
+        '%b = f32[100]{0} custom-call(), custom_call_target="AllocateBuffer"',
+        '%k = f32[100]{0} custom-call(%p0), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={\n'
+        + told
+        + '}}, metadata={op_name="jit(run)/attend/pallas_call"}',
+    )
+    costs = program_costs(program)
+    assert (costs.flops_by_dtype, costs.bytes, costs.uncounted) == ({"bf16": 4096}, 640, {})
+    assert program.entry.operations["k"].op_name == "jit(run)/attend/pallas_call"

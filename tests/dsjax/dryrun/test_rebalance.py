@@ -47,6 +47,7 @@ def test_the_compiled_exchange_sends_what_arithmetic_says(balanced):
     assert found.layers == 4
 
 
+@pytest.mark.slow
 def test_the_buffer_and_the_counters_are_all_that_is_kept_on_a_device(balanced, described):
     unmoved = dataclasses.replace(BALANCED, enable_eplb=False, eplb_config=None, redundant_experts=8)
     without = described(DryRunArgs(engine=unmoved, batch=4, context=64))
@@ -87,16 +88,13 @@ def test_steps_and_bytes_are_those_of_the_engines_own_decision():
     assert 0.5 < found.seconds.value / (found.received * V3_EXPERT / 30e9) < 2
 
 
-def test_a_tighter_bound_takes_more_exchanges_of_the_same_bytes():
+def test_more_bytes_of_a_bound_take_fewer_exchanges_and_one_without_room_for_an_expert_is_refused():
     loads = drawn(1.28, 256, 0.25)
     old, new = (rebalance(load[:3], n_physical=288, ranks=32, groups=8, hosts=4) for load in (loads.seen, loads.served))
     few, many = (_moves(old, new, V3, count, 8, V3_EXPERT, None) for count in (1, 9))
     assert few.experts == many.experts
     assert few.received == many.received
     assert few.exchanges >= few.received > many.exchanges
-
-
-def test_a_bound_without_room_for_an_expert_is_refused():
     engine = dataclasses.replace(BALANCED, eplb_config={"num_redundant_experts": 8, "max_bytes_per_step": EXPERT})
     with pytest.raises(UserError, match="to move one expert a device receives"):
         dry_run(DryRunArgs(engine=engine, batch=4, context=64))

@@ -99,7 +99,7 @@ def test_a_collective_that_adds_depends_on_the_mesh(line, what, ranks, axes):
     assert (one.carrier, one.what, one.depth, one.axes, one.depends) == ("collective", what, ranks, axes, ("mesh",))
 
 
-def test_a_collective_of_what_one_device_has_is_told_from_a_sum_of_parts():
+def test_a_collective_belongs_to_what_it_adds_and_of_what_one_device_has_is_told_from_a_sum_of_parts():
     masked = (
         "%b = f32[8,64]{1,0} broadcast(%z), dimensions={}",
         "%m = pred[8,64]{1,0} compare(%p, %b), direction=LT",
@@ -111,9 +111,6 @@ def test_a_collective_of_what_one_device_has_is_told_from_a_sum_of_parts():
     assert one.what == "all-reduce of masked values"
     (other,) = sums(*(line.replace("BRANCH", "%p") for line in masked))
     assert other.what == "all-reduce"
-
-
-def test_a_collective_that_the_compiler_made_belongs_to_what_it_adds():
     (one,) = sums(
         '%t = f32[8,64]{1,0} tanh(%p), metadata={op_name="jit(run)/mlp/shard_map/tanh"}',
         "%b = f32[8,64]{1,0} bitcast(%t)",
@@ -164,7 +161,7 @@ def test_a_product_in_triton_has_its_tiles_and_its_chunk_of_the_depth(line, conf
     assert (one.order, one.depends) == (order, ("compiler",))
 
 
-def test_a_tpus_window_is_the_chunk_of_the_depth_whatever_its_rows():
+def test_a_tpus_window_is_the_chunk_of_a_products_depth_and_tells_nothing_of_another_operations_sum():
     def window(rows):
         bounds = {"kernel": ["4", "1"], "output": [str(rows), "1"], "input": [str(rows), "2"]}
         return f'"window_config":{json.dumps({f"{name}_window_bounds": size for name, size in bounds.items()})}'
@@ -178,9 +175,6 @@ def test_a_tpus_window_is_the_chunk_of_the_depth_whatever_its_rows():
     assert few == many
     (one,) = many
     assert (one.what, one.depth, one.order, one.told) == ("convolution", 512, "depth 256", True)
-
-
-def test_a_sum_in_a_tpus_product_has_a_window_of_another_operation_and_is_not_told():
     config = '"window_config":{"kernel_window_bounds":["4","1"],"output_window_bounds":["260","2","1"]}'
     (one,) = fused("kOutput", ROW_SUM, config=config, platform="tpu")
     assert (one.order, one.told) == ("", False)
@@ -238,7 +232,7 @@ def compiled(function, *shapes):
     return program_reductions(Program.parse(text), {"dp": 1, "ep": 1, "tp": 1}, "cpu")
 
 
-def test_a_loop_that_adds_up_is_a_sum_in_turns():
+def test_a_loop_that_adds_up_is_a_sum_in_turns_and_one_that_replaces_what_it_carries_adds_nothing():
     def run(x, w, n):
         total = lax.fori_loop(0, 5, lambda i, total: 0.5 * total + jnp.tanh(x[i] * w), jnp.zeros_like(w))
         return lax.fori_loop(0, n[0].astype(jnp.int32), lambda i, total: total + jnp.tanh(w), total)
@@ -246,8 +240,6 @@ def test_a_loop_that_adds_up_is_a_sum_in_turns():
     loops = [one for one in compiled(run, (5, 64), (64,), (1,)) if one.carrier == "loop"]
     assert {(one.depth, one.depends) for one in loops} == {(5, ()), (None, ("values",))}
 
-
-def test_a_loop_that_replaces_or_writes_what_it_carries_adds_nothing():
     def run(x):
         def turn(i, carry):
             last, rows = carry

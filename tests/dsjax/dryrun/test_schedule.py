@@ -102,7 +102,7 @@ def loop(*lines, count=None):
     return line, LOOP.format("\n".join(f"  {one}" for one in lines))
 
 
-def test_loops_with_transfers_are_played_turn_by_turn():
+def test_loops_with_transfers_are_played_turn_by_turn_and_one_from_before_delays_the_first_turn_only():
     line, body = loop(compute("a"), start("g", "tp"), compute("b"), done("g"), compute("c"), count=3)
     found = played(entry(PARAMETER, line, compute("e"), others=body), a=1, g=4, b=2, c=1, e=1, less=100)
     assert found.seconds == 3 * (1 + 4 + 1) + 1  # the count is known: the condition is not looked at
@@ -110,9 +110,6 @@ def test_loops_with_transfers_are_played_turn_by_turn():
         (0, 3, 0, 6), (1, 3, 6, 12), (2, 3, 12, 18),
     ]  # fmt: skip
     assert path(found) == ["a", "g", "c"] * 3 + ["e"]
-
-
-def test_a_transfer_from_before_a_loop_delays_its_first_turn_only():
     line, body = loop(start("g", "tp"), compute("b"), done("g"), count=3)
     found = played(entry(PARAMETER, start("h", "tp"), line, done("h"), others=body), h=10, g=2, b=2)
     assert [turn.end for turn in found.turns] == [12, 14, 16]
@@ -136,10 +133,12 @@ def test_of_a_conditional_the_longest_branch_runs():
     assert path(played(entry(PARAMETER, line, others=branches), a=3, b=5)) == ["b"]
 
 
-def test_copies_have_a_thread_of_their_own():
+def test_copies_have_a_thread_of_their_own_and_a_done_without_its_start_waits_for_all_on_its_way():
     lines = "%s = (f32[8]{0}, f32[8]{0}, u32[]) copy-start(%x)", compute("a"), "%d = f32[8]{0} copy-done(%s)"
     found = played(entry(PARAMETER, *lines), s=3, a=1)
     assert (found.seconds, path(found), busy(found, "copies")) == (3, ["s"], 3)
+    text = entry(PARAMETER, start("g", "tp"), compute("a"), done("elsewhere"), compute("b"))
+    assert played(text, g=5, a=1, b=1).seconds == 6
 
 
 @st.composite
@@ -175,8 +174,3 @@ def test_the_critical_path_is_unbroken_and_as_long_as_the_step(drawn, slower):
     # Prices may be intervals only because a schedule never gets faster when something in it gets slower.
     one = next(iter(seconds))
     assert played(text, **seconds | {one: slower * seconds[one]}).seconds >= found.seconds
-
-
-def test_a_done_without_its_start_waits_for_all_that_is_on_its_way():
-    text = entry(PARAMETER, start("g", "tp"), compute("a"), done("elsewhere"), compute("b"))
-    assert played(text, g=5, a=1, b=1).seconds == 6

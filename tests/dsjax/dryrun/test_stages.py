@@ -20,7 +20,7 @@ def stages():
 
 
 @pytest.mark.slow
-def test_the_stages_together_have_the_models_parameters(stages):
+def test_the_stages_together_have_the_models_parameters_each_its_cache_and_no_program_talks_to_another(stages):
     assert (stages.mesh, stages.devices) == ("pp=2,dp=8", 16)
     first, last = stages.stages
     assert sum(sum(stage.parameters.values()) for stage in stages.stages) == 671_026_419_200
@@ -28,10 +28,6 @@ def test_the_stages_together_have_the_models_parameters(stages):
     assert ("embedding" in first.parameters, "head" in first.parameters) == (True, False)
     assert ("embedding" in last.parameters, "head" in last.parameters) == (False, True)
     assert [stage.parameters["attention"] for stage in stages.stages] == [31 * 187_107_328, 30 * 187_107_328]
-
-
-@pytest.mark.slow
-def test_a_stage_has_the_cache_of_its_layers_and_hands_on_hidden_states(stages):
     first, last = stages.stages
     pages = 4 * 256 // 16 + 1
     assert [stage.memory.cache for stage in stages.stages] == [layers * pages * 16 * 576 * 2 for layers in (31, 30)]
@@ -39,10 +35,6 @@ def test_a_stage_has_the_cache_of_its_layers_and_hands_on_hidden_states(stages):
     assert "hidden_bytes" not in last.request
     assert last.memory.state > first.memory.state  # counts of tokens, for penalties
     assert stages.to_json()["stages"][1]["device_bytes"]["cache"] == last.memory.cache
-
-
-@pytest.mark.slow
-def test_no_program_of_a_stage_talks_to_another(stages):
     for stage in stages.stages:
         assert max(one.ranks for one in stage.collectives) <= 8
 

@@ -53,11 +53,8 @@ def test_domains_hosts_and_devices_hold_the_mesh(name, devices, shape):
     assert cuda_shape(load_hardware(name), devices) == shape
 
 
-def test_a_torus_is_as_square_as_powers_of_two_allow():
+def test_a_torus_is_nearly_square_and_the_compiler_is_told_the_files_figures():
     assert [torus(count) for count in (1, 4, 8, 32, 72)] == [(1, 1), (2, 2), (2, 4), (4, 8), (8, 16)]
-
-
-def test_the_compiler_is_told_the_files_figures():
     text = cuda_target(load_hardware("b200"))
     for part in ("core_count: 148", "major: 10", "device_memory_size: 180000000000", "memory_bandwidth: 7672000000000"):
         assert part in text

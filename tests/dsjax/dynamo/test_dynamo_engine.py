@@ -223,17 +223,7 @@ def test_ranks_that_a_smaller_mesh_has_not_are_told_as_full_and_hold_nothing():
     assert told[3:] == [(1, 1, 8), (2, 1, 8)]
 
 
-def test_asking_for_help_makes_no_engine_and_is_no_error():
-    from dsjax.dynamo.engine import DsjaxEngine
-    from dsjax.dynamo.prefill import DsjaxPrefillEngine
-
-    for kind in (DsjaxEngine, DsjaxPrefillEngine):
-        with pytest.raises(SystemExit) as ended:
-            run(kind.from_args(["--help"]))
-        assert ended.value.code == 0
-
-
-def test_a_command_line_makes_the_engine_of_its_mode():
+def test_a_command_line_makes_the_engine_of_its_mode_and_asking_for_help_none():
     from dsjax.dynamo.engine import DsjaxEngine
     from dsjax.dynamo.prefill import DsjaxPrefillEngine
 
@@ -244,3 +234,10 @@ def test_a_command_line_makes_the_engine_of_its_mode():
     assert type(run(DsjaxEngine.from_args(["--model", "demo"]))[0]) is DsjaxEngine
     with pytest.raises(UserError, match="--disaggregation-mode is agg, expected prefill"):
         run(DsjaxPrefillEngine.from_args(["--model", "demo"]))
+    from dsjax.dynamo.engine import DsjaxEngine
+    from dsjax.dynamo.prefill import DsjaxPrefillEngine
+
+    for kind in (DsjaxEngine, DsjaxPrefillEngine):
+        with pytest.raises(SystemExit) as ended:
+            run(kind.from_args(["--help"]))
+        assert ended.value.code == 0

@@ -99,7 +99,7 @@ def test_a_block_is_told_with_its_tokens_its_parent_and_its_salt():
     assert all(parent in by_block for parent in by_block.values() if parent is not None)
 
 
-def test_a_block_whose_parent_never_comes_is_remembered_no_longer_than_it_is_held():
+def test_blocks_that_waited_in_a_long_chain_are_told_and_one_whose_parent_never_comes_is_forgotten_with_its_page():
     events, router = KvEvents(), Router()
     events.connect(0, router)
     for block in range(1, 50):  # a disk that lags writes the last page of a prompt, and not the one before it
@@ -112,9 +112,6 @@ def test_a_block_whose_parent_never_comes_is_remembered_no_longer_than_it_is_hel
     assert router.blocks == {}
     [known] = events._ranks.values()
     assert not any((known._waiting, known._parents, known._places, known._published, known._salts))
-
-
-def test_blocks_that_waited_in_a_long_chain_are_told_when_its_first_one_comes():
     events, router = KvEvents(), Router()
     events.connect(0, router)
     last = 5 * sys.getrecursionlimit()

@@ -26,10 +26,11 @@ def request(**changes) -> dict:
     return {"model": "demo", "token_ids": [5, 6, 7], "eos_token_ids": [1], **groups, **changes}
 
 
-def test_nulls_are_the_engines_defaults_and_no_max_tokens_is_as_many_as_fit():
+def test_nulls_are_the_engines_defaults_and_packed_token_ids_little_endian_integers_of_32_bits():
     assert translate(request()).params == SamplingParams(
         max_tokens=None, detokenize=False, output_kind=OutputKind.DELTA
     )
+    assert translate(request(token_ids=struct.pack("<3i", 1, 2, 129_279))).token_ids == [1, 2, 129_279]
 
 
 def test_every_option_reaches_the_engine():
@@ -67,10 +68,6 @@ def test_every_option_reaches_the_engine():
         detokenize=False,
         output_kind=OutputKind.DELTA,
     )
-
-
-def test_packed_token_ids_are_little_endian_integers_of_32_bits():
-    assert translate(request(token_ids=struct.pack("<3i", 1, 2, 129_279))).token_ids == [1, 2, 129_279]
 
 
 @pytest.mark.parametrize(
@@ -158,13 +155,10 @@ def test_log_probabilities_are_of_the_tokens_taken_with_the_most_probable_ones_b
     assert last["engine_data"] == {"prompt_logprobs": [None, {"6": {"logprob": -3.0, "rank": 7}}]}
 
 
-def test_a_failed_completion_is_an_error_with_its_message():
+def test_a_failed_completion_is_an_error_and_a_cancelled_answer_ends_with_a_chunk_that_says_so():
     failed = output([], FinishReason.ERROR, completion={"stop_reason": "not finite", "error": ErrorKind.NON_FINITE})
     with pytest.raises(CompletionError, match="not finite"):
         list(Chunks(3).of(failed))
-
-
-def test_a_cancelled_answer_ends_with_a_chunk_that_says_so():
     chunks = Chunks(3)
     list(chunks.of(output([8, 9])))
     assert chunks.cancelled()["finish_reason"] == "cancelled"

@@ -32,16 +32,13 @@ def stored_scales(form, library):
     return GOLDENS[f"{library}_{form.name}_scale"].view(form.scale_dtype)
 
 
-def test_the_sixteen_codes_are_those_of_the_specification():
+def test_the_sixteen_codes_are_those_of_the_specification_and_of_integers_eight_less():
     assert CODES == E2M1
     codes = np.arange(16, dtype=np.uint8)
     expected = np.array([*E2M1, *(-value for value in E2M1)], np.float32)
     np.testing.assert_array_equal(decode.codes_to_values(jnp.asarray(codes)), expected)
     np.testing.assert_array_equal(np.signbit(decode.codes_to_values(jnp.asarray(codes))), codes >= 8)
     np.testing.assert_array_equal(codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32), expected)
-
-
-def test_the_sixteen_integers_are_eight_less_than_their_codes():
     codes = np.arange(16, dtype=np.uint8)
     np.testing.assert_array_equal(decode.codes_to_values(jnp.asarray(codes | 0xF0), integers=True), np.arange(-8, 8))
 

@@ -52,15 +52,12 @@ def test_devices_that_share_a_depth_give_the_bits_of_one():
     assert not np.array_equal(dense(x, weight, 1), whole)  # as one sum it is another
 
 
-def test_how_many_programs_share_the_pieces_changes_no_bit():
+def test_pieces_of_fp8_are_whole_tiles_and_how_many_programs_share_them_changes_no_bit():
     """512 columns are four tiles, of which eight pieces make 32 programs; on a device of four cores each tile has one program."""
     x, weight = drawn(1, 3, 512, dtype=jnp.bfloat16), drawn(2, 1, 512, 512, dtype=jnp.bfloat16)
     assert products.ProductTiles.fixed(3, 512, 8).splits == 8
     assert products.ProductTiles.fixed(3, 512, 8, cores=4).splits == 1
     np.testing.assert_array_equal(dense(x, weight, 8, cores=Cores(count=4)), dense(x, weight, 8))
-
-
-def test_fp8_weights_and_rows_have_whole_tiles_in_their_pieces():
     assert [products.fixed_pieces(depth, scaled=True) for depth in (7168, 1536, 128, 2048)] == [8, 8, 2, 8]
     assert [tpu_products.fixed_pieces(depth) for depth in (16_384, 18_432, 2048, 1536)] == [8, 8, 8, 4]
     assert products.fixed_pieces(2048, 16) == 1  # more devices than pieces

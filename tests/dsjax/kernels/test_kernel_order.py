@@ -63,29 +63,24 @@ def absorb(rows, **options):
     return stated(lambda w, q: heads.absorb(w, None, BF16, LAYER, q, 128, **options), weight, q)
 
 
-def test_a_dense_product_of_few_rows_splits_its_depth_by_its_shape():
+def test_products_and_attention_of_few_rows_split_their_sums_by_their_shape():
     assert dense(1) == {
         "order_depth": "128", "order_splits": "5", "order_rows": "16", "order_depends": "rows.mesh",
     }  # fmt: skip
     assert (dense(2048)["order_splits"], dense(2048)["order_depth"]) == ("1", "64")
-
-
-def test_attention_of_few_rows_splits_their_context():
     few, many = attend(1), attend(128)
     assert (few["order_splits"], many["order_splits"]) == ("4", "1")
     assert few["order_positions"] == many["order_positions"] == "64"
     assert few["order_depends"] == "rows.mesh"
 
 
-def test_the_sum_of_a_tokens_experts_depends_on_where_they_are():
+def test_the_sum_of_a_tokens_experts_depends_on_where_they_are_and_a_tpus_product_takes_the_whole_depth():
     found = stated(
         lambda y, place, weight: experts.combine(y, place, weight, 8.0),
         shape(64, 256), shape(8, 8, dtype=jnp.int32), shape(8, 8, dtype=jnp.float32),
     )  # fmt: skip
     assert found == {"order_terms": "8", "order_depends": "mesh"}
 
-
-def test_a_tpus_product_takes_the_whole_depth():
     def of(x, weight, scale):
         return tpu_products.dense(tpu_products.Stack(weight, scale, np.dtype(jnp.float8_e4m3fn)), LAYER, x)
 

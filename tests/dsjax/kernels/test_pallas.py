@@ -81,14 +81,11 @@ def test_a_row_of_no_queries_reads_nothing_and_gives_zeros():
     assert not found[1].any()
 
 
-def test_every_core_has_a_part_of_a_context_that_is_long_enough():
+def test_splitting_a_row_s_context_over_every_core_changes_a_result_by_rounding_alone():
     assert attention.split_context(2, 512, cores=132) == 66  # one user of 128 heads at 32,768 tokens
     assert attention.split_context(2, 512, cores=78) == 39  # on an H20
     assert attention.split_context(2, 64, cores=132) == 16, "at 4,096 tokens; shorter parts cost more to merge"
     assert attention.split_context(256, 512, cores=132) == 1
-
-
-def test_splitting_a_row_s_context_changes_a_result_by_rounding_alone():
     case = AttentionCase.drawn(5, R=2, C=2, H=2, N=1, O=4, U=1, M=16, G=4, longest=520, absorbs=False)
     case = dataclasses.replace(case, start=np.array([518, 20], np.int32), length=np.array([2, 1], np.int32))
     split, whole = (attention_of(case, cores=Cores(count=count)) for count in (132, 2))
@@ -193,12 +190,6 @@ def test_bfloat16_rows_stay_within_their_rounding():
     assert np.all(np.abs(product_of(case, jnp.bfloat16) - expected) <= 0.02 * (size + 0.1))
 
 
-def test_arrays_whose_offsets_would_turn_negative_are_left_to_the_plain_form():
-    sizes = (2**31 - 1, 2**31, 2**32 + 1)  # the last is counted in 64 bits
-    assert [addressing.addressable(shape(size, dtype=fp8.E4M3)) for size in sizes] == [True, False, True]
-    assert addressing.addressable(shape(2**33))
-
-
 def test_no_kernel_is_given_a_cache_in_fp8_whose_offsets_would_turn_negative():
     """100,000 tokens of DeepSeek-V3 take 3.1 GB of latents, and 400,000 of V3.2 as many of index keys."""
     e4m3, f32, i32 = fp8.E4M3, np.dtype(np.float32), np.dtype(np.int32)
@@ -220,6 +211,9 @@ def test_no_kernel_is_given_a_cache_in_fp8_whose_offsets_would_turn_negative():
     scored = kernel_arrays(score, shape(4, 1, 64, 128), shape(4, 1, 64), keys, *rows)
     assert all(map(addressing.addressable, [*latents(6250), *scored]))
     assert any(array.size == 61 * 1000 * 16 * 512 for array in latents(1000)), "nothing is copied"
+    sizes = (2**31 - 1, 2**31, 2**32 + 1)  # the last is counted in 64 bits
+    assert [addressing.addressable(shape(size, dtype=fp8.E4M3)) for size in sizes] == [True, False, True]
+    assert addressing.addressable(shape(2**33))
 
 
 def test_a_layer_of_a_cache_that_is_copied_is_read_as_the_cache_is(monkeypatch):

@@ -60,7 +60,7 @@ def test_attention_is_softmax_over_each_rows_pages(seed, R, C, H, O, M, G, longe
     np.testing.assert_allclose(found, case.expected(), atol=2e-4, rtol=2e-4)
 
 
-def test_a_tpu_takes_them_by_itself_and_says_when_attention_cannot_read_the_cache():
+def test_a_tpu_takes_the_kernels_by_itself_and_says_which_caches_experts_and_keys_they_cannot_read():
     chosen = choose_kernels("auto", "tpu", np.dtype(np.float32), devices=1, cache=None)
     assert chosen.pallas == PallasKernels("tpu")
     assert chosen.name("decode attention") == "pallas"
@@ -70,13 +70,15 @@ def test_a_tpu_takes_them_by_itself_and_says_when_attention_cannot_read_the_cach
     assert tpu_attention.refuses(16, bf16) == "" == tpu_attention.refuses(8, np.dtype(np.float32))
     assert "that 16 divides, and it is 8" in tpu_attention.refuses(8, bf16)
     assert "no FP8 cache" in tpu_attention.refuses(64, fp8.E4M3)
-
-
-def test_a_tpu_takes_experts_of_bf16_and_fp8_but_quantises_nothing():
     config, spec = load_config("deepseek-v3"), MeshSpec.parse("dp=32")
     assert {_refuses_experts(config, spec, weights, WIDEN) for weights in ("bf16", "mixed", "fp8")} == {""}
     assert "take bfloat16 and FP8 weights, and these are f32" in _refuses_experts(config, spec, "f32", WIDEN)
     assert "quantise no activations" in _refuses_experts(config, spec, "fp8", ActivationScheme(dynamic=True))
+    bf16 = np.dtype(jnp.bfloat16)
+    assert tpu_index.takes(128, bf16, 16)
+    assert not tpu_index.takes(128, bf16, 8), "half a tile of the core's memory"
+    assert not tpu_index.takes(64, bf16, 16), "half a register"
+    assert not tpu_index.takes(128, np.dtype(fp8.E4M3), 32)
 
 
 @pytest.mark.parametrize("form", ["A_CC_ME", "AM_CC_ME"])
@@ -143,14 +145,6 @@ def test_index_scores_give_the_choices_of_a_loop(seed, C, I, pages, stored, hole
     case = IndexCase.drawn(seed, R=2, C=C, I=I, A=128, G=16, pages=pages, k=20, stored=stored, holes=holes)
     assert tpu_index.takes(128, case.keys.dtype, 16)
     assert choices_by(tpu_index.index_scores, case) == case.expected()
-
-
-def test_index_keys_that_the_kernel_cannot_read_are_left_to_the_plain_form():
-    bf16 = np.dtype(jnp.bfloat16)
-    assert tpu_index.takes(128, bf16, 16)
-    assert not tpu_index.takes(128, bf16, 8), "half a tile of the core's memory"
-    assert not tpu_index.takes(64, bf16, 16), "half a register"
-    assert not tpu_index.takes(128, np.dtype(fp8.E4M3), 32)
 
 
 def test_tiles_that_are_not_in_use_leave_the_columns_of_the_last_one_alone(monkeypatch):

@@ -90,22 +90,16 @@ def test_every_gpu_has_room_for_the_tiles_that_are_chosen(name, operand):
             assert taken.of(chosen, cores) <= cores.shared_memory
 
 
-def test_hopper_keeps_its_tiles_and_blackwell_reads_half_the_positions():
+def test_hopper_keeps_its_tiles_blackwell_reads_half_the_positions_and_small_cores_have_fewer_loads_under_way():
     taken = AttentionBytes(512, 64, BF16, BF16)
     chosen = {cores: first_that_fits(attention.smaller_tiles(128), taken, cores) for cores in (HOPPER, BLACKWELL)}
     assert chosen == {HOPPER: AttentionTiles(64, 64, 8, 2), BLACKWELL: AttentionTiles(64, 32, 8, 2)}
     for load in (4, 32, 2048):
         assert ProductTiles.for_load(load).fitting(BF16_EXPERTS, HOPPER) == ProductTiles.for_load(load)
-
-
-def test_a_small_core_has_fewer_loads_under_way_and_then_less_depth():
     small, smaller = Cores(60_000, (9, 0)), Cores(30_000, (9, 0))
     wanted = tiles(64, 64, 64, 4)
     assert wanted.fitting(BF16_EXPERTS, small) == tiles(64, 64, 64, 2)
     assert wanted.fitting(BF16_EXPERTS, smaller) == tiles(64, 64, 32, 2)
-
-
-def test_a_device_that_tells_nothing_is_taken_for_hopper():
     assert Cores.of(jax.devices()[0]) == Cores()
 
 

@@ -26,32 +26,26 @@ def test_a_token_of_v3_takes_the_published_bytes(layout):
     assert group.device_page_bytes(tp=8) == (61 * 10_240 if layout == "decompressed" else group.page_bytes)
 
 
-def test_v32_keeps_an_index_key_beside_the_latent():
+def test_v32_keeps_an_index_key_beside_the_latent_and_refuses_keys_and_values_of_each_head():
     latents, keys = cache_groups(V32, range(61), BF16, entries=16)
     assert (latents.entry_bytes, keys.entry_bytes) == (1_152, 256)
     assert (keys.layers, keys.entries, keys.table) == (latents.layers, latents.entries, latents.table)
     assert keys.arrays == {"index": ((128,), BF16)}
     for groups in (cache_groups(V32, (0,), fp8.E4M3), cache_groups(V32, (0,), BF16, fp8_index=True)):
         assert groups[1].entry_bytes == 132
-
-
-def test_keys_and_values_of_each_head_are_refused_beside_index_keys():
     with pytest.raises(UserError, match=r"CD.*choose --mla-prefill"):
         cache_groups(V32, (0,), ml_dtypes.bfloat16, layout="decompressed")
 
 
-def test_an_fp8_cache_keeps_scales_for_128_latent_values_each_and_rotary_keys_in_bf16():
+def test_an_fp8_cache_keeps_scales_and_rotary_keys_in_bf16_and_a_tpu_pads_latents_to_its_registers():
     (group,) = cache_groups(V3, (0,), fp8.E4M3)
     assert group.arrays == {"latent": ((512,), fp8.E4M3), "scale": ((4,), np.float32), "rope": ((64,), BF16)}
     assert group.entry_bytes == 656
+    (group,) = cache_groups(V3, (0,), np.float32, lanes=128)
+    assert [width for (width,), _ in group.arrays.values()] == [512, 128]
 
 
 @pytest.mark.parametrize("layout", ["joined", "decompressed"])
 def test_fp8_is_refused_where_the_latent_is_not_kept_apart(layout):
     with pytest.raises(UserError, match=f"--kv-cache-dtype fp8 .* reads the cache {layout}; choose them from CC"):
         cache_groups(V3, (0,), fp8.E4M3, layout=layout)
-
-
-def test_latents_are_as_wide_as_the_registers_of_a_tpu():
-    (group,) = cache_groups(V3, (0,), np.float32, lanes=128)
-    assert [width for (width,), _ in group.arrays.values()] == [512, 128]

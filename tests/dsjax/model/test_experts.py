@@ -51,12 +51,9 @@ def test_a_layer_of_a_stack_gives_what_that_layer_alone_gives(implementation):
         np.testing.assert_array_equal(found, run(case, implementation, alone))
 
 
-def test_a_round_holds_the_load_and_no_more_rows_than_fit():
+def test_a_round_holds_the_load_and_no_more_rows_than_fit_and_an_unknown_choice_is_refused():
     assert default_capacity(8, experts=8) == 24  # 8 + 4 × 2.8, in eights
     assert default_capacity(2048, experts=8) == 2232
     assert default_capacity(2048, experts=256) * 256 == ROUND_ROWS
-
-
-def test_a_choice_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="'fastest'; expected one of"):
         ExpertProduct("fastest")

@@ -93,12 +93,18 @@ def test_linear_and_head_flops_of_a_v3_token_are_73_25_g():
     assert total == pytest.approx(73.25e9, rel=1e-4)
 
 
-def test_a_token_writes_the_entry_that_its_form_reads():
+def test_item_sizes_count_bytes_and_a_token_writes_the_entry_that_its_form_reads():
     def written(config, form, dtype=BF16):
         return mla_cost(config, form, rows=1, chunk=1, context=9, cache_dtype=dtype).cache_write_bytes
 
     assert [written(V3, form) for form in FORMS] == [81_920, 1_152, 1_152, 1_152, 1_152]
     assert [written(V32, "A_CC_ME", dtype) for dtype in (BF16, fp8.E4M3)] == [1_152 + 256, 656 + 132]
+    narrow = {"weight_itemsize": 1, "cache_dtype": fp8.E4M3, "activation_itemsize": 1}
+    two, one = decode("A_CC_ME", 1000), decode("A_CC_ME", 1000, **narrow)
+    assert (one.weight_bytes * 2, one.activation_bytes * 2) == (two.weight_bytes, two.activation_bytes)
+    assert (one.cache_read_bytes, one.cache_write_bytes) == (656_000, 656)  # FP8's scales and rotary keys are wider
+    assert two.bytes == two.weight_bytes + two.cache_read_bytes + two.cache_write_bytes + two.activation_bytes
+    assert two.cache_write_bytes == 1_152
 
 
 @pytest.mark.parametrize("form", ["CC", *ABSORBED])
@@ -109,15 +115,12 @@ def test_v32_costs_what_v3_does_up_to_index_topk_but_for_its_projections_and_key
     assert sparse.cache_read_bytes - dense.cache_read_bytes == 2 * 2048 * 256
 
 
-def test_beyond_index_topk_only_index_scores_and_keys_grow():
+def test_v32_attends_to_index_topk_tokens_beyond_which_only_index_scores_and_keys_grow():
     near, far = (mla_cost(V32, "A_CC_ME", rows=1, chunk=1, context=context) for context in (4096, 8192))
     assert far.attention_flops == near.attention_flops == decode("A_CC_ME", 2048).attention_flops
     assert far.index_flops - near.index_flops == 4096 * 2 * 64 * 129
     assert far.cache_read_bytes - near.cache_read_bytes == 4096 * 256
     assert near.cache_read_bytes == 4096 * 256 + 2048 * 1_152
-
-
-def test_masked_attention_still_reads_and_expands_the_whole_context():
     dense, sparse = (mla_cost(config, "CC", rows=1, chunk=1, context=8192) for config in (V3, V32))
     assert (sparse.attention_flops, sparse.expansion_flops) == (dense.attention_flops, dense.expansion_flops)
     assert sparse.index_flops > 0
@@ -145,15 +148,12 @@ def test_materialised_weights_are_those_of_the_declared_products(config):
     assert weight_values(config, "AM_CC_ME") == shared + rotary + values("query_key") + values("value_output")
 
 
-def test_expansion_is_shared_by_the_queries_of_a_chunk():
+def test_expansion_is_shared_by_the_queries_of_a_chunk_and_a_whole_prompt_attends_to_half_of_itself():
     one, many = (mla_cost(V3, "CC", rows=2, chunk=chunk, context=4096) for chunk in (1, 512))
     assert one.expansion_flops == many.expansion_flops > 0
     assert one.cache_read_bytes == many.cache_read_bytes
     assert many.attention_flops == 512 * one.attention_flops
     assert many.linear_flops == 512 * one.linear_flops
-
-
-def test_a_whole_prompt_attends_to_half_of_itself():
     n = 1024
     whole = mla_cost(V3, "CC", rows=1, chunk=n, context=n, attended=(n + 1) / 2)
     assert whole.attention_flops == 2 * 128 * 320 * n * (n + 1) // 2
@@ -166,12 +166,3 @@ def test_heads_are_divided_over_tp_and_latents_are_not():
     latent_projections = 7168 * (1536 + 576)
     assert weight_values(V3, "A_CC", tp=8) == (weight_values(V3, "A_CC") - latent_projections) // 8 + latent_projections
     assert decode("CD", 1000, tp=8).cache_read_bytes * 8 == decode("CD", 1000).cache_read_bytes
-
-
-def test_item_sizes_count_bytes():
-    narrow = {"weight_itemsize": 1, "cache_dtype": fp8.E4M3, "activation_itemsize": 1}
-    two, one = decode("A_CC_ME", 1000), decode("A_CC_ME", 1000, **narrow)
-    assert (one.weight_bytes * 2, one.activation_bytes * 2) == (two.weight_bytes, two.activation_bytes)
-    assert (one.cache_read_bytes, one.cache_write_bytes) == (656_000, 656)  # FP8's scales and rotary keys are wider
-    assert two.bytes == two.weight_bytes + two.cache_read_bytes + two.cache_write_bytes + two.activation_bytes
-    assert two.cache_write_bytes == 1_152

@@ -114,16 +114,13 @@ def test_masked_groups_never_win_with_negative_bias():
     assert all(len(set(row)) == BASE.num_experts_per_tok for row in found.ids)
 
 
-def test_of_equals_the_lower_index_is_taken_first():
+def test_of_equals_the_lower_index_is_taken_first_and_weights_stay_finite_where_all_scores_underflow():
     logits = np.zeros((1, E), np.float32)
     found = routed(logits, np.zeros(E, np.float32), BASE)
     assert found.ids[0].tolist() == [0, 1, 2, 3, 4]  # the first two groups of four, in order
     np.testing.assert_allclose(found.weights[0], 0.5, rtol=1e-6)
     logits[0, [9, 17]] = 1.0  # groups 2 and 4
     assert routed(logits, np.zeros(E, np.float32), BASE).ids[0].tolist() == [9, 17, 8, 10, 11]
-
-
-def test_weights_stay_finite_where_all_scores_underflow():
     found = routed(np.full((1, E), -200.0, np.float32), np.zeros(E, np.float32), BASE)
     assert np.all(np.isfinite(found.weights))
 

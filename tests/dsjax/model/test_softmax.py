@@ -75,21 +75,18 @@ def test_large_scores_neither_overflow_nor_vanish(case, block, size):
     np.testing.assert_allclose(found, plain(positions, q, keys, values), atol=2e-2)
 
 
-def test_blocks_that_no_query_sees_are_never_read(case):
+def test_blocks_that_no_query_sees_are_never_read_and_queries_past_the_table_see_all_of_it(case):
+    # Padding's positions go on counting; the table ends where it ends.
+    positions, q, keys, values = case
+    past = np.full_like(positions, 10 * S)
+    found = in_blocks(past, q, keys, values, 8)
+    np.testing.assert_allclose(found, plain(np.full_like(positions, S - 1), q, keys, values), **TOLERANCE)
     positions, q, keys, values = case
     positions = np.minimum(positions, 15)  # the third block of 8 is past every query
     expected = plain(positions, q, keys, values)
     keys[:, 16:] = values[:, 16:] = np.nan
     found = in_blocks(positions, q, keys, values, 8)
     np.testing.assert_allclose(found, expected, **TOLERANCE)
-
-
-def test_queries_past_the_table_see_all_of_it(case):
-    # Padding's positions go on counting; the table ends where it ends.
-    positions, q, keys, values = case
-    past = np.full_like(positions, 10 * S)
-    found = in_blocks(past, q, keys, values, 8)
-    np.testing.assert_allclose(found, plain(np.full_like(positions, S - 1), q, keys, values), **TOLERANCE)
 
 
 @pytest.mark.parametrize("block", [3, 8, 24])

@@ -35,12 +35,9 @@ def test_no_division_gives_the_fullest_stage_less_work(count):
             assert min(other) < 1 or fullest(other) >= fullest(found)
 
 
-def test_head_and_drafts_take_layers_from_the_last_stage():
+def test_head_and_drafts_take_layers_from_the_last_stage_and_a_division_that_is_given_is_kept():
     assert numbers(V3, 2) == [31, 30]
     assert numbers(V3, 2, mtp=True)[-1] < 30
-
-
-def test_a_division_that_is_given_is_kept():
     stages = stages_of(V3, 3, given="4, 40,17")
     assert [(stage.first, stage.layers) for stage in stages] == [(0, 4), (4, 40), (44, 17)]
     assert [(stage.begins, stage.ends) for stage in stages] == [(True, False), (False, False), (False, True)]
@@ -50,9 +47,6 @@ def test_a_division_that_is_given_is_kept():
 def test_a_division_that_cannot_be_is_named(given):
     with pytest.raises(UserError, match=r"expected 2 numbers of layers .* add up to the model's 61"):
         stages_of(V3, 2, given=given)
-
-
-def test_there_are_no_more_stages_than_layers():
     with pytest.raises(UserError, match="pp=62 asks for more stages than the model has layers, which are 61"):
         stages_of(V3, 62)
 
@@ -91,13 +85,10 @@ def test_each_stage_has_the_rows_of_its_own_layers_of_a_placement():
     np.testing.assert_array_equal(np.concatenate(found), coded)
 
 
-def test_the_windows_of_stages_are_side_by_side():
+def test_the_windows_of_stages_are_side_by_side_and_a_stage_of_dense_layers_alone_has_no_experts():
     windows = [stage.window(V3).layers for stage in stages_of(V3, 4, given="2,3,50,6")]
     for stack, layers in (("dense_layers", 3), ("moe_layers", 58)):
         np.testing.assert_array_equal(np.concatenate([one[stack] for one in windows]), np.arange(layers))
-
-
-def test_a_stage_of_dense_layers_alone_has_no_experts():
     first, second, *_ = stages_of(V3, 4, given="2,3,50,6")
     assert not first.config(V3).is_moe
     assert (second.config(V3).num_dense_layers, second.config(V3).num_moe_layers) == (1, 2)

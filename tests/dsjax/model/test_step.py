@@ -51,8 +51,7 @@ def test_groups_in_one_step_give_what_they_give_in_steps_of_their_own(kernels):
         assert np.any(np.asarray(after_mixed[name]) != np.asarray(cache[name]))
 
 
-@pytest.mark.parametrize("mesh", ["dp=1", "dp=2", "dp=2,tp=2"])
-@pytest.mark.parametrize("name", ["v3", "v3.2"])
+@pytest.mark.parametrize(("name", "mesh"), [("v3.2", "dp=1"), ("v3", "dp=2"), ("v3.2", "dp=2,tp=2")])
 def test_a_tokens_mla_form_follows_from_whether_it_is_prompt_or_answer(mesh, name, kernels):
     """And not from the group in which it is computed: a prompt's last token alone, and an answer in chunks, have the same bits."""
     one = Model(mesh, ModelConfig.from_dict(SMALL | MODELS[name] | ({"index_topk": 4} if name == "v3.2" else {})))

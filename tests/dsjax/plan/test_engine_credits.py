@@ -1,10 +1,14 @@
 """What an engine is credited with: each credit names an option that the engine has, or a file; what a
-compiled step of ours overlaps is held in tests/dsjax/dryrun/test_timeline.py."""
+compiled step of ours overlaps is held in tests/dsjax/dryrun/test_timeline.py. docs/plan/credits.csv has all credits:
+
+    python tests/dsjax/plan/test_engine_credits.py > docs/plan/credits.csv
+"""
 
 import csv
 import dataclasses
 import json
 import re
+import sys
 from importlib import resources
 from pathlib import Path
 
@@ -77,13 +81,11 @@ def test_no_more_is_credited_than_the_engine_can(ask):
         assert (instance.overlapped(512), instance.step_models()[0].balancing) == (can, can)
 
 
-def credit_table():
-    """What each engine is credited with, and by what, as docs/plan.md has it."""
+def credit_rows() -> list[list[str]]:
+    """The rows of docs/plan/credits.csv: what each engine is credited with, and by what option or file."""
     names = [name for name in CREDITS if name != "words"]
-    rows = [f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
-    for what, words in CREDITS["words"].items():
-        rows.append(f"| {words} | {' | '.join(CREDITS[name].get(what, 'no') for name in names)} |")
-    return "\n".join(rows)
+    rows = [[words, *(CREDITS[name].get(what, "no") for name in names)] for what, words in CREDITS["words"].items()]
+    return [["credit", *names], *rows]
 
 
 QUESTION = """
@@ -94,7 +96,7 @@ QUESTION = """
 """Options of `dsjax plan` that say what is asked, on which grounds, and how the answer is given."""
 RUNNING = """
     model revision tokenizer tokenizer_mode chat_template dtype router page_source kv_events_config
-    scheduling_policy stream_interval seed record_steps record_steps_bytes transfer_timeout transfer_host
+    scheduling_policy stream_interval seed record_steps transfer_timeout transfer_host
     coordinator_address num_processes process_id host_address start_timeout link_monitor_interval cluster_key_file
     encrypt_bulk index_scores
 """
@@ -126,5 +128,10 @@ def test_the_table_of_options_says_who_has_each_option_of_the_planner_and_of_the
         assert not named & apart
 
 
-def test_the_page_has_the_credits():
-    assert credit_table() in (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+def test_the_table_in_the_docs_has_the_credits():
+    with (ROOT / "docs" / "plan" / "credits.csv").open(encoding="utf-8", newline="") as file:
+        assert list(csv.reader(file)) == credit_rows(), __doc__
+
+
+if __name__ == "__main__":
+    csv.writer(sys.stdout, lineterminator="\n").writerows(credit_rows())

@@ -76,7 +76,9 @@ def model(demo, body, **changes):
     options = {"skew": UNIFORM, "measured": measured, **changes}
     cluster = find_cluster(None, measured)
     layout = parse_layout("dp=1", 0, demo)
-    return step_model(demo, cluster, layout, choose_precision("auto", "auto", measured), kind=MeasuredStep, **options)
+    return step_model(
+        demo, cluster, layout, choose_precision("auto", "auto", demo, measured), kind=MeasuredStep, **options
+    )
 
 
 def test_a_step_is_the_sum_of_its_modules(demo, body):
@@ -146,7 +148,13 @@ def test_heads_over_tp_keep_the_published_times(demo, body):
     """What was timed has all heads; only what is whole on every device is taken."""
     measured = Measured("m.json", body)
     cluster = dataclasses.replace(load_cluster("h100-32"), hosts=1)
-    arguments = (demo, cluster, parse_layout("tp=2", 0, demo), choose_precision("auto", "auto", measured), UNIFORM)
+    arguments = (
+        demo,
+        cluster,
+        parse_layout("tp=2", 0, demo),
+        choose_precision("auto", "auto", demo, measured),
+        UNIFORM,
+    )
     steps = step_model(*arguments, kind=MeasuredStep, measured=measured), step_model(*arguments)
     timed, plain = (step.decode_parts(8, 127) for step in steps)
     assert timed["attention"] == plain["attention"]

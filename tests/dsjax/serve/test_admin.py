@@ -43,26 +43,22 @@ def admin(server, path: str, body=None):
     return server.post(path, body, headers=ADMIN)
 
 
-def test_a_flushed_cache_gives_no_hits(server):
+def test_a_flush_empties_every_rank_and_a_prompt_hits_nothing(server):
     def cached() -> int:
         usage = server.post(COMPLETIONS, {**LONG, "max_tokens": 1}, headers={"X-Session-Affinity": "a"}).json()["usage"]
         return usage["prompt_tokens_details"]["cached_tokens"]
 
     assert (cached(), cached() > 0) == (0, True)
+    for rank in range(4):
+        server.post(COMPLETIONS, {**SHORT, "prompt": [60] * 30}, headers={"X-Data-Parallel-Rank": f"{rank}"})
+    assert any(samples(server, "dsjax_rank_pages_cached").values())
     assert admin(server, "/flush_cache").json() == {"status": "flushed"}
+    assert samples(server, "dsjax_rank_pages_cached") == {str(rank): 0 for rank in range(4)}
     assert cached() == 0
 
 
 def samples(server, name: str) -> dict[str, float]:
     return {labels["engine"]: value for labels, value in server.samples(name)}
-
-
-def test_a_flush_empties_every_rank(server):
-    for rank in range(4):
-        server.post(COMPLETIONS, {**SHORT, "prompt": [60] * 30}, headers={"X-Data-Parallel-Rank": f"{rank}"})
-    assert any(samples(server, "dsjax_rank_pages_cached").values())
-    admin(server, "/flush_cache")
-    assert samples(server, "dsjax_rank_pages_cached") == {str(rank): 0 for rank in range(4)}
 
 
 def test_a_router_outside_names_the_rank_by_its_number(server):

@@ -110,7 +110,12 @@ def built(events: list[dict]) -> list[dict]:
             [{"type": "tool_use", "name": "weather", "input": {"city": "Bonn"}}],
             "tool_use",
         ),
-        ("</think>" + CALL, {"tools": [TOOL], "tool_choice": {"type": "none"}}, None, "end_turn"),
+        (
+            "</think>" + CALL,
+            {"tools": [TOOL], "tool_choice": {"type": "none"}},
+            [{"type": "text", "text": CALL}],
+            "end_turn",
+        ),
     ],
 )
 def test_a_message_is_the_same_whole_and_streamed(start, script, more, content, stop_reason):
@@ -131,7 +136,7 @@ def test_a_message_is_the_same_whole_and_streamed(start, script, more, content, 
                 assert block.pop("id").startswith("call_")
                 assert block.pop("caller") == {"type": "direct"}
             assert block.pop("citations", None) is None
-        assert content is None or blocks == content
+        assert blocks == content
     assert events[0]["message"]["content"] == []
 
 

@@ -85,7 +85,7 @@ def test_head_of_what_is_not_there_is_404_and_of_a_post_405(server):
     assert httpx.options(f"{server.url}/nowhere").status_code == 404
 
 
-@pytest.mark.parametrize("front_ends", [0, 2])
+@pytest.mark.parametrize("front_ends", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_https_serves_answers_and_streams(start_server, files, front_ends):
     server = start_server(options=ServeOptions(**files), front_ends=front_ends)
     url = server.url.replace("http:", "https:")
@@ -98,7 +98,7 @@ def test_https_serves_answers_and_streams(start_server, files, front_ends):
     assert streamed.text.endswith("data: [DONE]\n\n")
 
 
-def test_a_certificate_that_cannot_be_is_refused_at_the_start(files, tmp_path):
+def test_a_certificate_that_cannot_be_is_refused_at_the_start_and_the_url_names_the_scheme(files, tmp_path):
     wrong = tmp_path / "wrong.pem"
     wrong.write_text("nothing")
     for options in ({**files, "ssl_keyfile": str(wrong)}, {"ssl_certfile": str(tmp_path / "missing.pem")}):
@@ -106,8 +106,5 @@ def test_a_certificate_that_cannot_be_is_refused_at_the_start(files, tmp_path):
             HttpOptions(**options)
     with pytest.raises(UserError, match="--ssl-keyfile is given without --ssl-certfile"):
         HttpOptions(ssl_keyfile=files["ssl_keyfile"])
-
-
-def test_the_url_names_the_scheme(files):
     assert HttpOptions(**files).url("127.0.0.1", 8000) == "https://127.0.0.1:8000"
     assert HttpOptions().url("::1", 8000) == "http://[::1]:8000"

@@ -21,19 +21,31 @@ from dsjax.engine.engine import LLMEngine
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.facts import EngineFacts, PrefillSizes
 from dsjax.errors import UserError
+from dsjax.options import Group
 from dsjax.serve import server
 from dsjax.serve.startup_screen import show_facts, show_url, warm_up_bar
 from sharding import MeshError
 
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
-def test_every_engine_option_is_a_flag_of_both_commands(command):
-    text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
-    flags = set(re.findall(r"--[a-z-]+", text))
+def test_every_engine_option_is_a_flag_of_both_commands_and_help_has_the_usual_ones_by_group(command):
+    usual, every = (
+        CliRunner().invoke(app, [command, page], env={"COLUMNS": "100", "TERM": "dumb"}).output
+        for page in ("--help", "--help-all")
+    )
+    flags = {page: set(re.findall(r"^  (--[a-z-]+)", page, re.MULTILINE)) for page in (usual, every)}
     options = [
         field for field in dataclasses.fields(EngineArgs) if field.name != "router"
     ]  # a class, which no text gives
-    assert {f"--{field.name.replace('_', '-')}" for field in options} <= flags
+    assert {f"--{field.name.replace('_', '-')}" for field in options} <= flags[every]
+    assert {"--mesh", "--help-all"} <= flags[usual] < flags[every]
+    assert len(usual.splitlines()) <= 120, "two screens"
+    assert (
+        {field.metadata["group"] for field in options}
+        == set(Group)
+        <= set(re.findall(r"^(\S.*):$", usual, re.MULTILINE))
+    )
+    assert "16] [also: --block-size]" in " ".join(every.split()).replace("--block- size", "--block-size")
 
 
 @pytest.mark.parametrize(
@@ -282,19 +294,6 @@ def test_the_warm_up_bar_counts():
         parts.warm_up(progress)
     assert parts.core.executor.warm
     assert "3/3" in console.file.getvalue()
-
-
-def test_without_a_terminal_a_line_is_written_at_each_tenth():
-    console = Console(file=io.StringIO(), width=120)
-    with warm_up_bar(console) as progress:
-        progress(0, 31, "decode 8 rows")
-        for done in range(32):
-            progress(done, 31, f"shape {done}")
-    lines = console.file.getvalue().splitlines()
-    assert len(lines) == 11
-    assert lines[0] == "compiling shapes: 0 of 31 (0%), 0 s"
-    assert lines[1].startswith("compiling shapes: 4 of 31 (13%)")
-    assert lines[-1].startswith("compiling shapes: 31 of 31 (100%)")
 
 
 def test_without_a_terminal_the_decode_and_the_prefill_engine_say_how_far_they_are():

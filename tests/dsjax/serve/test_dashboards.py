@@ -1,18 +1,26 @@
-"""Every name and label in the dashboard and the alerts is one that a server shows; promtool agrees with the rest."""
+"""Every name and label in the dashboard and the alerts is one that a server shows; promtool agrees with the rest.
+docs/metrics.csv lists all metrics:
 
+PYTHONPATH=tests python tests/dsjax/serve/test_dashboards.py > docs/metrics.csv
+"""
+
+import csv
 import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from test_metrics import filled
 
-from dsjax.serve.headless import HeadlessExperts
-from dsjax.serve.metrics_families import exposition
+from dsjax.serve.headless import Headless, HeadlessExperts
+from dsjax.serve.metrics_families import Registry, exposition
+from dsjax.serve.metrics_parts import add_prefill_metrics
 from dsjax.serve.options import ServeOptions
 
 ROOT = Path(__file__).parents[3]
@@ -32,6 +40,26 @@ def exposed():
         for sample in family.samples:
             labels.setdefault(sample.name, set()).update(sample.labels)
     return labels
+
+
+def metrics() -> list[dict[str, str]]:
+    """The rows of docs/metrics.csv: each metric of a server, a follower and a process with experts, once."""
+    follower = Headless(SimpleNamespace(process_id=1), ServeOptions())
+    add_prefill_metrics(prefill := Registry(model_name=""), ())
+    rows: dict[str, dict[str, str]] = {}
+    for registry in (filled().registry, prefill, follower.registry, HeadlessExperts(ServeOptions()).registry):
+        for family in registry.families:
+            name = f"{family.name}_total" if family.kind == "counter" else family.name
+            labels = ", ".join(family.labelnames)
+            rows.setdefault(
+                name, {"metric": name, "type": family.kind, "labels": labels, "meaning": family.documentation}
+            )
+    return list(rows.values())
+
+
+def test_the_table_in_the_docs_has_every_metric():
+    with (ROOT / "docs" / "metrics.csv").open(encoding="utf-8", newline="") as file:
+        assert list(csv.DictReader(file)) == metrics(), __doc__
 
 
 def expressions() -> list[str]:
@@ -131,3 +159,9 @@ def test_promtool_finds_no_fault_in_the_exposition():
     # vLLM's names, kept for its dashboards: colons are for recording rules, and `_total` for counters.
     ours = [line for line in said if "vllm:" not in line and not line.startswith("error while linting")]
     assert ours == []
+
+
+if __name__ == "__main__":
+    writer = csv.DictWriter(sys.stdout, ["metric", "type", "labels", "meaning"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(metrics())

@@ -134,15 +134,12 @@ def test_cuts_change_nothing(text, cuts):
     assert parse(text, cuts) == parse(text)
 
 
-def test_text_parameters_come_as_they_are_made():
+def test_text_parameters_come_as_they_are_made_and_later_calls_than_the_most_are_dropped():
     parser = DsmlParser("function_calls", 8)
     text = block(invoke("f", parameter("a", "one two"), parameter("b", "[1, 2]", "false")))
     deltas = [delta["function"] for character in text for delta in parser.push(character).tool_calls]
     assert deltas[0] == {"name": "f", "arguments": ""}
     assert [delta["arguments"] for delta in deltas[1:]] == ['{"a": "', *"one two", '"', ', "b": ', "[1, 2]", "}"]
-
-
-def test_later_calls_than_the_most_are_dropped():
     parser = DsmlParser("function_calls", 1)
     assert {delta["index"] for delta in parser.push(block(invoke("f"), invoke("g"))).tool_calls} == {0}
 
@@ -264,12 +261,18 @@ def test_a_model_without_a_template_chats_with_tools_in_its_own_format(chat):
     )
 
 
-def test_the_prompt_is_the_encoder_s(chat):
+def test_the_prompt_is_the_encoder_s_and_a_forced_call_is_one(chat):
     live, _, _ = chat
     asked = {"messages": [{"role": "developer", "content": "Be brief."}, *MESSAGES], "model": "tiny"}
     asked["chat_template_kwargs"] = {"enable_thinking": True}
     assert prompt_of(live, asked) == "<｜begin▁of▁sentence｜>Be brief.<｜User｜>Weather?<｜Assistant｜><think>"
     assert httpx.get(f"{live.url}/tokenizer_info").json()["chat_template"] is None
+    live, client, form = chat
+    live.executor.script = form.calls([("get_weather", {"city": "Köln"})])
+    asked = {"model": "tiny", "messages": MESSAGES, "tools": [{"type": "function", "function": WEATHER_TOOL}]}
+    choice = client.chat.completions.create(**asked, tool_choice="required", max_tokens=300, temperature=0).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls[0].function.arguments == '{"city": "Köln"}'
 
 
 @pytest.mark.parametrize(
@@ -286,15 +289,6 @@ def test_a_forced_call_of_a_function_with_a_broken_schema_is_refused(chat, param
     body = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": "required"}
     answer = live.post("/v1/chat/completions", body)
     assert answer.status_code == 400
-
-
-def test_a_forced_call_is_one(chat):
-    live, client, form = chat
-    live.executor.script = form.calls([("get_weather", {"city": "Köln"})])
-    asked = {"model": "tiny", "messages": MESSAGES, "tools": [{"type": "function", "function": WEATHER_TOOL}]}
-    choice = client.chat.completions.create(**asked, tool_choice="required", max_tokens=300, temperature=0).choices[0]
-    assert choice.finish_reason == "tool_calls"
-    assert choice.message.tool_calls[0].function.arguments == '{"city": "Köln"}'
 
 
 @pytest.mark.parametrize("name", DSML_FORMATS)

@@ -29,15 +29,12 @@ def request(params: SamplingParams, max_tokens: int) -> Request:
     return Request("a", [5, 6], 2, params, max_tokens, 1)
 
 
-def test_that_nobody_gave_max_tokens_is_told_so_that_a_smaller_mesh_need_not_refuse_the_request():
+def test_the_parameters_of_a_request_arrive_whether_somebody_gave_max_tokens_and_without_stop_strings():
     for params in (SamplingParams(max_tokens=None), SamplingParams(max_tokens=9), SamplingParams()):
         sent = NewRequest.of(PreparedRequest("a", None, [5, 6], params, [request(params, 30)]), 1)
         got = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=NewRequest)
         assert got.params == params
         assert got.requests([None])[0].max_tokens == 30
-
-
-def test_the_parameters_of_a_request_arrive_but_for_stop_strings_which_may_be_no_utf_8():
     form = StructuredOutputs(choice=["a", "b"], structured_after=3)
     others = {"allowed_token_ids": [1, 2], "bad_words": ["c"], "logit_bias": {7: -1}, "output_kind": OutputKind.DELTA}
     params = SamplingParams(n=2, seed=4, stop=["\ud800"], temperature=0, structured_outputs=form, **others)

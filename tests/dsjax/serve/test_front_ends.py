@@ -18,7 +18,7 @@ from fake_executor import FakeExecutor
 from live_server import LiveServer, events, started, wait_until
 from scripted_executor import ScriptedExecutor, tool_tokenizer
 from test_admin import (
-    test_a_flushed_cache_gives_no_hits,
+    test_a_flush_empties_every_rank_and_a_prompt_hits_nothing,
     test_a_request_can_be_aborted_by_either_of_its_ids,
     test_a_router_outside_names_the_rank_by_its_number,
 )

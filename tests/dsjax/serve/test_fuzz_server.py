@@ -50,7 +50,7 @@ def test_a_server_error_a_lost_page_and_an_answer_that_is_another_in_its_last_bi
         assert any(found in each for each in wrong), found
 
 
-def test_a_stream_without_an_end_and_one_with_the_server_s_error_are_found():
+def test_a_stream_without_an_end_and_one_with_an_error_are_found_and_a_changing_mesh_excuses_no_other_503():
     from fuzz_server import broken_stream
 
     text = 'data: {"choices": []}\n\n'
@@ -61,9 +61,6 @@ def test_a_stream_without_an_end_and_one_with_the_server_s_error_are_found():
     named = 'event: response.completed\ndata: {"type": "response.completed"}\n\n'
     assert broken_stream(named) is None
     assert "no room" in broken_stream('event: error\ndata: {"type": "error", "code": "x", "message": "no room"}\n\n')
-
-
-def test_a_mesh_that_is_being_changed_excuses_no_other_503():
     from fuzz_server import says_changing
 
     body = '{"error": {"code": "%s"}}'

@@ -13,11 +13,19 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-def test_neutral_values_of_fields_are_accepted(server):
+def test_neutral_values_of_fields_are_accepted_and_content_in_parts_is_joined(server):
     body = {"prompt": "a", "presence_penalty": 0.0, "logit_bias": {}, "best_of": 1, "echo": False, "user": "me"}
     assert server.post(COMPLETIONS, body).status_code == 200
     body = {"messages": MESSAGES, "tools": [], "response_format": {"type": "text"}, "max_tokens": 2}
     assert server.post(CHAT, body).status_code == 200
+    parts = [{"type": "text", "text": "hi"}]
+    whole, in_parts = (
+        server.post(
+            CHAT, {"messages": [{"role": "user", "content": content}], "max_tokens": 6, "temperature": 0}
+        ).json()
+        for content in ("hi", parts)
+    )
+    assert whole["choices"][0]["message"] == in_parts["choices"][0]["message"]
 
 
 @pytest.mark.parametrize(
@@ -50,17 +58,6 @@ def test_every_route_says_first_that_a_model_is_not_there(server, path, body):
     assert answer.status_code == 404, answer.text
     assert answer.json() == server.get("/v1/models/nobody").json()
     assert answer.json()["error"]["code"] == "model_not_found"
-
-
-def test_content_in_parts_is_joined(server):
-    parts = [{"type": "text", "text": "hi"}]
-    whole, in_parts = (
-        server.post(
-            CHAT, {"messages": [{"role": "user", "content": content}], "max_tokens": 6, "temperature": 0}
-        ).json()
-        for content in ("hi", parts)
-    )
-    assert whole["choices"][0]["message"] == in_parts["choices"][0]["message"]
 
 
 def test_the_schema_describes_every_answer(server):

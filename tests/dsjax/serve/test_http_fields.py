@@ -188,18 +188,10 @@ def test_request_ids_are_taken_from_the_header_or_the_field_and_echoed(start, st
     assert unknown.json()["error"]["type"] == "not_found_error"
 
 
-def test_reasoning_comes_apart_streamed_and_whole(start):
-    server = start("\nwhy so\n</think>\n\nbecause")
-    body = {"messages": MESSAGES, "temperature": 0}
-    message = server.post(CHAT, body).json()["choices"][0]["message"]
-    assert message == {"content": "because", "reasoning": "why so", "reasoning_content": "why so", **ALWAYS}
-    streamed = together(events(server.post(CHAT, {**body, "stream": True}).text))
-    assert streamed == {"content": "because", "reasoning": "why so", "reasoning_content": "why so"}
-
-
 @pytest.mark.parametrize(
     ("script", "fields", "options", "message"),
     [
+        ("\nwhy\n</think>\n\nso", {}, {}, {"content": "so", "reasoning": "why", "reasoning_content": "why"}),
         ("because", {"chat_template_kwargs": {"thinking": False}}, {}, {"content": "because"}),
         ("because", {"reasoning_effort": "none"}, {}, {"content": "because"}),
         ("why", {"reasoning_effort": "high"}, {}, {"content": "", "reasoning": "why", "reasoning_content": "why"}),
@@ -208,10 +200,16 @@ def test_reasoning_comes_apart_streamed_and_whole(start):
         ("why</think>because", {}, {"reasoning_parser": "none"}, {"content": "why</think>because"}),
     ],
 )
-def test_reasoning_can_be_turned_off_left_out_or_left_in_the_content(start, script, fields, options, message):
-    answer = start(script, **options).post(CHAT, {"messages": MESSAGES, "temperature": 0, **fields})
+def test_reasoning_comes_apart_or_is_turned_off_left_out_or_left_in_the_content(
+    start, script, fields, options, message
+):
+    server, body = start(script, **options), {"messages": MESSAGES, "temperature": 0, **fields}
+    answer = server.post(CHAT, body)
     assert answer.json()["choices"][0]["message"] == {**message, **ALWAYS}
     assert "warning" not in answer.headers
+    chunks = events(server.post(CHAT, {**body, "stream": True}).text)
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
+    assert together(chunks) == message
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -351,14 +349,6 @@ def test_a_call_begun_before_the_reasoning_ends_is_a_call_unless_the_reasoning_g
     assert draft["message"]["reasoning"] == f"so: {CALL}, or not"
 
 
-def test_no_tool_is_called_when_none_may_be(start):
-    server = start(f"</think>{CALL}")
-    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none", "temperature": 0}
-    message = server.post(CHAT, body).json()["choices"][0]["message"]
-    assert "tool_calls" not in message
-    assert "get_weather" in message["content"]
-
-
 ANSWER = {"type": "object", "properties": {"so": {"enum": ["yes"]}}, "required": ["so"], "additionalProperties": False}
 FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER}}}
 
@@ -375,19 +365,6 @@ def test_with_a_form_a_model_may_call_tools_or_answer_in_the_form(start, form):
     assert forced["message"]["tool_calls"][0]["function"]["name"] == "get_time", "a forced call drops the form"
     none = start(f"</think>{CALL}").post(CHAT, {**body, "tool_choice": "none"}).json()["choices"][0]
     assert none["message"]["content"].startswith("{")
-
-
-def test_with_a_form_a_model_that_would_rather_talk_does_one_of_both(start):
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    body = {"messages": MESSAGES, "tools": tools, "max_tokens": 200, **FORM}
-    choice = start("let me see</think>I would rather talk.").post(CHAT, body).json()["choices"][0]
-    if choice["finish_reason"] == "stop":
-        assert json.loads(choice["message"]["content"]) == {"so": "yes"}
-    else:
-        assert choice["finish_reason"] == "tool_calls"
-        assert {json.dumps(call["function"]) for call in choice["message"]["tool_calls"]} == {
-            '{"name": "f", "arguments": "{}"}'
-        }
 
 
 NAMED_TIME = {"type": "function", "function": {"name": "get_time"}}
@@ -485,11 +462,6 @@ def test_the_final_message_can_be_continued(start):
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
 
 
-def test_a_stream_begins_with_the_role_and_no_refusal(start):
-    first, *_ = events(start("</think>a").post(CHAT, {"messages": MESSAGES, "stream": True}).text)
-    assert first["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
-
-
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_of_allowed_tools_alone_one_may_or_must_be_called(start, mode):
     server = start("</think>I would rather talk." if mode == "required" else f"</think>{CALL}")
@@ -512,18 +484,12 @@ def test_tokenize_and_detokenize_are_each_other_s_inverse(start):
     assert text == "<｜begin▁of▁sentence｜>héllo 🙂"
     bare = server.post("/tokenize", {"prompt": "héllo 🙂", "add_special_tokens": False}).json()["tokens"]
     assert bare == answer["tokens"][1:]
+    choices = ({}, {"add_special_tokens": False}, {"add_special_tokens": True})
+    usual, bare, given = (server.post("/tokenize", {"messages": MESSAGES, **one}).json()["tokens"] for one in choices)
+    assert (usual, given) == (bare, [bare[0], *bare]), "of a conversation, with special tokens only when asked"
     info = server.get("/tokenizer_info").json()
     assert info["vocab_size"] == server.engine.tokenizer.vocab_size
     assert "<think>" in info["chat_template"]
-
-
-def test_a_conversation_is_tokenised_with_special_tokens_only_when_asked(start):
-    bodies = [
-        {"messages": MESSAGES, **more} for more in ({}, {"add_special_tokens": False}, {"add_special_tokens": True})
-    ]
-    usual, bare, given = (start().post("/tokenize", body).json()["tokens"] for body in bodies)
-    assert usual == bare
-    assert given == [bare[0], *bare]
 
 
 def test_sampling_fields_reach_the_engine(start, monkeypatch):

@@ -184,7 +184,7 @@ def test_steps_fill_gauges_and_sums(metrics):
     assert value(metrics, "dsjax_host_seconds_total", part="device") == pytest.approx(0.012)
 
 
-def test_experts_are_shown_by_place_and_balancedness_in_both_meanings(metrics):
+def test_experts_are_shown_by_place_rejections_by_reason_and_answers_by_route(metrics):
     assert value(metrics, "dsjax_expert_tokens_total", expert="0", ep_rank="0") is None, "nothing was recorded"
     # Two layers, 8 experts, 2 a device. Layer 0 loads device 0 alone, layer 1 device 3 alone.
     metrics.on_step(step([], experts=experts([[6, 2, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 8]])))
@@ -196,9 +196,6 @@ def test_experts_are_shown_by_place_and_balancedness_in_both_meanings(metrics):
     assert value(metrics, "dsjax_dispatch_rows_total", device="2") == 7
     assert value(metrics, "dsjax_dispatch_bytes_total") == 4096
     assert value(metrics, "dsjax_dispatch_padding_share") == 0.25
-
-
-def test_rejections_and_answers_are_counted_by_reason_and_route(metrics):
     for reason in ("queued_requests", "queued_tokens", "queued_requests"):
         metrics.on_rejected(reason)
     metrics.on_response("/v1/completions", "POST", 429)

@@ -31,13 +31,10 @@ def test_auto_takes_the_format_that_the_prompts_have(config, name):
     assert chosen("auto", **config) == name
 
 
-def test_a_named_format_is_taken_whatever_the_template_is():
+def test_a_named_format_is_taken_whatever_the_template_is_and_every_one_can_be_asked_for():
     assert chosen("deepseek_v3", chat_template="{{ 1 }}") == "deepseek_v3"
     assert chosen("none", prompt_encoder="deepseek_v4") is None
     assert choose_tool_format("auto", None) is None
-
-
-def test_every_format_can_be_asked_for():
     for name in TOOL_FORMATS:
         assert HttpOptions(tool_call_parser=name).tool_call_parser == name
     with pytest.raises(OptionError, match="expected one of auto, deepseek_v3, "):

@@ -213,10 +213,13 @@ def test_quantiles_are_linear_within_a_bucket_as_in_promql():
     assert quantile({0.1: 0.0, math.inf: 0.0}, 0.5) is None
 
 
-def test_label_values_with_quotes_and_newlines_are_read():
+def test_label_values_with_quotes_are_read_and_a_value_that_is_not_finite_is_passed_over():
     found = Exposition('a_total{of="x\\"y\\\\z\\nw"} 2\na_total{of="b"} 3\n')
     assert found.by("a_total", "of") == {('x"y\\z\nw',): 2.0, ("b",): 3.0}
     assert found.total("a_total") == 5.0
+    metrics = Exposition("vllm:generation_tokens_total NaN\nvllm:prompt_tokens_total +Inf\n")
+    found = view(*(StatusReading(at, metrics, {}, []) for at in (0.0, 1.0)))
+    assert found["tokens_per_second"] == {"prompt": 0.0, "generation": 0.0}
 
 
 @pytest.mark.parametrize("height", [24, 60])
@@ -287,11 +290,13 @@ def test_a_server_that_cannot_be_read_is_an_error_that_says_what_to_do(server, s
     assert message in str(result.exception)
 
 
-def test_an_address_that_no_server_can_have_is_refused_with_the_reason():
+def test_an_address_that_no_server_can_have_and_a_key_that_no_header_takes_are_refused():
     """`test_bench_client.py` has the other reasons."""
     result = run("--url", "http://", "--once")
     assert isinstance(result.exception, OptionError)
     assert str(result.exception) == "--url is 'http://': it has no host; expected an address such as http://HOST:PORT"
+    with pytest.raises(NoAnswerError, match="--api-key has letters that no HTTP header takes"):
+        StatusClient("http://127.0.0.1:8000", "schlüssel☃")
 
 
 def read_until(descriptor: int, wanted: bytes | None) -> bytes:
@@ -353,19 +358,8 @@ def test_fields_that_are_not_dsjax_s_are_an_error_that_says_what_to_do(metrics, 
         view(*both)
 
 
-def test_a_value_that_is_not_finite_is_passed_over():
-    metrics = Exposition("vllm:generation_tokens_total NaN\nvllm:prompt_tokens_total +Inf\n")
-    found = view(*(StatusReading(at, metrics, {}, []) for at in (0.0, 1.0)))
-    assert found["tokens_per_second"] == {"prompt": 0.0, "generation": 0.0}
-
-
 @pytest.mark.parametrize("interval", ["inf", "1e20", "nan", "0"])
 def test_an_interval_that_nobody_can_wait_for_is_refused(interval):
     ended = run("--interval", interval)
     assert ended.exit_code == 2
     assert "Invalid value for '--interval'" in ended.output
-
-
-def test_a_key_that_no_header_takes_is_refused():
-    with pytest.raises(NoAnswerError, match="--api-key has letters that no HTTP header takes"):
-        StatusClient("http://127.0.0.1:8000", "schlüssel☃")

@@ -18,9 +18,9 @@ HOST, DEVICE = "DRAM", "VRAM"
 
 _PLUGIN = "UCX"
 _PROGRESS_MICROSECONDS = 10_000
-"""The longest time for which NIXL's thread sleeps, unless something comes for which this process has to do its part."""
+"""Longest sleep of NIXL's progress thread, unless an event arrives that this process must handle."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
-"""Seconds between two looks at whether a read is done; each is longer than the last one."""
+"""First and longest pause between two polls of a read, in seconds; the pauses grow."""
 
 
 class Region(NamedTuple):
@@ -40,7 +40,7 @@ class MemoryRegions(NamedTuple):
 
 @dataclass
 class _Peer:
-    """What is known of another process's agent: which of its memory, and how many threads read from it at this moment."""
+    """Another process's agent: numbers of its known memory, and threads that are reading from it."""
 
     known: set[int] = field(default_factory=set)
     readers: int = 0
@@ -48,7 +48,7 @@ class _Peer:
 
 
 class Agent:
-    """An agent with the UCX plugin, which takes shared memory, TCP, InfiniBand or NVLink, as `UCX_TLS` and `UCX_NET_DEVICES` allow.
+    """An agent with the UCX plugin, which uses shared memory, TCP, InfiniBand or NVLink, as `UCX_TLS` and `UCX_NET_DEVICES` allow.
 
     Raises:
         UserError: NIXL cannot run here.
@@ -72,7 +72,7 @@ class Agent:
         self._lock = threading.Lock()
 
     def register(self, memory: MemoryRegions) -> Any:
-        """Register memory, which must stay where it is until `deregister` is called with what this returns."""
+        """Register memory, which must not move until `deregister` is called with the returned value."""
         registered = self._nixl.nixlRegDList(self._kind(memory), [(*region, b"") for region in memory.regions])
         self._agent.registerMem(registered, self._plugins)
         return registered
@@ -82,15 +82,17 @@ class Agent:
         self._agent.deregisterMem(registered, self._plugins)
 
     def describe(self, registered: Any) -> bytes:
-        """Return what another agent must know to read registered memory, the way to this agent included."""
+        """Return the description that another agent needs to read registered memory, with this agent's address."""
         return self._agent.getLocalPartialMD(registered, True, self._plugins)
 
     @contextlib.contextmanager
     def reading(self, name: str, memory: int, descriptions: Sequence[bytes]):
-        """Be connected to another agent, and know memory of it, by its number there, while the body reads.
+        """Stay connected to another agent while the body reads its memory.
+
+        memory: number of the memory at the other agent. descriptions: what `describe` returned there.
 
         Raises:
-            ConnectionError: the other agent is just being disconnected. NIXL's own errors: it cannot be reached.
+            ConnectionError: the other agent is being disconnected. NIXL's own errors: it cannot be reached.
         """
         with self._lock:
             peer = self._peers.setdefault(name, _Peer())
@@ -109,12 +111,12 @@ class Agent:
                 self._end(name, peer)
 
     def read(self, name: str, theirs: MemoryRegions, ours: MemoryRegions) -> None:
-        """Read memory of another agent into registered memory here, region by region; it is there when this returns.
+        """Read regions of another agent into registered memory here, and wait until they have arrived.
 
-        It waits for as long as UCX takes to find out that the other process has gone: until then memory here may be written to.
+        If the other process is gone, this waits until UCX notices, because until then it may write to the memory here.
 
         Raises:
-            ConnectionError: the memory could not be read. NIXL's own errors: the other process has gone, for one.
+            ConnectionError: the memory could not be read. NIXL's own errors: for example, the other process is gone.
         """
         nixl, agent = self._nixl, self._agent
         local, remote = (nixl.nixlXferDList(self._kind(one), list(map(tuple, one.regions))) for one in (ours, theirs))
@@ -131,7 +133,7 @@ class Agent:
             raise ConnectionError(f"NIXL could not read memory of the agent {name}")
 
     def disconnect(self, name: str) -> None:
-        """Know nothing of another agent any more, as soon as nobody reads from it."""
+        """Forget another agent as soon as no thread reads from it."""
         with self._lock:
             peer = self._peers.get(name)
             if peer is not None:

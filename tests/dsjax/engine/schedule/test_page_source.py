@@ -1,9 +1,8 @@
-"""The page source of docs/page-sources.md works as it stands there: pages leave, come back, and tokens are the same.
+"""The KV connector of docs/examples works as it stands there: pages leave, come back, and tokens are the same.
 
 These are the tests of `setup/loading.py` too.
 """
 
-import re
 import sys
 from pathlib import Path
 
@@ -14,18 +13,15 @@ from quick_compilation import FEW_SHAPES
 from dsjax import LLM, SamplingParams
 from dsjax.errors import UserError
 
-PAGE = Path(__file__).parents[4] / "docs" / "page-sources.md"
+EXAMPLES = Path(__file__).parents[4] / "docs" / "examples"
 OPTIONS = FEW_SHAPES | {"dtype": "float32", "mesh": "dp=2", "max_model_len": 96, "cache_tokens": 96}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture
-def module(tmp_path, monkeypatch):
+def module(monkeypatch):
     """The example, as a module that the option can name."""
-    [code] = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(code.splitlines()) <= 60, "a whole page source is short"
-    (tmp_path / "kept_pages.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES)
     yield "kept_pages"
     sys.modules.pop("kept_pages", None)
 
@@ -45,7 +41,7 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_example_of_the_docs_keeps_pages_and_gives_them_back(checkpoint, module):
+def test_the_example_keeps_pages_and_gives_them_back(checkpoint, module):
     plain = LLM(checkpoint, **OPTIONS)
     llm = LLM(checkpoint, page_source=module, **OPTIONS)
     try:

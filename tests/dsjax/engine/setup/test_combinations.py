@@ -1,5 +1,10 @@
-"""Which options exclude or need others: every row of the tables of `setup/combinations.py` is refused, and pages have the tables."""
+"""Which options exclude or need others: every row of the tables of `setup/combinations.py` is refused. docs/option-conflicts.csv has them:
 
+python tests/dsjax/engine/setup/test_combinations.py > docs/option-conflicts.csv
+"""
+
+import csv
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,25 +104,24 @@ def test_what_neither_table_names_goes_together():
     assert EngineArgs(**stages.executor_options | {"num_processes": 2}) == stages
 
 
-def combinations_tables() -> str:
-    """Both tables in Markdown, as the page has them: options with the same reason share a row."""
-    excluded: dict[tuple[str, ...], list[str]] = {}
-    for one, other, *why in EXCLUSIONS:
-        excluded.setdefault((_code(other), *why), []).append(_code(one))
-    needed: dict[str, list[str]] = {}
-    for need in NEEDS:
-        needed.setdefault(_code(need.other), []).append(_code(need.one))
-    rows = ["| options | do not go with | why | instead |", "|---|---|---|---|"]
-    rows += [f"| {', '.join(options)} | {' | '.join(rest)} |" for rest, options in excluded.items()]
-    rows += ["", "| options | need |", "|---|---|"]
-    rows += [f"| {', '.join(options)} | {other} |" for other, options in needed.items()]
-    return "\n".join(rows)
+def conflicts() -> list[dict[str, str]]:
+    """The rows of docs/option-conflicts.csv: options, how they relate to another one, why, and what to do instead."""
+    rows = [
+        {"option": str(one), "rule": "excludes", "other": str(other), "why": why, "instead": instead}
+        for one, other, why, instead in EXCLUSIONS
+    ]
+    return rows + [
+        {"option": str(need.one), "rule": "needs", "other": str(need.other), "why": "", "instead": ""} for need in NEEDS
+    ]
 
 
-def _code(choice: Choice) -> str:
-    return f"`{choice}`" if choice.text.startswith("--") and " and " not in choice.text else choice.text
+def test_the_table_in_the_docs_has_every_row():
+    with (Path(__file__).parents[4] / "docs" / "option-conflicts.csv").open(encoding="utf-8", newline="") as file:
+        assert list(csv.DictReader(file)) == conflicts(), __doc__
 
 
-def test_the_page_has_both_tables():
-    page = Path(__file__).parents[4] / "docs" / "troubleshooting.md"
-    assert combinations_tables() in page.read_text(encoding="utf-8")
+if __name__ == "__main__":
+    every = conflicts()
+    writer = csv.DictWriter(sys.stdout, list(every[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(every)

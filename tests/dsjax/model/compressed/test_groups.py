@@ -8,7 +8,7 @@ import pytest
 from dsjax.config import load_config
 from dsjax.errors import UserError
 from dsjax.model.cache_groups import BF16
-from dsjax.model.compressed.groups import compressed_groups, page_tokens
+from dsjax.model.compressed.groups import compressed_groups
 from dsjax.model.parameter_table import abstract_parameters
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.memory import cache_bytes_per_token, weight_bytes, window_page_bytes
@@ -40,7 +40,7 @@ def test_layers_of_flash_have_their_places_in_the_groups():
 
 
 def test_pages_hold_whole_windows():
-    assert page_tokens(FLASH) == 128
+    assert FLASH.page_tokens == 128
     with pytest.raises(UserError, match="--page-size is 64"):
         compressed_groups(FLASH, range(43), BF16, 64)
 

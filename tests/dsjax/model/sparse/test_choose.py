@@ -38,11 +38,8 @@ def test_drawn_scores_of_many_rows_are_chosen_as_by_sorting(bits):
         assert np.flatnonzero(chosen).tolist() == chosen_of(row, 40)
 
 
-def test_a_score_that_is_no_number_is_not_chosen():
+def test_positions_are_in_order_missing_ones_outside_and_a_score_that_is_no_number_is_not_chosen():
     assert np.asarray(choose(jnp.array([jnp.nan, 1.0, 2.0]), 2)).tolist()[0] is False
-
-
-def test_positions_are_in_order_and_those_that_are_missing_lie_outside():
     chosen = jnp.array([[False, True, True, False, True], [False, False, False, True, False]])
     positions, count = positions_of(chosen, 3)
     assert np.asarray(positions).tolist() == [[1, 2, 4], [3, 5, 5]]

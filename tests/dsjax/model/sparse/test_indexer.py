@@ -30,7 +30,7 @@ def hadamard(width: int) -> np.ndarray:
 
 def test_rotation_is_the_product_with_a_hadamard_matrix():
     x = np.random.default_rng(0).standard_normal((3, 2, 128)).astype(np.float32)
-    found = np.asarray(IndexScores(hadamard=True).rotate(jnp.asarray(x)))
+    found = np.asarray(IndexScores(fp8=True).rotate(jnp.asarray(x)))
     np.testing.assert_allclose(found, x @ hadamard(128), atol=1e-5)
 
 
@@ -57,28 +57,25 @@ def test_a_family_rotates_index_queries_in_pairs_of_its_own(model, pairs):
 def test_queries_in_fp8_are_numbers_of_fp8_times_a_scale(powers):
     x = jnp.asarray(np.random.default_rng(2).standard_normal((5, 2, 8)), jnp.float32)
     found = np.asarray(IndexScores(fp8=True, powers=powers).query(x))
-    values, scale = fp8.quantise(x, powers=powers)
+    values, scale = fp8.quantise(IndexScores(fp8=True).rotate(x), powers=powers)
     np.testing.assert_array_equal(found, np.asarray(values, np.float32) * np.asarray(scale))
     assert not np.array_equal(found, x)
     assert bool(np.all(np.log2(np.asarray(scale)) % 1 == 0)) == powers
 
 
 def test_what_an_option_means_is_said_where_it_cannot_be():
-    assert IndexScores.parse("hadamard_fp8", 128, True) == IndexScores(True, True, True)
+    assert IndexScores.parse("fp8", 128, True) == IndexScores(True, True)
     assert IndexScores.parse("float", None, False) == IndexScores()
     with pytest.raises(UserError, match="has no indexer"):
         IndexScores.parse("fp8", None, False)
     with pytest.raises(UserError, match="power of two"):
-        IndexScores.parse("hadamard", 96, False)
+        IndexScores.parse("fp8", 96, False)
 
 
-def test_the_indexers_parameters_are_as_many_as_are_counted():
+def test_the_indexers_parameters_are_as_many_as_are_counted_and_in_fp8_where_the_checkpoint_has_them_so():
     infos = abstract_parameters(V32)
     one = [info.shape[1:] for path, info in infos.items() if path.startswith("moe_layers.attn.indexer.")]
     assert sum(int(np.prod(shape)) for shape in one) == indexer_parameters(V32)
-
-
-def test_fp8_weights_have_the_matrices_that_the_checkpoint_has_so():
     infos = abstract_parameters(V32, weights="fp8")
     kept = {
         path.split("indexer.")[1]: info.dtype.name

@@ -1,0 +1,61 @@
+"""Times of DeepSeek-V4's attention and hyper-connections: operations of sparse attention over windows and compressed entries.
+
+Their kernels have no published times: attention is priced as FlashMLA's over as many positions as a query sees.
+"""
+
+from dsjax.config import ModelConfig
+from dsjax.config.deepseek_v4 import KINDS
+from dsjax.model.compressed.costs import seen
+from dsjax.model.parameter_counts import attention_matrices, compressor_columns
+from dsjax.plan.chip import Chip
+from dsjax.plan.precision import BF16
+from dsjax.plan.sparse import choice, gathered_decode, gathered_prefill
+
+COMPRESSED = tuple(KINDS)
+"""Kinds of attention that are priced here."""
+
+
+def compressed_projections(chip: Chip, config: ModelConfig, kind: str, tp: int, tokens: float) -> float:
+    """Seconds of one layer's projections. Those of compressors and indexer are made on every device of a replica."""
+    matrices, _ = attention_matrices(config, tp, kind)
+    time = sum(chip.product(tokens, columns, rows) for rows, columns in matrices)
+    others = compressor_columns(config, kind), config.index_n_heads if kind == "csa" else 0
+    return time + sum(chip.bf16_product(tokens, columns, config.hidden_size) for columns in others if columns)
+
+
+def compressed_attention(
+    chip: Chip,
+    config: ModelConfig,
+    kind: str,
+    heads: int,
+    tokens: float,
+    read: float,
+    context: float,
+    prompt: float | None,
+) -> float:
+    """Seconds in one layer; the arguments are those of `sparse_attention`."""
+    before, chunk = (context - 1, 1) if prompt is None else (context - (prompt + 1) / 2, prompt)
+    found, width = seen(config, kind, max(before, 0), chunk), config.v_head_dim
+    positions, rows = found.window + found.entries, read / context if read else tokens
+    chosen = 0.0
+    if found.scored:
+        sizes = {
+            group.name: group.entry_bytes
+            for group in chip.precision.cache_groups(config, range(config.num_hidden_layers))
+        }
+        keys = (rows if prompt is None else tokens / prompt) * found.scored * sizes["c4_index"]
+        chosen = choice(chip, config, tokens, found.scored, keys)
+    if prompt is not None:
+        dense = chip.absorbed_prompts(heads, tokens, positions, width, width)
+        return chosen + (gathered_prefill(chip, heads, tokens, positions, width, width) if found.scored else dense)
+    if found.scored:
+        return chosen + gathered_decode(chip, heads, tokens, positions, width, width)
+    # Drafts of a request are further query rows on the same positions.
+    return chip.decode_attention(heads * max(1.0, tokens / rows), rows, positions, width, width)
+
+
+def hyper_connections(chip: Chip, config: ModelConfig, tokens: float) -> float:
+    """Seconds of one layer's hyper-connections: two blocks that project all streams, read them twice, and write them once."""
+    (streams,), width = config.streams, config.hidden_size
+    projected = chip.bf16_product(tokens, streams * (streams + 2), streams * width)
+    return 2 * (projected + chip.stream(BF16 * tokens * width * (3 * streams + 2)))

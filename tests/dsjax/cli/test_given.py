@@ -1,0 +1,129 @@
+"""What a command makes of other engines' names, and of a file of options."""
+
+import shlex
+
+import pytest
+from typer.testing import CliRunner
+
+from dsjax.cli import app
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.errors import UserError
+
+FILE = """
+model: deepseek-v3
+tensor-parallel-size: 2
+max_num_seqs: 64
+enable-prefix-caching: false
+speculative-config: {method: mtp, num_speculative_tokens: 2}
+prompt: [a, b]
+"""
+OF_FILE = {
+    "model": "deepseek-v3",
+    "mesh": "dp=1,tp=2",
+    "max_num_seqs": 64,
+    "enable_prefix_caching": False,
+    "speculative_config": '{"method": "mtp", "num_speculative_tokens": 2}',
+}
+
+
+@pytest.fixture
+def given(monkeypatch, tmp_path):
+    """``given(words, file)``: the engine's options that `dsjax generate` gets and that differ from the defaults."""
+
+    def run(words: str, file: str = "") -> dict:
+        (tmp_path / "c.yaml").write_text(file, encoding="utf-8")
+        got = {}
+        monkeypatch.setattr("dsjax.llm.LLM", lambda **options: got.update(options) or 1 / 0)
+        result = CliRunner().invoke(app, ["generate", *shlex.split(words.replace("FILE", str(tmp_path / "c.yaml")))])
+        if isinstance(result.exception, SystemExit):
+            raise UserError(result.output)
+        if not isinstance(result.exception, ZeroDivisionError):
+            raise result.exception
+        usual = vars(EngineArgs())
+        return {name: value for name, value in got.items() if value != usual[name]}
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("-tp 8 -dp=2", {"mesh": "dp=2,tp=8"}),
+        ("-pp 2 --mesh tp=4,pp=1 --ep 4", {"mesh": "tp=4,pp=2,ep=4"}),
+        ("--tensor-parallel-size 4 --tp-size 8", {"mesh": "dp=1,tp=8"}),
+        ("--model-path deepseek-v3 --context-length 99", {"model": "deepseek-v3", "max_model_len": 99}),
+        ("-q FP8", {"weights": "fp8"}),
+        ("--quantization modelopt_fp4", {"weights": "nvfp4"}),
+        ("--all2all-backend deepep_low_latency", {"dispatch": "padded"}),
+        ("--moe-a2a-backend none", {"dispatch": "gather"}),
+        ("--attention-backend TRITON_MLA", {"kernels": "pallas"}),
+        ("--num-gpu-blocks-override 100 --block-size 32", {"page_size": 32, "cache_tokens": 3200}),
+        ("--max-total-tokens 1001", {"cache_tokens": 992}),
+        ("--chunked-prefill-size 512", {"prefill_chunk": 512}),
+        ("--long-prefill-token-threshold 512", {"prefill_chunk": 512}),
+        ("--kv-offloading-size 1.5", {"host_cache_bytes": 1_610_612_736}),
+        ("--ep-num-redundant-experts 32", {"redundant_experts": 32}),
+        ("--enable-deterministic-inference", {"batch_invariant": True, "mla_prefill": "A_CC_ME"}),
+        ("--disable-radix-cache", {"enable_prefix_caching": False}),
+        ("--mem-fraction-static 0.5", {"gpu_memory_utilization": 0.5}),
+        (
+            "--nnodes 2 --node-rank 1 --master-port 7000 --master-addr ::1",
+            {"num_processes": 2, "process_id": 1, "coordinator_address": "[::1]:7000"},
+        ),
+        ("--master-addr a", {"coordinator_address": "a:8476"}),
+    ],
+)
+def test_an_option_of_another_engine_is_taken_for_ours(given, words, options):
+    assert given(f"{words} --prompt -tp") == options, "a value that looks like an option stays a value"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--quantization awq", "--quantization awq has no counterpart here; give --weights: fp8, nvfp4"),
+        ("--moe-a2a-backend pplx", "give --dispatch: gather, padded, ragged or hierarchical; auto chooses"),
+        ("-ep --seed 3", "-ep --seed has no counterpart here; give --mesh ep=N: "),
+        ("-tp", "-tp without a value has no counterpart here; give --mesh tp=N"),
+        ("--block-size 0", "--page-size is 0, expected an integer of at least 1"),
+        ("--config", "Option '--config' requires an argument"),
+        ("--disable-radix-cache=1", "--disable-radix-cache is --no-enable-prefix-caching"),
+    ],
+)
+def test_a_value_without_counterpart_gets_one_message_with_what_to_use(given, words, message):
+    with pytest.raises(UserError) as refused:
+        given(f"--prompt x {words}")
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("--config FILE", OF_FILE),
+        ("--config=FILE --max-num-seqs 8 -dp 4", OF_FILE | {"max_num_seqs": 8, "mesh": "dp=4,tp=2"}),
+        ("--config FILE --mesh dp=4", OF_FILE | {"mesh": "dp=4"}),
+    ],
+)
+def test_a_file_gives_options_and_the_command_line_has_priority(given, words, options):
+    assert given(words, FILE) == options
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("max_num_sqs: 3", "c.yaml: max_num_sqs is no option of this command; --help-all lists them"),
+        ("watchdog-timeout: 3", "c.yaml: watchdog-timeout is no option"),
+        ("config: c.yaml", "c.yaml: config is no option"),
+        ("max_num_seqs: many", "c.yaml: max_num_seqs: "),
+        ("max_num_seqs: true", "c.yaml: max_num_seqs: found true, expected a text or a number"),
+        ("model: [a]", 'c.yaml: model: found ["a"], expected a text or a number'),
+        ("tokenizer:", "c.yaml: tokenizer: found null"),
+        ("enable-dbo: 1", "c.yaml: enable-dbo: found 1, expected true or false"),
+        ("quantization: awq", "c.yaml: quantization: --quantization awq has no counterpart here"),
+        ("- model", "c.yaml has a list; expected lines such as max-num-seqs: 64"),
+        ("a: b: c", "c.yaml is no YAML: mapping values are not allowed here"),
+    ],
+)
+def test_a_wrong_key_or_type_is_refused_with_the_file_and_the_key(given, file, message):
+    with pytest.raises(UserError) as refused:
+        given("--prompt x --config FILE", file)
+    assert message in str(refused.value)
