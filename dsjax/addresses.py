@@ -1,4 +1,4 @@
-"""`HOST:PORT` as text, and as what sockets want."""
+"""`HOST:PORT` as text, and as endpoints of sockets."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def split_address(text: str, what: str = "the address") -> tuple[str, int]:
 
 
 def join_address(host: str, port: int) -> str:
-    """Give `HOST:PORT`, with brackets around an IPv6 address."""
+    """Return `HOST:PORT`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def zmq_endpoint(host: str, port: int) -> str:
-    """Resolve a host, and give the endpoint at which libzmq listens or to which it connects; port 0 takes a free one.
+    """Resolve a host and return libzmq's endpoint for it; port 0 takes a free one.
 
     Raises:
         OSError: the name is not known.
@@ -36,7 +36,7 @@ def zmq_endpoint(host: str, port: int) -> str:
 
 
 def zmq_endpoints(host: str, port: int) -> list[str]:
-    """Resolve a host, and give an endpoint for each of its addresses, in the order in which the system prefers them.
+    """Resolve a host and return an endpoint for each of its addresses, in the system's order of preference.
 
     Raises:
         OSError: the name is not known.
@@ -50,7 +50,7 @@ def zmq_endpoints(host: str, port: int) -> list[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address leads to the loopback interface, whatever it is resolved to."""
+    """Whether every address of a host is a loopback address."""
     try:
         resolved = (
             {address[0] for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)} if host else set()

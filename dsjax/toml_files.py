@@ -1,4 +1,4 @@
-"""TOML files that a name or a path stands for: those of a folder of `configs/`, and the user's; and what their fields may be."""
+"""Read TOML files, bundled in a folder of `configs/` or the user's own, and check their fields."""
 
 import importlib.resources
 import os
@@ -18,7 +18,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 def bundled_text(*path: str) -> str:
-    """Text of a file of `configs`."""
+    """Read a file of `configs`."""
     return importlib.resources.files("configs").joinpath(*path).read_text(encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Which experts get a copy, and on which rank each copy lies, from the load of every layer; all layers at once, in NumPy."""
+"""EPLB: from the load of every layer, choose which experts get copies and the rank of each copy; all layers at once, in NumPy."""
 
 from __future__ import annotations
 
@@ -47,11 +47,10 @@ def rebalance(
     copies are made within a host, and packed onto its ranks; a token that is routed to few groups then crosses to few
     hosts. ``auto``: hierarchical where the groups divide over the hosts, as published (github.com/deepseek-ai/EPLB).
 
-    The heaviest and the lightest rank of what is packed together (all ranks, or those of one host) differ by at most the load of
-    the heaviest copy. Three things are beyond what was published. A layer without load is taken as evenly loaded. An expert gets
-    no more copies than there are ranks to put them on. And where an expert has two copies on one rank, which relieve
-    nobody, one is exchanged for another rank's, if neither of the two then has more load than the heavier had. The
-    same arguments always give the same placement.
+    The heaviest and the lightest rank that are packed together (all ranks, or those of one host) differ by at most the load of the
+    heaviest copy. Three rules are additions to the published policies: a layer without load counts as evenly loaded; an expert gets
+    no more copies than there are ranks; and if an expert has two copies on one rank, one is exchanged for another rank's copy, unless
+    that makes the heavier of the two ranks heavier. The same arguments always give the same placement.
 
     Args:
         load_LE: tokens that each layer sent to each logical expert, or any other load.
@@ -60,7 +59,7 @@ def rebalance(
         hosts: hosts over which the ranks lie, the same number on each.
 
     Raises:
-        MeshError: fewer slots than experts, numbers that do not divide, an unknown policy, or a load that is none.
+        MeshError: fewer slots than experts, numbers that do not divide, an unknown policy, or an invalid load.
     """
     load_LE = checked_load(load_LE)
     checked_numbers(load_LE, n_physical=n_physical, ranks=ranks, groups=groups, hosts=hosts)

@@ -1,4 +1,4 @@
-"""``LayerPlacements``: which logical expert each physical slot holds, layer by layer, and what it takes to get from one to another."""
+"""``LayerPlacements``: the logical expert in each physical slot of each layer; ``exchange_rounds``: how one becomes another."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sharding.placement import CopyTables, Placement
 
 @dataclass(frozen=True, eq=False)
 class LayerPlacements:
-    """Logical experts on physical slots, each layer by itself; slots lie rank by rank, the same number on each.
+    """The placement of logical experts on physical slots in each layer. Every rank has the same number of consecutive slots.
 
-    physical_to_logical: the logical expert in each physical slot of each layer. Every logical expert has at least one in every
-    layer, so none has more than ``width`` copies: the tables on the devices are that wide, whatever the placement is.
+    physical_to_logical: the logical expert in each physical slot. Every logical expert has at least one slot in every layer, and so
+    at most ``width`` copies; tables on the devices are ``width`` columns wide for every placement.
     """
 
     physical_to_logical: Int[np.ndarray, "L P"]
@@ -57,7 +57,7 @@ class LayerPlacements:
 
     @property
     def width(self) -> int:
-        """The most copies that an expert can have: one, and every redundant slot."""
+        """Largest number of copies of an expert: one, plus all redundant slots."""
         return self.n_physical - self.n_logical + 1
 
     @property
@@ -71,19 +71,19 @@ class LayerPlacements:
         return CopyTables(*(np.stack(arrays) for arrays in zip(*rows, strict=True)))
 
     def with_one_of_all(self, ranks: int) -> LayerPlacements:
-        """These, and behind the slots of each of ``ranks`` ranks one more, with an expert that has the next number: a copy everywhere."""
+        """Add a slot to each of ``ranks`` ranks, with a copy of one more expert, numbered ``n_logical``."""
         rows = self.physical_to_logical.reshape(self.n_layers, ranks, -1)
         more = np.full((self.n_layers, ranks, 1), self.n_logical, np.int32)
         return LayerPlacements(np.concatenate([rows, more], axis=2).reshape(self.n_layers, -1), self.n_logical + 1)
 
     def with_layer(self, layer: int, row: Sequence[int]) -> LayerPlacements:
-        """These, but for one layer."""
+        """The same placements with another row for one layer."""
         rows = self.physical_to_logical.copy()
         rows[layer] = row
         return LayerPlacements(rows, self.n_logical)
 
     def logical_load(self, physical_load: np.ndarray) -> np.ndarray:
-        """Sum counts over copies: ``[L, P]`` to ``[L, E]``; of the first layers, where ``physical_load`` has fewer."""
+        """Sum counts over copies: ``[L, P]`` to ``[L, E]``. ``physical_load`` may have only the first layers."""
         return np.stack(
             [
                 np.bincount(row, weights, minlength=self.n_logical)
@@ -93,7 +93,7 @@ class LayerPlacements:
 
 
 def copy_tables(physical_to_logical: Sequence[int], n_logical: int) -> CopyTables:
-    """The tables of one layer, as wide as any placement on so many slots can need."""
+    """The tables of one layer, as wide as any placement on the same number of slots needs."""
     row = np.asarray(physical_to_logical)
     copies = np.bincount(row, minlength=n_logical).astype(np.int32)
     order = np.argsort(row, kind="stable")
@@ -106,10 +106,10 @@ def copy_tables(physical_to_logical: Sequence[int], n_logical: int) -> CopyTable
 def exchange_rounds(
     old: Sequence[int], new: Sequence[int], *, ranks: int, experts: int
 ) -> Iterator[list[tuple[int, int]]]:
-    """What has to be sent to get from ``old`` to ``new``, in rounds of pairs (slot that has it, slot that gets it).
+    """Yield the transfers that turn ``old`` into ``new``, in rounds of pairs (source slot, destination slot).
 
-    In one round a rank sends at most ``experts`` experts and receives at most as many, and no rank sends more than one to the same
-    rank. A slot reads from a copy on its own rank where there is one, else from the copy whose rank has the least to send.
+    In a round a rank sends and receives at most ``experts`` experts each, and at most one to the same rank. A slot reads from a copy
+    on its own rank if there is one, else from the copy whose rank has the least to send.
 
     old, new: ``[P]`` physical to logical of one layer.
     """
@@ -121,24 +121,24 @@ def exchange_rounds(
     sending = np.zeros(ranks, int)
     moves = []
     for slot in np.flatnonzero(old != new).tolist():
-        here = slot // per_rank
+        rank = slot // per_rank
         source = min(
-            holders[int(new[slot])], key=lambda held: (held // per_rank != here, sending[held // per_rank], held)
+            holders[int(new[slot])], key=lambda copy: (copy // per_rank != rank, sending[copy // per_rank], copy)
         )
         sending[source // per_rank] += 1
         moves.append((source, slot))
     while moves:
         sent, received, pairs = [set() for _ in range(ranks)], np.zeros(ranks, int), set()
-        chosen, left = [], []
+        this_round, later = [], []
         for source, slot in moves:
-            start, end = source // per_rank, slot // per_rank
-            full = received[end] >= experts or len(sent[start] | {source}) > experts or (start, end) in pairs
-            if full:
-                left.append((source, slot))
+            sender, receiver = source // per_rank, slot // per_rank
+            is_full = received[receiver] >= experts or len(sent[sender] | {source}) > experts
+            if is_full or (sender, receiver) in pairs:
+                later.append((source, slot))
                 continue
-            sent[start].add(source)
-            received[end] += 1
-            pairs.add((start, end))
-            chosen.append((source, slot))
-        yield chosen
-        moves = left
+            sent[sender].add(source)
+            received[receiver] += 1
+            pairs.add((sender, receiver))
+            this_round.append((source, slot))
+        yield this_round
+        moves = later

@@ -8,7 +8,7 @@ import tomllib
 from test_house import ROOT, imported, modules
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-DISTRIBUTIONS = {"orbax": "orbax-checkpoint", "zmq": "pyzmq", "dynamo": "ai-dynamo"}
+DISTRIBUTIONS = {"orbax": "orbax-checkpoint", "zmq": "pyzmq", "dynamo": "ai-dynamo", "yaml": "pyyaml"}
 """The distribution of what is imported under another name."""
 PRIVATE = {
     "jax._src": ["sharding/jax_internals.py"],

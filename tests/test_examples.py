@@ -36,19 +36,6 @@ def example(name: str):
     return module
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(scope="module")
-def plain():
-    """Logits of the longest prompt from the model's plain forward pass."""
-    config = ModelConfig.from_dict(TINY | {"num_nextn_predict_layers": 0})
-    tensors = hf_tensors(config, RandomWeights(7, bias_center=-0.2))
-    return logits_of(config, tensors, np.array([prompts()[-1]["prompt_token_ids"]]))[0]
-
-
 def test_every_example_is_a_short_file():
     lines = {file.stem: len(file.read_text().splitlines()) for file in EXAMPLES.glob("*.py")}
     assert lines.keys() == MOST_LINES.keys()
@@ -147,14 +134,6 @@ def test_its_costs_lie_between_those_of_expanded_and_of_absorbed_attention():
     assert expanded.attention_flops < half.attention_flops < absorbed.attention_flops
     assert expanded.expansion_flops == 2 * half.expansion_flops, "W^UK and W^UV are as wide as one another"
     assert expanded.flops > half.flops > absorbed.flops
-
-
-@pytest.mark.slow
-def test_an_engine_serves_with_such_a_form_and_names_it(checkpoint, plain):
-    form = example("half_absorbed_form").HalfAbsorbed
-    found = answer(checkpoint, "dp=2", "auto", "CC", form)
-    assert not found.exact
-    np.testing.assert_allclose(found.logits, plain, atol=1e-4 * max(1, np.abs(plain).max()))
 
 
 @pytest.mark.parametrize("wrong", [int, "ring"])

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dsjax.config import load_config
 from dsjax.plan.layout import layouts
-from dsjax.plan.skew import DEFAULT_SKEW, DRIFT, PLACEMENTS, Placed, Slots, busiest, drawn, moved
+from dsjax.plan.skew import DEFAULT_SKEW, DRIFT, PLACEMENTS, Placed, Slots, busiest, drawn
 
 _FILE = Path(__file__).parents[1] / "configs" / PLACEMENTS
 _EXPERTS = 256
@@ -45,8 +45,7 @@ def placed(slots: Slots, balanced: bool) -> Placed:
     variations = (DEFAULT_SKEW.variation, DEFAULT_SKEW.low, DEFAULT_SKEW.high)
     drifts = DRIFT if balanced else (0.0, 0.0, 0.0)
     loads = tuple(drawn(variation, _EXPERTS, drift) for variation, drift in zip(variations, drifts, strict=True))
-    ends = (mean for mean, _, _ in busiest(loads, slots, balanced))
-    return Placed(*ends, moved(drawn(variations[0], _EXPERTS, DRIFT[0]), slots) if balanced else 0.0)
+    return Placed(*(mean for mean, _, _ in busiest(loads, slots, balanced)))
 
 
 def main(check: bool) -> None:

@@ -7,6 +7,13 @@
 A round is a set of predictions that were committed before any of its measurements was read. Each round is scored with intervals that only
 rounds before it make, as a user's next deployment is. The interval score of one prediction is the width of its interval in logarithms and
 20 times the distance by which the measurement lies outside (Gneiting and Raftery, 2007): the lower, the better.
+
+To add a round:
+
+1. Write the settings of runs whose results nobody has read into NEW.csv, with the columns of configs/blind_predictions.csv, a row for each
+   kind of figure, and `predicted`, `low`, `high`, `measured` empty. tools/plan_data/inferencex.py says how an engine was started on a day.
+2. `python -m tools.plan_data.replay NEW-PREDICTED.csv --rows NEW.csv --played`, and commit the result.
+3. Enter `measured`, append the rows to configs/blind_predictions.csv, run `python tools/plan_score.py --page`, and commit.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ import math
 import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +33,21 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from dsjax.plan.calibration import LEAST, LEVEL, LONGER, RATE, TPOT, TTFT, TTFT_MEDIAN, TTFT_P99, Blind, calibrate
+from dsjax.plan.calibration import (
+    DRAFTS,
+    HOST,
+    LEAST,
+    LEVEL,
+    LONGER,
+    RATE,
+    TPOT,
+    TTFT,
+    TTFT_MEDIAN,
+    TTFT_P99,
+    WIDE,
+    Blind,
+    calibrate,
+)
 
 DATA, PAGE = ROOT / "configs" / "blind_predictions.csv", ROOT / "docs" / "plan-validation.md"
 BEGIN, END = "<!-- python tools/plan_score.py --page -->\n", "<!-- end -->"
@@ -41,15 +63,24 @@ ON_THE_PAGE = r"\*\*.*|(rate|TPOT|TTFT, median), (one host|several hosts|with dr
 Interval = tuple[float, float]
 
 
-def read(path: Path = DATA) -> list[Blind]:
+@dataclass(frozen=True)
+class Run(Blind):
+    """A blind prediction, with the device and the weights of its run, such as `b200` and `fp4`."""
+
+    device: str = ""
+    weights: str = ""
+
+
+def read(path: Path = DATA) -> list[Run]:
     """The predictions of a file, round after round."""
     with path.open(encoding="utf-8", newline="") as lines:
         return [_blind(row) for row in csv.DictReader(lines)]
 
 
-def _blind(row: dict[str, str]) -> Blind:
+def _blind(row: dict[str, str]) -> Run:
     names = (row[name] for name in ("round", "run", "kind", "distance"))
-    return Blind(*names, float(row["predicted"]), float(row["measured"]))
+    about = (row.get(name, "") for name in ("device", "weights"))
+    return Run(*names, float(row["predicted"]), float(row["measured"]), *about)
 
 
 def by_older_rounds(blind: Sequence[Blind]) -> list[tuple[Blind, Interval | None]]:
@@ -131,16 +162,29 @@ def groups(blind: Sequence[Blind]) -> dict[str, Callable[[Blind], bool]]:
     return found | {"all": lambda _: True}
 
 
-def table(blind: Sequence[Blind], whole: bool = True) -> str:
-    """Markdown: the score of each group. whole: with rounds, and with kinds and distances that a reader of the page needs not."""
+def by_device(blind: Sequence[Run], least: int = 1) -> dict[str, Callable[[Run], bool]]:
+    """Groups of TPOT by device, weights and distance that have `least` predictions or more."""
+    found: dict[str, Callable[[Run], bool]] = {}
+    count = Counter(
+        (b.device, b.weights, b.distance) for b in blind if b.kind == TPOT and b.distance in (HOST, WIDE, DRAFTS)
+    )
+    for about in sorted(about for about in count if count[about] >= least):
+        device, weights, distance = about
+        name = f"TPOT, {device.upper()} in {weights.upper()}, {distance}"
+        found[name] = lambda b, about=about: b.kind == TPOT and (b.device, b.weights, b.distance) == about
+    return found
+
+
+def table(blind: Sequence[Run], whole: bool = True) -> str:
+    """Markdown: the score of each group. whole: also rounds, and groups that the page leaves out."""
     lines = [
         "| | figures | mean absolute error | mean error | inside | width | interval score |",
         "|---|---|---|---|---|---|---|",
     ]
     pairs = by_older_rounds(blind)
-    for name, holds in groups(blind).items():
-        group = [pair for pair in pairs if holds(pair[0])]
-        if group and (whole or re.fullmatch(ON_THE_PAGE, name)):
+    shown = {name: holds for name, holds in groups(blind).items() if whole or re.fullmatch(ON_THE_PAGE, name)}
+    for name, holds in (shown | by_device(blind, 1 if whole else LEAST)).items():
+        if group := [pair for pair in pairs if holds(pair[0])]:
             lines.append(f"| {name} | {Score.of(group).cells()} |")
     return "\n".join(lines)
 

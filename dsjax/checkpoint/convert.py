@@ -93,7 +93,7 @@ def save(
         params: ``{path: array}`` as ``load`` or ``from_hf_tensors`` gave them, in storage or true dtypes, with
             one copy of each expert. Sharded arrays must be addressable from this process.
         destination, to, max_shard_bytes, overwrite: as for ``convert_checkpoint``.
-        companions: files to copy beside the weights: tokenizer, chat template, licence.
+        companions: files and folders to copy beside the weights: tokenizer, chat template, licence.
 
     Raises:
         CheckpointError: parameters that are not the configuration's, are not finite, or a destination that exists.
@@ -153,7 +153,8 @@ def _write(
         if assembler.problems:
             raise CheckpointError(checkpoint.directory, assembler.problems, "The values are damaged; nothing was kept.")
         for companion in companions:
-            shutil.copyfile(companion, folder / companion.name)
+            copy = shutil.copytree if companion.is_dir() else shutil.copyfile
+            copy(companion, folder / companion.name)
         # What makes a directory one that loads comes last.
         config = _config_for(config_fields, weights, changed=changed)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -218,15 +219,16 @@ def _numeric(name: str) -> list[tuple[int, int, str]]:
 
 
 def _companions(directory: Path) -> list[Path]:
-    """Tokenizer, chat template, generation settings, licence: the small files of a checkpoint beside its weights."""
+    """Tokenizer, chat template, the prompts' encoder, generation settings, licence: the small files beside the weights."""
     return [
         path
         for path in sorted(directory.iterdir())
-        if path.is_file()
-        and path.suffix in _COPIED_SUFFIXES
-        and path.name not in _NOT_COPIED
-        and not path.name.startswith(".")
+        if path.name == "encoding" or (path.is_file() and _is_companion(path.name, path.suffix))
     ]
+
+
+def _is_companion(name: str, suffix: str) -> bool:
+    return suffix in _COPIED_SUFFIXES and name not in _NOT_COPIED and not name.startswith(".")
 
 
 def _config_for(fields: Mapping, weights: Weights, *, changed: bool) -> dict:

@@ -1,15 +1,10 @@
 """`dsjax plan`: a cluster, a workload and objectives in, a layout out, with figures that can be checked."""
 
-from __future__ import annotations
-
-import dataclasses
 import math
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -17,16 +12,7 @@ from rich.text import Text
 from dsjax.cli.help import PLAIN, Commands, PanelledCommand
 from dsjax.cli.options import options_of
 from dsjax.cli.output import report_console, write_json, writing
-from dsjax.plan.arguments import FitArgs, PlanArgs, ServiceArgs, SimulateArgs, StepArgs, parse_slos
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from dsjax.plan.candidate import Candidate
-    from dsjax.plan.percentiles import Kept, Slo
-    from dsjax.plan.question import Question
-    from dsjax.plan.search import Plan
-    from dsjax.plan.sweep import Sweep
+from dsjax.plan.arguments import FitArgs, PlanArgs, ServiceArgs, SimulateArgs, StepArgs
 
 _SEARCH = "search"
 
@@ -57,85 +43,30 @@ def group() -> None:
     """Find the layout for a cluster, a workload and objectives; every figure with its kind and interval."""
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """A plan, and the percentiles that were played for it."""
-
-    question: Question
-    plan: Plan
-    slos: list[Slo]
-    kept: list[Kept]
-
-    @property
-    def best(self) -> Candidate | None:
-        """The winner, or the nearest where none meets the objectives."""
-        return next(iter([*self.plan.ranked[:1], *self.plan.missed[:1]]), None)
-
-    def to_json(self, args: ServiceArgs, sweeps: Sequence[Sweep] = (), outcomes: Any = ()) -> dict[str, Any]:
-        """The plan and the percentiles."""
-        from dsjax.plan.report import to_json
-
-        body = to_json(self.plan, args.model, args.rows, list(sweeps), outcomes)
-        return body | {"percentiles": [one.to_json(self.slos) for one in self.kept]}
-
-    def show(self, console: Console, args: ServiceArgs) -> None:
-        """The percentiles and the plan."""
-        from dsjax.plan.report import show
-
-        if self.kept:
-            from dsjax.plan.percentiles import show_within
-
-            show_within(console, self.kept, self.slos)
-        show(console, self.plan, args.model, args.rows)
-
-
-def _answer(args: ServiceArgs) -> _Answer:
-    from dsjax.plan.search import search
-
-    question = args.question()
-    plan, slos, kept = search(question), parse_slos(args.slo, question.workload), []
-    if slos:
-        from dsjax.plan.percentiles import within
-
-        plan, kept = within(plan, slos, num_requests=args.num_prompts, seed=args.seed, burstiness=args.burstiness)
-    return _Answer(question, plan, slos, kept)
-
-
 @app.command(_SEARCH, cls=_SearchCommand)
 @options_of(lambda kind: None, args=PlanArgs)
 def search_layouts(args: PlanArgs) -> None:
     """Find the layout for a cluster, a workload and objectives; `dsjax plan` alone does this."""
     from dsjax.plan.explain import explain
-    from dsjax.plan.report import details, show_sweep
-    from dsjax.plan.sweep import read_sweep, sweep
+    from dsjax.plan.report import details, show, to_json
+    from dsjax.plan.search import search
 
-    points = [read_sweep(text) for text in args.sweep or ()]
-    answer = _answer(args)
-    best, everything = answer.best, args.explain == "plan" or args.json_file is not None
-    beside = _published_beside(args, answer) if everything else None
-    sweeps = [sweep(answer.question, best, *one) for one in points] if best else []
-    _draw(args, answer.plan, sweeps)
-    found = None
-    if args.working_set is not None and best:
-        from dsjax.plan.reuse import reuse
+    plan = search(args.question())
+    if args.pareto:
+        from dsjax.plan.pareto import draw_front
 
-        found = reuse(best, args.working_set, args.host_cache_gb * 1e9, args.disk_cache_gb * 1e9)
+        with writing(args.pareto):
+            draw_front(plan, args.pareto)
     if args.json_file is not None:
-        body = {"reuse": found and found.to_json(), "published": beside}
-        write_json(args.json_file, answer.to_json(args, sweeps) | body)
+        write_json(args.json_file, to_json(plan, args.model, args.rows))
         return
     console = report_console()
-    answer.show(console, args)
-    if found:
-        console.print(str(found), highlight=False, soft_wrap=True)
+    show(console, plan, args.model, args.rows)
     if args.explain == "plan":
-        details(console, answer.plan, args.model, args.rows, beside)
+        details(console, plan, args.model, args.rows)
     elif args.explain:
-        console.print(
-            Text(explain(best, args.explain)) if best else "nothing fits: there is nothing to explain", soft_wrap=True
-        )
-    for swept in sweeps:
-        show_sweep(console, swept)
+        why = explain(plan.best, args.explain) if plan.best else "nothing fits: there is nothing to explain"
+        console.print(Text(why), soft_wrap=True)
 
 
 @app.command("compare", cls=PanelledCommand)
@@ -202,21 +133,22 @@ def step(args: StepArgs) -> None:
 @options_of(lambda kind: None, args=SimulateArgs)
 def simulate(args: SimulateArgs) -> None:
     """Play arrivals through on the best deployment: percentiles, goodput."""
+    from dsjax.plan.report import show, to_json
+    from dsjax.plan.search import search
     from dsjax.plan.simulation.report import show_simulation, simulations
 
-    answer, at_once = _answer(args), args.request_rate == math.inf
-    best, outcomes = answer.best, []
-    if best:
+    plan, at_once, outcomes = search(args.question()), args.request_rate == math.inf, []
+    if plan.best:
         skipped = 0 if at_once and args.warmup is None else args.warmup
-        bounds = answer.question.bounds
-        outcomes = simulations(best, bounds, args.burstiness, args.num_prompts, args.seed, skipped, at_once)
+        how = args.burstiness, args.num_prompts, args.seed, skipped, at_once
+        outcomes = simulations(plan.best, plan.question.bounds, *how)
     if args.json_file is not None:
-        write_json(args.json_file, answer.to_json(args, outcomes=outcomes))
+        write_json(args.json_file, to_json(plan, args.model, args.rows, outcomes))
         return
     console = report_console()
-    answer.show(console, args)
+    show(console, plan, args.model, args.rows)
     if outcomes:
-        show_simulation(console, best, outcomes)
+        show_simulation(console, plan.best, outcomes)
 
 
 @app.command("recipe", cls=PanelledCommand)
@@ -234,50 +166,22 @@ def recipe(
     """Write the best deployment as something to run; exit status 1 where there is none."""
     from dsjax.plan.manifests import write_graph, write_overlay
     from dsjax.plan.recipe import check_recipe, write_json_recipe, write_script
+    from dsjax.plan.report import show, to_json
+    from dsjax.plan.search import search
 
     check_recipe(file, args.engine)
-    answer = _answer(args)
-    winner = answer.plan.winner
-    if winner is None:
-        why = "no deployment meets the objectives" if answer.best else "nothing fits"
+    plan = search(args.question())
+    if plan.winner is None:
+        why = "no deployment meets the objectives" if plan.best else "nothing fits"
         report_console(stderr=True).print(Text(f"{file} is not written: {why}", "yellow"))
         raise typer.Exit(1)
     write = {".json": write_json_recipe, ".sh": write_script, ".yaml": write_graph, ".yml": write_graph}
     with writing(file):
         chosen = write.get(file.suffix, write_overlay)
-        chosen(file, args.model, answer.question, winner, shlex.join(["dsjax", *sys.argv[1:]]))
+        chosen(file, args.model, plan.question, plan.winner, shlex.join(["dsjax", *sys.argv[1:]]))
     if args.json_file is not None:
-        write_json(args.json_file, answer.to_json(args))
+        write_json(args.json_file, to_json(plan, args.model, args.rows))
         return
     console = report_console()
-    answer.show(console, args)
+    show(console, plan, args.model, args.rows)
     console.print(f"written to {file}", highlight=False, soft_wrap=True)
-
-
-def _published_beside(args: PlanArgs, answer: _Answer) -> str | None:
-    """What published engines would do there, for a plan of dsjax's own figures; None for another."""
-    from dsjax.plan.engine import PUBLISHED
-    from dsjax.plan.recipe import published_beside
-    from dsjax.plan.search import search
-
-    question = answer.question
-    if question.options.engine.name != "dsjax" or args.compiled or args.measured:
-        return None
-    options = dataclasses.replace(question.options, engine=PUBLISHED, dispatch=args.dispatch or PUBLISHED.dispatch)
-    return published_beside(answer.plan.winner, search(dataclasses.replace(question, options=options)).winner)
-
-
-def _draw(args: PlanArgs, answer: Plan, sweeps: list[Sweep]) -> None:
-    """Write the pictures that are asked for."""
-    if not (args.pareto or args.plots):
-        return
-    from dsjax.plan.pareto import draw_front, draw_sweep, write_html
-
-    if args.pareto:
-        with writing(args.pareto):
-            (write_html if args.pareto.suffix == ".html" else draw_front)(answer, args.pareto)
-    if args.plots:
-        with writing(args.plots):
-            args.plots.mkdir(parents=True, exist_ok=True)
-            for swept in sweeps:
-                draw_sweep(swept, args.plots / f"{swept.quantity}.png")

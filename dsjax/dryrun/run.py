@@ -1,4 +1,4 @@
-"""`dry_run`: compile the step that would serve, and read what it needs and does."""
+"""`dry_run`: compile the step that serves, and report its memory, collectives, costs and times."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from sharding import MeshSpec
 from sharding.scheduler_flags import start_exchanges_early
 
 CPU_HOST_DEVICES = 8
-"""Devices of a host that the CPU target's emulated ones are divided into, where `--devices-per-host` does not say it."""
+"""Emulated devices of a host on the CPU target, without `--devices-per-host`."""
 
 
 def dry_run(
@@ -50,12 +50,12 @@ def dry_run(
 ) -> DryRunReport | StagesReport:
     """Compile the step that ``args`` describe for its target and read the program. Allocates nothing of the model's size.
 
-    Of a mesh with several stages that is done stage by stage.
+    A mesh with several stages is compiled stage by stage.
 
     search: also find the largest batch, context and cache that fit, which takes a dozen further compilations.
     cluster: a name of `configs/clusters` or a file like those, of the target's devices; None: hosts as the hardware's file
-    describes them. timeline: also play the schedule through and predict the step's time. reductions: also list the sums whose order of
-    additions matters, and with ``against`` (see ``variant``) compile the step otherwise too and compare them.
+    describes them. timeline: also predict the step's time from its schedule. reductions: also list the sums whose order of additions
+    matters; against: variants of the step (see ``variant``) to compile and compare the sums with.
 
     Raises:
         UserError, MeshError: options, model, mesh and target that do not go together.
@@ -119,7 +119,7 @@ def _read_mesh(
 ) -> DryRunReport:
     """Compile the step on one mesh, all of it or one stage, and read the program.
 
-    variants: what its sums are compared with; None: they are not listed.
+    variants: steps to compare its sums with; None: do not list sums.
     """
     compiled = compile_step(args, config, mesh, stage=stage)
     shape, step = compiled.shape, compiled.step
@@ -158,7 +158,7 @@ def _read_mesh(
 
 
 def within_positions(args: DryRunArgs, config: ModelConfig, whose: str = "") -> DryRunArgs:
-    """The arguments with a context that the model has positions for. whose: begins the message of an error.
+    """Return the arguments with a context that the model has positions for. whose: prefix of error messages.
 
     Raises:
         UserError: a longer one was given.
@@ -168,7 +168,7 @@ def within_positions(args: DryRunArgs, config: ModelConfig, whose: str = "") -> 
             raise UserError(
                 f"{whose}{flag} is {given}, but the model has {config.max_position_embeddings} positions; lower it"
             )
-    # Neither was given, and the usual context is beyond the model's.
+    # The default context can be beyond the model's.
     return replace(args, context=min(args.row_tokens, config.max_position_embeddings))
 
 
@@ -182,14 +182,14 @@ class _ProgramReader:
     timeline: bool
 
     def trip_counts(self, groups: Sequence[GroupShape]) -> TripCount:
-        """What loops of unknown length are taken for in a pass over these row groups."""
+        """Assumed trip counts of loops of unknown length, in a pass over these row groups."""
         step = self.step
         tokens = -(-sum(group.tokens for group in groups) // step.micro_batches(groups))
         experts = even_experts(step, tokens) if step.config.is_moe else None
         return step_trip_counts(step, groups, self.args.row_tokens, experts)
 
     def read(self, compiled: CompiledProgram, trips: TripCount, tokens: int, moe_layers: int) -> ProgramReport:
-        """tokens: of a DP rank, through ``moe_layers`` layers with experts."""
+        """Read a program. tokens: of a DP rank, through ``moe_layers`` layers with experts."""
         config, spec = self.step.config, self.step.spec
         ragged = even_ragged_share(spec.ep_size, config.num_experts_per_tok) if config.is_moe else 1.0
         flops = expert_flops(config, tokens / spec.tp_size, moe_layers)
@@ -201,7 +201,7 @@ class _ProgramReader:
 def step_trip_counts(
     step: ModelStep, groups: Sequence[GroupShape], context: int, experts: EvenExperts | None
 ) -> TripCount:
-    """What loops of unknown length are taken for in a program of a step over these row groups."""
+    """Assumed trip counts of loops of unknown length, in a program of a step over these row groups."""
     return trip_counts(step.attention.turns(groups, context, step.page_size), experts)
 
 
@@ -217,7 +217,7 @@ def read_program(
 ) -> ProgramReport:
     """Read a program of the devices of a mesh.
 
-    host_devices: neighbours that fast links join. play_on: on which the program is played through; None: it is not.
+    host_devices: number of neighbours joined by fast links. play_on: cluster for a timeline; None: make no timeline.
     """
     program = Program.parse(compiled.text())
     dtypes = true_dtypes(Program.parse(compiled.partitioned)) if compiled.partitioned else None
@@ -255,15 +255,15 @@ def _sums(compiled: CompiledStep) -> dict[str, tuple[Reduction, ...]]:
 
 
 def expert_flops(config: ModelConfig, tokens: float, moe_layers: int) -> float:
-    """Operations of the routed experts that a device has to do under even routing, for its ``tokens`` in so many layers.
+    """Operations of a device's routed experts under even routing, for its ``tokens`` in so many layers.
 
-    As many pairs of a token and an expert arrive at a device as leave it, or their equal in parts of experts.
+    A device receives as many (token, expert) pairs as it sends, or their equal in parts of experts.
     """
     return 2 * tokens * config.num_experts_per_tok * expert_parameters(config) * moe_layers
 
 
 def even_experts(step: ModelStep, tokens: int) -> EvenExperts:
-    """What one device's experts have to do under even routing, for a DP rank's ``tokens``."""
+    """Load of one device's experts under even routing, for a DP rank's ``tokens``."""
     spec = step.spec
     return EvenExperts(
         platform=step.mesh.devices.flat[0].platform,

@@ -1,4 +1,4 @@
-"""`EngineParts`: what a loaded engine is made of. `LLMEngine`: requests in, outputs out, one step at a time, in the caller's thread."""
+"""`EngineParts`: a loaded engine. `LLMEngine`: drives one in the caller's thread, a step at a time."""
 
 import contextlib
 import time
@@ -28,24 +28,22 @@ from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.errors import UserError
 
 ENGINE_END = ": "
-"""Between an engine's name and the name of what it compiles, where prompts have an engine of their own."""
+"""Separates the engine's name from the program's name in progress labels, if prompts have an engine of their own."""
 
 
 class EngineParts:
-    """A loaded engine before anybody drives it: its core, what makes requests of prompts, and what makes text of tokens.
-
-    `LLMEngine` drives it in the caller's thread, `AsyncEngine` in a thread of its own.
+    """A loaded engine: core, input processor and output processor. `LLMEngine` or `AsyncEngine` drives it.
 
     Args:
         args: None: the options' defaults.
         eos_token_ids: tokens that end a completion unless it ignores them.
-        prefills: the links to engines that compute prompts for this one; None: there are none.
-        event_sink: receives the events of pages too, in the engine's thread.
-        generations: changes the mesh; None: the mesh stays as it is.
+        prefills: links to the prefill engines; None: this engine computes its own prompts.
+        event_sink: also receives KV events, in the engine's thread.
+        generations: changes the mesh; None: the mesh is fixed.
 
     Attributes:
-        inputs, outputs: they may belong to another thread than the core.
-        prefill_engines: engines of this process that compute prompts for this one. prefills: the links to them.
+        inputs, outputs: may be used in another thread than the core.
+        prefills: links to the prefill engines. prefill_engines: those of this process.
     """
 
     def __init__(
@@ -62,7 +60,7 @@ class EngineParts:
     ):
         args = args or EngineArgs()
         self.tokenizer = tokenizer
-        with contextlib.ExitStack() as opened:  # where something fails, the publisher's thread and sockets end
+        with contextlib.ExitStack() as opened:  # closes the publisher if a later line fails
             sinks, events = [] if event_sink is None else [event_sink], args.kv_events
             if events is not None and events.publishes:
                 publisher = EventPublisher(events, executor.limits.num_ranks)
@@ -90,22 +88,22 @@ class EngineParts:
         return len(self.core.scheduler.ranks)
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile every shape. With an engine for prompts, a label begins with the engine's name, up to `ENGINE_END`."""
+        """Compile every shape. With prefill engines, labels begin with the engine's name and `ENGINE_END`."""
 
-        def of(kind: str) -> Progress | None:
+        def progress_of(kind: str) -> Progress | None:
             if progress is None or not self.prefills:
                 return progress
             return lambda done, total, label: progress(done, total, f"{kind} engine{ENGINE_END}{label}")
 
-        self.core.executor.warm_up(of("decode"))
+        self.core.executor.warm_up(progress_of("decode"))
         for link in self.prefills:
-            link.warm_up(of("prefill"))
+            link.warm_up(progress_of("prefill"))
         if self.core.generations is not None:
             self.core.generations.has_warmed_up()
 
 
 class LLMEngine:
-    """The engine without threads: each `step` computes one, in the caller's thread. `LLM.generate` and the tests drive it."""
+    """The engine without threads: `step` runs in the caller's thread. `LLM.generate` and the tests use it."""
 
     def __init__(self, parts: EngineParts):
         self.core, self.inputs, self.outputs = parts.core, parts.inputs, parts.outputs
@@ -120,7 +118,7 @@ class LLMEngine:
         params: SamplingParams | None = None,
         options: RequestOptions = DEFAULT_OPTIONS,
     ) -> None:
-        """Queue a request, or raise a `UserError` (nothing of it stays behind), or a `ValueError` where an unfinished one has its id."""
+        """Queue a request. A `UserError` leaves nothing queued; a `ValueError`: an unfinished request has this id."""
         params = params or SamplingParams()
         prepared = self.inputs.prepare(request_id, prompt, params, options, time.monotonic())
         self.outputs.add(prepared)
@@ -128,14 +126,14 @@ class LLMEngine:
             self.core.add(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request; the next `step` gives its last output. No-op if it has ended."""
+        """End a request; the next `step` returns its last output. No-op if it has ended."""
         updates = [self.core.abort(request.request_id) for request in self.outputs.unfinished(request_id)]
         self.on_done([update for update in updates if update])
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step and give the outputs of the requests it changed, as their `output_kind` says.
+        """Compute one step and return the outputs of the requests it changed, in the form of their `output_kind`.
 
-        Where a process has gone, leaves or has come back, the mesh changes before the step.
+        If a process was lost, leaves or has returned, the mesh changes before the step.
         """
         generations = self.core.generations
         if generations is not None and generations.take_change():
@@ -145,22 +143,22 @@ class LLMEngine:
         return ready
 
     def on_done(self, updates: list[Update], stats: StepStats | None = None) -> None:
-        """Make outputs of what a step did, for `step` to give; end requests whose text has a stop string."""
+        """Turn a step's updates into outputs for `step` to return; end requests whose text has a stop string."""
         outputs, to_abort = self.outputs.process(updates)
         self._ready += outputs
         for completion_id in to_abort:
             self.core.abort(completion_id)
 
     def on_change(self) -> None:
-        """Check requests by another mesh's limits from now on."""
+        """Check further requests by the new mesh's limits."""
         self.inputs.change(self.core.scheduler.config)
 
     def has_unfinished(self) -> bool:
-        """Whether any request waits, runs, or has an output to give."""
+        """Whether any request waits, runs, or has an output that `step` has not returned."""
         return self.core.has_unfinished or bool(self._ready)
 
     def scale(self, mesh: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> None:
-        """Continue on another mesh, or with other expert processes; see ``LLM.scale``, which raises the same."""
+        """Continue on another mesh, or with other expert processes; arguments and errors as in ``LLM.scale``."""
         generations = mesh_changer_of(self.core)
         wanted = generations.ask(mesh, expert_mesh, afd_address)
         try:
@@ -173,16 +171,16 @@ class LLMEngine:
             raise generations.failure
 
     def flush_prefix_cache(self) -> None:
-        """Forget every page that is cached."""
+        """Empty the prefix cache."""
         self.core.flush_prefix_cache()
 
     def shutdown(self) -> None:
-        """Give back what the executor holds."""
+        """Release the executor's memory and threads."""
         self.core.shutdown()
 
 
 def mesh_changer_of(core: EngineCore) -> MeshChanger:
-    """Give what changes the mesh of a core, or raise a `UserError` that says why nothing can."""
+    """Return the core's mesh changer, or raise a `UserError` that says why its mesh is fixed."""
     if core.generations is not None:
         return core.generations
     if core.part(PrefillLinks) is not None:
@@ -195,7 +193,7 @@ def mesh_changer_of(core: EngineCore) -> MeshChanger:
 def attachments_of(
     config: SchedulerConfig, args: EngineArgs | None = None, sinks: Sequence[EventSink] = ()
 ) -> list[Attachment]:
-    """List the attachments that the sizes and options ask for. sinks: receive page events."""
+    """List the engine plugins that the configuration asks for. sinks: receive KV events."""
     args = args or EngineArgs()
     parts: list[Attachment] = []
     if config.host_pages_per_rank or config.disk_pages:

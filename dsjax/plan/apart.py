@@ -1,16 +1,14 @@
 """Steps of attention–FFN disaggregation (``docs/attention-ffn-disaggregation.md``): micro-batches take turns layer by layer (`turns.py`),
-with dsjax's own moves, the host between the two sides, or with those of MegaScale-Infer, StepFun and Baidu, from device to device.
-"""
+and the host moves rows between the two sides."""
 
 import dataclasses
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import assumption
 from dsjax.plan.layout import InstanceLayout
-from dsjax.plan.moves import Moves, moves, processes_of, published_moves
+from dsjax.plan.moves import Moves, moves, processes_of
 from dsjax.plan.precision import BF16
 from dsjax.plan.skew import Slots
 from dsjax.plan.step import LayersWork, StepModel
@@ -34,36 +32,24 @@ class ExpertStep(StepModel):
 
 @dataclass(frozen=True)
 class ApartStep(StepModel):
-    """What a step costs. `layout` and `cluster` are of the attention side, but for `layout.experts` and `cluster.experts`."""
+    """What a step costs. `layout` is of the attention side, but for `layout.experts`."""
 
     micro_batches: int = 1
-    published: bool = False  # moves as they are published, not dsjax's own
     expert_side: StepModel = field(init=False)  # what the experts' devices alone would make of a step
 
     def __post_init__(self):
         super().__post_init__()
-        there, known = self.expert_cluster, self.shared
-        if there.hardware is not self.cluster.hardware:
-            known = self.once(("experts on", there.hardware.key, id(there.hardware)), dict)
         layout = InstanceLayout(self.layout.expert_mesh, self.layout.redundant)
-        side = ExpertStep(self.config, there, layout, self.options, balancing=self.balancing, shared=known)
+        about = {"balancing": self.balancing, "shared": self.shared}
+        side = ExpertStep(self.config, self.cluster, layout, self.options, **about)
         object.__setattr__(self, "expert_side", side)
-
-    @property
-    def expert_cluster(self) -> Cluster:
-        """Hosts of the experts."""
-        return self.cluster.experts or self.cluster
 
     def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
         """What a step takes beside layers and head: where attention has several processes of dsjax, its command on its way to them too."""
         parts = super().beside(tokens, rows, decode)
-        if not self.published and processes_of(self.cluster, self.layout.mesh.num_devices) > 1:
+        if processes_of(self.cluster, self.layout.mesh.num_devices) > 1:
             parts["command to the other processes"] = assumption("a step's command to the other processes")
         return parts
-
-    def moving(self) -> dict[str, float]:
-        """Experts move between the devices that have them."""
-        return self.expert_side.moving()
 
     def routed(self, tokens: float, decode: bool, busy: float, halved: bool) -> dict[str, float]:
         """The experts' products in one layer, of the tokens of all attention devices."""
@@ -91,7 +77,7 @@ class ApartStep(StepModel):
     def _answers(self, tokens: float) -> float:
         """Seconds in which an attention device adds the answers to its rows."""
         rows = tokens / self.layout.mesh.tp_size
-        answers = 1.0 if self.published else self._room(rows) * self.layout.experts / max(1.0, rows)
+        answers = self._room(rows) * self.layout.experts / max(1.0, rows)
         return self.chip.stream((answers + 2) * rows * self.config.hidden_size * BF16)
 
     def _room(self, rows: float) -> int:
@@ -101,14 +87,11 @@ class ApartStep(StepModel):
     def _moves(self, tokens: float, busy: float) -> Moves:
         """One exchange of a layer with so many tokens of a DP rank."""
         config, mesh, receivers, side = self.config, self.layout.mesh, self.layout.experts, self.expert_side
-        top_k, sides = config.num_experts_per_tok, (self.cluster, self.expert_cluster, mesh.num_devices, receivers)
+        top_k, sides = config.num_experts_per_tok, (self.cluster, self.cluster, mesh.num_devices, receivers)
         sizes = config.hidden_size * self.options.precision.wire + 6 * top_k + 4, config.hidden_size * BF16
         rows = tokens / mesh.tp_size
         arriving = rows * mesh.num_devices * busy * top_k / receivers
-        slowest = side.slowest(arriving)
-        if self.published:
-            return published_moves(*sides, rows, top_k, sizes, slowest)
-        needed, room = rows * (1 - (1 - 1 / receivers) ** top_k) * slowest, self._room(rows)
+        needed, room = rows * (1 - (1 - 1 / receivers) ** top_k) * side.slowest(arriving), self._room(rows)
         made = moves(*sides, room, needed, sizes)
         further = math.ceil(needed / room) - 1 if room < rows else 0
         if further <= 0:

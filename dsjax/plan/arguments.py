@@ -10,25 +10,23 @@ from typing import Any
 
 from dsjax.config import ModelConfig, load_config
 from dsjax.errors import UserError
-from dsjax.hardware import load_hardware
 from dsjax.options import Checked, flag_of, option
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import read_dry_run
-from dsjax.plan.engine import Engine, find_engine
+from dsjax.plan.engine import find_engine
 from dsjax.plan.explain import EXPLAINED
-from dsjax.plan.measured import Measured, check_device, read_measured, read_network
+from dsjax.plan.measured import Measured, read_measured, read_network
 from dsjax.plan.operations import FLASHINFER_FP8_RATE
 from dsjax.plan.operator_tables import operator_tables
 from dsjax.plan.own_cluster import choose_precision, find_cluster
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.question import Question
+from dsjax.plan.rules import refuse
 from dsjax.plan.skew import read_skew
 from dsjax.plan.workload import Lengths, Objective, Pins, PlanOptions, RequestClass, Workload, read_acceptance
 from sharding.mesh import MeshSpec
 
 _MODES = {"both": ("aggregated", "separated"), "aggregated": ("aggregated",), "separated": ("separated",)}
-_SGLANG = {"engine": ("sglang",)}
-_APART = {"afd": ("auto", "on")}
 _CONTEXT = "Cached tokens of every request (step), of the longest (fit). Default: as --input and --output make them."
 
 
@@ -53,12 +51,6 @@ class LayoutArgs(Checked):
         "dsjax; published: kernels of SGLang and TensorRT-LLM; vllm, sglang, tensorrt-llm: in that engine's layouts and commands.",
     )
     dispatch: str | None = option(None, "deepep, or dsjax's auto, gather, padded, ragged, hierarchical.")
-    moe_a2a_backend: str = option(
-        "deepep",
-        "SGLang's; none: all ranks' tokens are gathered for the experts.",
-        choices=("deepep", "none"),
-        needs=_SGLANG,
-    )
     precision: str = option(
         "auto",
         f"{', '.join(PRECISIONS)} (-bf16: attention in bf16); auto: fp8, the model's four bits with a bf16 cache, or --measured's.",
@@ -94,10 +86,6 @@ class LayoutArgs(Checked):
         measured = read_measured(a.measured, config) if a.measured else None
         cluster, workload = _cluster(a, find_cluster(a.cluster, measured)), _workload(a)
         objective = Objective(a.ttft_ms and a.ttft_ms / 1e3, a.tpot_ms and a.tpot_ms / 1e3, a.throughput)
-        if a.slo:
-            from dsjax.plan.percentiles import guide
-
-            objective = guide(objective, parse_slos(a.slo, workload), workload)
         return Question(config, cluster, workload, objective, PlanOptions(**_options(a, config, measured)))
 
 
@@ -147,34 +135,29 @@ class TimedArgs(LayoutArgs):
         "deep_gemm",
         "SGLang's kernels of FP8 products on Blackwell.",
         choices=("deep_gemm", "flashinfer_trtllm"),
-        needs=_SGLANG,
+        needs={"engine": ("sglang",)},
     )
-    host_scheduling: str = option("overlapped", "overlapped with the device's work, or serial.")
     two_batch_overlap: str = option(
         "auto", "auto: where it is faster; on; off. Of dsjax on is where it is faster, and auto is off."
     )
-    afd: str = option(
-        "off", "auto: also look at attention and experts on devices of their own (AFD); on: at nothing else; off."
+    attention_mesh: str | None = option(
+        None,
+        "With --expert-mesh, in place of --mesh: devices for attention alone (AFD), dp=8.",
+        needs={"expert_mesh": ()},
+        excludes=("mesh",),
     )
-    attention_mesh: str | None = option(None, "With --expert-mesh, in place of --mesh: devices for attention, dp=8.")
-    expert_mesh: str | None = option(None, "With --attention-mesh: and these for the routed experts, ep=24.")
+    expert_mesh: str | None = option(
+        None, "With --attention-mesh: and these for the routed experts, ep=24.", needs={"attention_mesh": ()}
+    )
     num_afd_stages: int = option(
-        2, "Most micro-batches that the sides take in turn.", min=2, needs={"engine": ("dsjax",)} | _APART
+        2, "Most micro-batches that the sides take in turn.", min=2, needs={"attention_mesh": ()}
     )
-    expert_device: str | None = option(None, "Experts are on hosts of this device beside the cluster's.", needs=_APART)
-    expert_hosts: int | None = option(None, "Hosts of it; default: the cluster's.", min=1, needs={"expert_device": ()})
     rows: int = option(5, "Rows of the table.", min=1)
 
     def __post_init__(self):
-        if self.attention_mesh is not None:
-            object.__setattr__(self, "afd", "on")
         super().__post_init__()
         if self.mesh == "":
             raise UserError("--mesh is '', expected axes such as dp=32 or pp=2,tp=8; leave it out for a search")
-        if (self.attention_mesh is None) != (self.expert_mesh is None):
-            raise UserError(
-                "--attention-mesh and --expert-mesh name the two sides of one instance; give both, or --afd alone"
-            )
         if self.expert_mesh is not None and not re.fullmatch(r"ep=[1-9]\d*", self.expert_mesh):
             raise UserError(
                 f"--expert-mesh is {self.expert_mesh!r}, expected ep= and the number of devices, such as ep=24"
@@ -202,12 +185,6 @@ class ServiceArgs(TimedArgs):
     ttft_ms: float | None = option(None, "Objective: mean time to first token.", alias="--ttft")
     tpot_ms: float | None = option(None, "Objective: mean time per output token.", alias="--itl")
     throughput: float | None = option(None, "Objective: output tokens a second, all together.")
-    slo: list[str] | None = option(
-        None,
-        "Percentile to keep, ms: ttft-p95=370, tpot-p99=60, e2e-p50=9000, short:ttft-p90=370 of a class; repeatable. Deployments are "
-        "played (--num-prompts, --seed).",
-        excludes=("afd",),
-    )
     prefill_mesh: str | None = option(None, "Separated: mesh of a prefill instance.")
     decode_mesh: str | None = option(None, "Separated: mesh of a decode instance.")
     prefill_instances: int | None = option(None, "Separated: how many of them.")
@@ -215,16 +192,6 @@ class ServiceArgs(TimedArgs):
     price_per_hour: float | None = option(
         None, "Price of a device: adds the cost of a million tokens.", above=0, most=1e9
     )
-    num_prompts: int = option(1000, "Requests that are played and measured.", min=1)
-    burstiness: float = option(
-        1.0, "Arrivals: 1 is Poisson, less is burstier.", above=0, most=1e9, excludes=("max_concurrency",)
-    )
-    seed: int = option(0, "Of the lengths and arrivals that are played.", min=0)
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.burstiness != 1 and self.request_rate == math.inf:
-            raise UserError("--burstiness is of arrivals at a rate; with --request-rate inf requests follow each other")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,48 +201,28 @@ class PlanArgs(ServiceArgs):
     explain: str | None = option(
         None, "plan: every figure; or one figure's derivation.", choices=EXPLAINED, excludes=("json_file",)
     )
-    sweep: list[str] | None = option(
-        None,
-        "latency, bandwidth, loss-of-hosts, hosts, concurrency; points: latency=1,10; hosts=8:400 (users); repeatable.",
-    )
-    plots: Path | None = option(None, "Folder for the sweeps' pictures.", needs={"sweep": ()})
-    pareto: Path | None = option(None, "Write the Pareto front: .html, or a picture.")
-    working_set: float | None = option(
-        None, "Tokens of prompts that come back: what share caches have.", above=0, most=1e18, excludes=("afd",)
-    )
-    host_cache_gb: float = option(0.0, "A host's memory for pages.", least=0, most=1e9, needs={"working_set": ()})
-    disk_cache_gb: float = option(0.0, "A host's disk for pages.", least=0, most=1e9, needs={"working_set": ()})
-
-    def __post_init__(self):
-        super().__post_init__()
-        meshes = (_mesh(text) for text in (self.mesh, self.prefill_mesh, self.decode_mesh) if text)
-        staged = any(count > 1 for count in self.stages or ()) or any(mesh.pp_size > 1 for mesh in meshes)
-        if (self.host_cache_gb or self.disk_cache_gb) and self.engine == "dsjax" and staged:
-            raise UserError(
-                "--host-cache-gb and --disk-cache-gb: dsjax keeps no pages beside those on its devices where a mesh has stages"
-            )
+    pareto: Path | None = option(None, "Draw the Pareto front, such as front.svg or front.png.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateArgs(ServiceArgs):
     """The options of `dsjax plan simulate`."""
 
+    num_prompts: int = option(1000, "Requests that are played and measured.", min=1)
+    burstiness: float = option(
+        1.0, "Arrivals: 1 is Poisson, less is burstier.", above=0, most=1e9, excludes=("max_concurrency",)
+    )
+    seed: int = option(0, "Of the lengths and arrivals that are played.", min=0)
     warmup: int | None = option(
         None, "Requests left out at the start; default: a stay's, with --request-rate inf none.", min=0
     )
     random_range_ratio: float | None = option(
         None, "Lengths × (1 - ratio) to × (1 + ratio), as vllm bench serve.", least=0
     )
-    scheduler_recv_interval: int = option(
-        1, "Decode steps between looks for prompts.", min=1, needs={"engine": ("sglang", "published")}
-    )
 
     def __post_init__(self):
         super().__post_init__()
-        if self.afd != "off":
-            raise UserError("plan simulate knows layouts of one mesh, and --afd looks at two; leave it out")
-        if self.random_range_ratio is not None and self.random_range_ratio >= 1:
-            raise UserError(f"--random-range-ratio is {self.random_range_ratio:g}, expected at least 0 and less than 1")
+        refuse("simulate", o=self)
 
 
 _DEFAULTS = {
@@ -284,26 +231,15 @@ _DEFAULTS = {
 
 
 def _cluster(a: SimpleNamespace, found: Cluster) -> Cluster:
+    refuse("cluster", o=a, cluster=found)
     if a.price_per_hour is not None:
-        if found.prefill is not None or a.expert_device is not None:
-            two = f"{found.name} has two" if a.expert_device is None else "--expert-device is another"
-            raise UserError(
-                f"--price-per-hour is of one kind of device, and {two}; give price_per_hour in the file of each of them"
-            )
         chip = dataclasses.replace(found.hardware, price_per_hour=a.price_per_hour)
         found = dataclasses.replace(found, hardware=chip)
-    if a.fp8_gemm_backend == "flashinfer_trtllm" and not found.hardware.is_blackwell:
-        raise UserError(
-            f"--fp8-gemm-backend is flashinfer_trtllm, which needs Blackwell, but {found.name} has {found.hardware.key}; leave it out"
-        )
     if a.network is not None:
         network = read_network(a.network)
-        check_device(network, found.hardware, found.name)
+        refuse("network", device=network.device, hardware=found.hardware, cluster=found.name)
         found = dataclasses.replace(found, measured=network)
-    found = found.resized(a.hosts) if a.hosts else found
-    if a.expert_device is None:
-        return found
-    return found.with_experts_on(load_hardware(a.expert_device), a.expert_hosts or found.hosts)
+    return found.resized(a.hosts) if a.hosts else found
 
 
 def _workload(a: SimpleNamespace) -> Workload:
@@ -319,12 +255,9 @@ def _workload(a: SimpleNamespace) -> Workload:
 
 
 def _options(a: SimpleNamespace, config: ModelConfig, measured: Measured | None) -> dict[str, Any]:
-    engine: Engine = dataclasses.replace(find_engine(a.engine).serving(config), poll_steps=a.scheduler_recv_interval)
+    engine = find_engine(a.engine).serving(config)
     if a.fp8_gemm_backend == "flashinfer_trtllm":
         engine = dataclasses.replace(engine, fp8_rate=FLASHINFER_FP8_RATE)
-    if a.moe_a2a_backend == "none":
-        # Then SGLang refuses --enable-two-batch-overlap (check_server_args of srt/server_args.py).
-        engine = dataclasses.replace(engine, gathers=True, overlaps=False)
     experts = a.expert_mesh and a.expert_mesh.replace("ep=", "dp=")
     meshes = [_mesh(text) for text in (a.prefill_mesh, a.decode_mesh, a.attention_mesh, experts)]
     return {
@@ -343,23 +276,12 @@ def _options(a: SimpleNamespace, config: ModelConfig, measured: Measured | None)
         "mesh": _mesh(a.mesh),
         "measured": measured,
         "operators": operator_tables(a.operators),
-        "host": a.host_scheduling,
         "pins": Pins(*meshes[:2], a.prefill_instances, a.decode_instances, *meshes[2:]),
         "widest": a.max_devices_per_instance,
         "fused": a.enable_shared_experts_fusion,
-        "afd": a.afd,
         "afd_stages": a.num_afd_stages,
         "stages": (1, *(a.stages or ())),
     }
-
-
-def parse_slos(texts: list[str] | None, workload: Workload) -> list[Any]:
-    """The percentiles (`percentiles.Slo`) that must hold."""
-    if not texts:
-        return []
-    from dsjax.plan.percentiles import Slo  # brings the engine's scheduler in, a third of a second
-
-    return [Slo.parse(text, workload) for text in texts]
 
 
 def _mesh(text: str | None) -> MeshSpec | None:

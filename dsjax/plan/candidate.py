@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _SETTLE = 30
 """Rounds in which a step and what arrives during it settle: at most a few, except near the rate that cannot be kept up with."""
 _HALVINGS = 14
+_PASSING = 1.5
+"""Decode steps that pass before one that takes in what arrives at any time: half of the one in progress, and the planned one."""
 BUSY = 0.85
 """Most of the time that prefill instances are kept busy: above, queues grow without bound for small changes of the load."""
 
@@ -80,12 +82,10 @@ class Candidate:
         """Price of a million output tokens, in the currency of the devices' price an hour; None where that is not given."""
         an_hour = 0.0
         for instance, count in self.sides:
-            cluster, layout = instance.cluster, instance.layout
-            apart = layout.experts if cluster.experts is not None else 0
-            for there, devices in ((cluster, layout.devices - apart), (cluster.experts, apart)):
-                if devices and there.hardware.price_per_hour is None:
-                    return None
-                an_hour += devices and there.hardware.price_per_hour * devices * count
+            price = instance.cluster.hardware.price_per_hour
+            if price is None:
+                return None
+            an_hour += price * instance.layout.devices * count
         return through(self.throughput, lambda rate: an_hour / 3600 * 1e6 / rate)
 
     @property
@@ -180,9 +180,9 @@ def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> C
     if work.concurrency is None:
         whole = step + decode
         busy = min(own_load(instance, batch, tokens) * whole / mean, 0.95)
-        ttft = whole * chunks + whole * busy / (2 * (1 - busy)) + mean * _passing(instance)
+        ttft = whole * chunks + whole * busy / (2 * (1 - busy)) + mean * _PASSING
     else:
-        ttft = (own_step(instance, batch, tokens) + decode) * chunks + mean * (_passing(instance) + 0.5)
+        ttft = (own_step(instance, batch, tokens) + decode) * chunks + mean * (_PASSING + 0.5)
     ttft += assumption("front door")
     users = batch * instance.replicas * count
     throughput = users * output / (ttft + tpot * max(output - 1, 0))
@@ -342,7 +342,7 @@ def first_token(pool: PrefillPool, prefill_count: int, instance: Instance, step:
     most = BUSY if instance.workload.concurrency is None else 0.95
     prompt, busy = pool.seconds_at(rate / prefill_count), min(most, rate / (pool.rate * prefill_count))
     exposed = exposed_transfer() * transfer_seconds(instance, pool.instance)
-    return assumption("front door") + exposed + step * _passing(instance) + prompt + prompt * busy / (2 * (1 - busy))
+    return assumption("front door") + exposed + step * _PASSING + prompt + prompt * busy / (2 * (1 - busy))
 
 
 def transfer_seconds(instance: Instance, prefill: Instance) -> float:
@@ -373,8 +373,3 @@ def _arriving(pool: PrefillPool, prefill_count: int, instance: Instance, count: 
     most = BUSY if instance.workload.concurrency is None else 1.0
     moved = transfers_at_once(pool.instance, prefill_count, instance, count) / transfer_seconds(instance, pool.instance)
     return most * min(pool.rate * prefill_count, moved)
-
-
-def _passing(instance: Instance) -> float:
-    """Decode steps that pass before one that takes in what arrives at any time: half of the one in progress, and the planned one."""
-    return 1.5 if instance.ahead else 0.5

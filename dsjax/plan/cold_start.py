@@ -6,14 +6,11 @@ A start waits for each host's share of the checkpoint, at what storage and netwo
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.figure import Figure, assumed, assumption, spread
+from dsjax.plan.figure import Figure, assumption, spread
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED
 from dsjax.plan.memory import expert_side_bytes, weight_bytes
-from dsjax.plan.moves import in_one_process
 from dsjax.plan.precision import Precision, of_files
 
 _DIVIDED_BY_TP = ("attention", "dense MLP", "shared experts", "embedding and head")
@@ -40,8 +37,8 @@ def host_bytes(instance: Instance) -> int:
     if layout.fused:  # each device has it whole, or as many parts of it as an expert has
         parts["shared experts"] = min(mesh.expert_width_shards, devices)
     weights = weight_bytes(instance.config, layout, precision, drafts)
-    beside, experts_on = 0, instance.cluster.experts or instance.cluster
-    if layout.experts and in_one_process(instance.cluster, experts_on, layout.devices):
+    beside = 0
+    if layout.experts and layout.devices <= per_host:  # one process has both sides
         beside = layout.experts * expert_side_bytes(instance.config, layout, precision, drafts)
     return beside + stages * sum(size * parts.get(name, 1) for name, size in weights.items())
 
@@ -83,24 +80,6 @@ class Recovery:
         return {name: figure.to_json() for name, figure in named}
 
 
-def read_share(hosts: int) -> float:
-    """Share of the experts that survivors of one host read. Before the loss each host holds an equal part of the experts.
-
-    A survivor keeps what lies in its old and its new part: by chance 1 of `hosts` in all, as the order of devices changes with each mesh
-    epoch, and at most what contiguous parts in the old order have in common. It reads the rest.
-    """
-    left = hosts - 1
-    if left == 1:  # it keeps all of its part
-        return 1 / hosts
-    new, kept = np.arange(left) / left, []
-    for lost in range(hosts):
-        old = np.delete(np.arange(hosts), lost) / hosts
-        common = np.minimum(old + 1 / hosts, new + 1 / left) - np.maximum(old, new)
-        kept.append(np.maximum(common, 0.0).sum())
-    why = "the order of devices after a loss is another one"
-    return assumed(1 - 1 / hosts, 1 - float(max(kept)), 1.0, "experts that their new host did not hold", why)
-
-
 def recovery(instance: Instance) -> Recovery | None:
     """What the loss of one host costs; None where it ends the instance: of one host, or of stages, whose processes all end.
 
@@ -113,7 +92,9 @@ def recovery(instance: Instance) -> Recovery | None:
     held = 0 if layout.experts else instance.memory.weights.get("experts", 0)
 
     def compute() -> tuple[float, float, float]:
-        read = held * layout.devices * read_share(hosts)
+        # A survivor reads the experts of its new part that it did not hold. It holds one in `hosts` of them, by chance: the order of
+        # devices changes with each mesh epoch.
+        read = held * layout.devices * (1 - 1 / hosts)
         seconds = assumption("noticing a process that died") + assumption("meeting, a new generation")
         if read:
             seconds += read / (storage_rate(cluster) * (hosts - 1))

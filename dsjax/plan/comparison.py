@@ -123,7 +123,7 @@ def estimate(question: Question, layout: str) -> Candidate:
 
 
 def _best(question: Question, layout: str, pins: Pins, mesh: MeshSpec | None, **options: Any) -> Candidate:
-    modes = ("separated",) if pins else ("aggregated",)
+    modes = ("separated",) if pins.separated else ("aggregated",)
     options = dataclasses.replace(question.options, pins=pins, mesh=mesh, modes=modes, **options)
     plan = search(dataclasses.replace(question, options=options))
     found = [*plan.ranked.rows[:1], *plan.missed.rows[:1]]
@@ -144,7 +144,7 @@ def _of_recipe(question: Question, file: Path) -> Candidate:
         raise UserError(
             f"{file} is no recipe ({error!r} in expected); expected what dsjax plan recipe wrote"
         ) from error
-    best = _best(question, str(file), pins, None if pins else mesh, redundant=redundant)
+    best = _best(question, str(file), pins, None if pins.separated else mesh, redundant=redundant)
     return moved(dataclasses.replace(best, count=count), batch=batch / best.decode.layout.mesh.pp_size)
 
 

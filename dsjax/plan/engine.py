@@ -15,16 +15,11 @@ from dsjax.toml_files import read_toml
 
 @dataclass(frozen=True)
 class Engine:
-    """Capabilities, and how the engine computes and admits.
+    """Capabilities, and how the engine computes.
 
     eager: starts the kernels of a prefill step, and each pass of the MTP module, one by one; otherwise one compiled program has all of
     them. fp8_rate: the most operations a second (value, low, high) of dense FP8 products on Blackwell, of SGLang with `--fp8-gemm-backend
-    flashinfer_trtllm`. absorbs_below: cached positions of a step's prompts below which, if there are any, all of the step uses absorbed
-    attention; not on Blackwell. gathers: with attention DP, experts get all ranks' tokens by collectives instead of an all-to-all, as in
-    SGLang with `--moe-a2a-backend none`, its default: a step with prompts sums tokens and results over all ranks (`DpPaddingMode` in its
-    srt/layers/dp_attention.py), a step of decodes gathers and scatters.
-
-    keeps: for simulations (`simulation.admission`), share of the running requests' remaining outputs that the cache keeps room for.
+    flashinfer_trtllm`.
     """
 
     name: str
@@ -44,17 +39,8 @@ class Engine:
     eager: bool = True
     most_drafts: int | None = None
     widens_fp4: bool = False  # multiplies by them in bf16
-    captured: int = 0  # the most tokens of a prefill step in CUDA graphs, between which attention runs
     fp8_mla: bool = False  # decode multiplies an FP8 cache in FP8 on an H20
     fp8_rate: tuple[float, float, float] | None = None
-    absorbs_below: int = 0
-    gathers: bool = False
-    # For simulations:
-    poll_steps: int = 1  # decode steps between two looks for new prompts
-    hold_steps: int = 50  # the most steps that prompts are held back
-    fill: tuple[int, float] = (0, 0.0)  # (steps, share of a step's tokens) until which one replica holds them back
-    keeps: tuple[float, float, int] = (0.0, 0.0, 1)
-    knows_ends: bool = False  # it keeps room for exactly the given length of a request
 
     def serving(self, config: ModelConfig) -> Engine:
         """This engine without what it lacks with this model."""
@@ -82,14 +68,12 @@ CAPABILITIES = tuple(CREDITS["words"])
 
 def _engine(name: str, able: Collection[str], fp8_cache: float = 1.0) -> Engine:
     how = {what: what in able for what in CAPABILITIES} | _HOW.get(name, {})
-    how = {what: tuple(value) if isinstance(value, list) else value for what, value in how.items()}
     return Engine(name, **{**how, "fp8_cache": fp8_cache if how["fp8_cache"] else None})
 
 
-PUBLISHED = _engine("published", set(CAPABILITIES) - {"holds_prompts"})
-"""SGLang and TensorRT-LLM with the kernels and overlaps that they publish, and attention and experts apart as papers of MegaScale-Infer,
-StepFun and Baidu Baige have it; fp8_mla: FlashMLA's pull request 82, which the image `ghcr.io/antgroup/sglang:h20-blog-release` has and
-SGLang's releases have not."""
+PUBLISHED = _engine("published", set(CAPABILITIES) - {"holds_prompts", "apart"})
+"""SGLang and TensorRT-LLM with the kernels and overlaps that they publish; fp8_mla: FlashMLA's pull request 82, which the image
+`ghcr.io/antgroup/sglang:h20-blog-release` has and SGLang's releases have not."""
 _ENGINES = {"dsjax": _engine("dsjax", CREDITS["dsjax"], FP8_CACHE), "published": PUBLISHED}
 _ENGINES |= {name: _engine(name, CREDITS[name]) for name in ("vllm", "sglang", "tensorrt-llm")}
 ENGINES = tuple(_ENGINES)

@@ -7,11 +7,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dsjax.errors import UserError
 from dsjax.plan.figure import Figure, assumed, assumption, spread
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.memory import stage_shares, weight_bytes
 from dsjax.plan.precision import BF16
+from dsjax.plan.rules import refuse
 from dsjax.texts import filled
 
 if TYPE_CHECKING:
@@ -62,10 +62,7 @@ class Launch:
     mtp: bool = False  # the MTP module is loaded
 
     def __post_init__(self):
-        if self.fraction is not None and not 0 < self.fraction <= 1:
-            raise UserError(
-                f"--memory-fraction is {self.fraction:g}, expected a number above 0 and at most 1, such as 0.9"
-            )
+        refuse("fraction", fraction=self.fraction)
 
     @property
     def share(self) -> float:
@@ -160,11 +157,7 @@ def asked(question: Asked, mesh: str, fraction: float | None = None, longest: in
     config, cluster, options = question.config, question.cluster, question.options
     options.check_launch(config, question.workload)
     layout = dataclasses.replace(parse_layout(mesh, options.redundant, config), fused=options.fused)
-    if layout.devices > cluster.num_devices:
-        raise UserError(
-            f"--mesh {layout.mesh} has {layout.devices} devices, and {cluster.name} has {cluster.num_devices}; give a smaller mesh, or "
-            "--hosts"
-        )
+    refuse("fit", layout=layout, cluster=cluster)
     longest = longest or math.ceil(question.workload.held)
     launch = planned_launch(options, cluster.hardware.visible_bytes, layout, longest, fraction)
     return fit(config, layout, options.precision, launch)

@@ -22,7 +22,7 @@ from dsjax.plan.measured_step import MeasuredStep
 from dsjax.plan.memory import Memory, memory
 from dsjax.plan.moves import fullest_stage, hand_over
 from dsjax.plan.operator_tables import kept as kept_in
-from dsjax.plan.program import halves_refusal, refusal, wire_refusal
+from dsjax.plan.program import refusal, time_refusal
 from dsjax.plan.step import MODULE, WAITING, StepModel
 from dsjax.plan.step_basis import tables_of
 from dsjax.plan.workload import PlanOptions, Workload
@@ -75,11 +75,10 @@ class Instance:
     @cached_property
     def memory(self) -> Memory:
         """What the memory of one device holds."""
-        device, beside, options = self.cluster.hardware.visible_bytes, self.cluster.experts, self.options
+        device, options = self.cluster.hardware.visible_bytes, self.options
         launch = planned_launch(options, device, self.layout, math.ceil(self.workload.held))
         aside = set_aside(self.config, self.layout, options.precision, launch)
-        there = beside.hardware.visible_bytes if beside else None
-        about = (aside, options.drafts > 0, self.dry_runs, self.places_by_load, there)
+        about = (aside, options.drafts > 0, self.dry_runs, self.places_by_load)
         return memory(self.config, self.layout, options.precision, device, *about)
 
     @cached_property
@@ -132,24 +131,16 @@ class Instance:
         own, about = engine.name == "dsjax", (self.config, self.cluster, self.layout.unit)
         alike = {"shared": self.steps.setdefault("shared", {}), "balancing": self.places_by_load}
         if self.layout.experts:
-            # Shared experts are computed while the rows are away.
-            alone = dataclasses.replace(options, engine=dataclasses.replace(engine, shared_beside=False))
-            counts = (1, options.afd_stages) if own else (1, 2, 3)
             return [
-                ApartStep(*about, alone, overlap=n > 1, micro_batches=n, published=not own, **alike) for n in counts
+                ApartStep(*about, options, overlap=n > 1, micro_batches=n, **alike) for n in (1, options.afd_stages)
             ]
-        usable = [run for run in self.dry_runs if wire_refusal(run, options) is None]
-        programs = tuple(run for run in usable if not run.halves)
         choices = {"auto": (False, True), "on": (True,), "off": (False,)}[options.overlap]
         if own:  # it has to be asked for, as --enable-dbo; thresholds then choose the faster
             choices = (False, True) if options.overlap == "on" else (False,)
-        whole = programs and not any(run.halves for run in usable)
-        if self.layout.mesh.ep_size == 1 or whole or not engine.overlaps:
-            choices = (False,)  # nothing to overlap; or the program that was compiled does not
+        if self.layout.mesh.ep_size == 1 or not engine.overlaps:
+            choices = (False,)
         make = MeasuredStep if options.measured else StepModel
-        return [
-            make(*about, options, overlap=halves, dry_runs=() if halves else programs, **alike) for halves in choices
-        ]
+        return [make(*about, options, overlap=halves, **alike) for halves in choices]
 
     def decode_step(self, batch: float) -> float:
         """Seconds of one decode step, with the overlap that makes it faster."""
@@ -221,26 +212,25 @@ class Instance:
     def pace(self, decode: bool, halves: bool = False) -> float:
         """Timeline of a dry run of such a step ÷ the estimate; 1 without one, or of another engine than dsjax. halves: of a step in two
         halves; where only the other kind was compiled, it tells."""
-        known = (run for run in self.dry_runs if not halves_refusal(run, self.options))
-        runs = [run for run in known if run.timeline and (run.step == "decode") == decode]
+        known = (run for run in self.dry_runs if not time_refusal(run, self.options))
+        runs = [run for run in known if (run.step == "decode") == decode]
         run = min(runs, key=lambda run: run.halves != halves, default=None)
-        own = self.options.engine.name == "dsjax"
-        return drawn(run.timeline) / self.compiled_step(run) if run and own else 1.0
+        return drawn(run.timeline) / self.compiled_step(run) if run else 1.0
 
     def compiled_step(self, run: DryRun) -> float:
         """Seconds of the step that was compiled: the same rows and context, whole or in halves as that is."""
         models = self.step_models()
         model = next((one for one in models if one.overlap == run.halves), models[0])
         if run.step == "decode":
-            return model.decode(run.rows, run.context)
-        return model.prefill(run.step_tokens, prompt=run.row_tokens, cached=run.context - run.row_tokens)
+            return model.decode(run.batch, run.context)
+        return model.prefill(run.step_tokens, prompt=run.chunk, cached=run.context - run.chunk)
 
     def overlapped(self, batch: float) -> bool:
         """Whether `decode_step` overlaps two half batches."""
         return self.batches_in_turn(batch) > 1
 
     def batches_in_turn(self, batch: float) -> int:
-        """Micro-batches that `decode_step` has: 1, 2, or where attention and experts are apart up to 3, and `--num-afd-stages` of dsjax."""
+        """Micro-batches that `decode_step` has: 1, 2, or where attention and experts are apart up to `--num-afd-stages`."""
         model = self._decode(batch)[1]
         return getattr(model, "micro_batches", 1 + model.overlap) if self.config.is_moe else 1
 
@@ -268,13 +258,8 @@ class Instance:
             return step
         moved = hand_over(self.cluster, mesh, tokens, config.hidden_size, own)
         # A batch of decodes is planned again when its results are there, and with as many batches as stages nothing hides the host.
-        host = assumption("host, decode, serial") if decode else 0.0
+        host = assumption("host, decode, not overlapped") if decode else 0.0
         return step * fullest_stage(config, mesh.pp_size, self.options.drafts > 0) + moved + host
-
-    @property
-    def ahead(self) -> bool:
-        """Whether a step is planned while the one before computes."""
-        return self.options.host == "overlapped"
 
     @kept_in("steps")
     def decode_attention(self, batch: float) -> float:

@@ -4,22 +4,19 @@ The options of each engine, with their sources, values and conditions, are data:
 `facts_of` an instance.
 """
 
-import functools
-import json
 import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import jinja2
-
 from dsjax.hardware import Hardware
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.precision import Precision
+from dsjax.plan.rules import documented, said, template, written
 from dsjax.plan.skew import STEP_INTERVAL
-from dsjax.toml_files import bundled_text, read_toml
+from dsjax.toml_files import bundled_text
 
 LAUNCHED = ("vllm", "sglang", "tensorrt-llm")
 """Engines whose commands a recipe can hold."""
@@ -30,39 +27,6 @@ FOR_SHELL = {"head": "$HEAD", "address": "$ADDRESS", "key": KEY}
 PORTS = {"prefill and decode": 8000, "prefill": 8001, "decode": 8002}
 WINDOW = 1000
 """Steps whose loads a balancer looks at: vLLM's default, and what the published recipes for DeepSeek-R1 give."""
-
-
-def comment(text: str) -> str:
-    """A text as lines of comment in YAML or a shell; what a user has named may have several."""
-    return "\n".join(f"# {line}".rstrip() for line in text.splitlines() or [""])
-
-
-_JINJA = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-_JINJA.filters |= {"json": json.dumps, "comment": comment, "indented": functools.partial(json.dumps, indent=2)}
-_template = functools.cache(_JINJA.from_string)
-_expression = functools.cache(functools.partial(_JINJA.compile_expression, undefined_to_none=False))
-
-
-@functools.cache
-def documented(engine: str) -> Mapping[str, Any]:
-    """`configs/engines/ENGINE.toml`."""
-    return read_toml("engine", "engines", engine)
-
-
-def _holds(rule: Mapping[str, str], facts: Mapping[str, Any]) -> bool:
-    return "if" not in rule or bool(_expression(rule["if"])(**facts))
-
-
-def written(engine: str, table: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Name → value of the options of `configs/engines/ENGINE.toml` whose condition holds."""
-    rules = documented(engine).get(table, {})
-    return {name: _expression(r.get("value", "''"))(**facts) for name, r in rules.items() if _holds(r, facts)}
-
-
-def said(engine: str, table: str, facts: Mapping[str, Any]) -> list[str]:
-    """Texts of the rules of `configs/engines/ENGINE.toml` whose condition holds."""
-    rules = documented(engine).get(table, ())
-    return [_template(rule["text"]).render(facts) for rule in rules if _holds(rule, facts)]
 
 
 @dataclass
@@ -103,7 +67,7 @@ class LaunchCommand:
             words += [] if "--model-path" in flags else [self.model]
             words += [word for pair in flags.items() for word in pair if word]
             line = " ".join(f'"{word}"' if "$" in word else shlex.quote(word) for word in words)
-            lines.append(f"{_template(across).render(vars(self))} {line}" if across else line)
+            lines.append(f"{template(across).render(vars(self))} {line}" if across else line)
         return lines
 
     def to_json(self) -> dict[str, Any]:
@@ -133,7 +97,7 @@ def launch(
     facts = facts_of(instance, batch, tokens, role) | FOR_SHELL
     facts |= {"model": model, "hosts": hosts, "devices": made.devices, "file": made.file, "port": PORTS[role]}
     whole = facts["ep"] == made.devices > 1
-    facts |= {"whole": whole, "deepep": whole and facts["dp"] > 1 and not instance.options.engine.gathers}
+    facts |= {"whole": whole, "deepep": whole and facts["dp"] > 1}
     for rank in range(1 if "across_hosts" in documented(engine) else hosts):
         flags = written(engine, "flags", facts | {"rank": rank})
         made.flags.append({flag: str(value) for flag, value in flags.items()})
@@ -228,10 +192,10 @@ def script(made: Mapping[str, Any], engine: str, launches: list[LaunchCommand], 
             one.role: [f"${one.role.upper()}_{number}:{PORTS[one.role]}" for number in range(one.instances)]
             for one in launches
         }
-        front = _template(about["front"]).render(urls=urls)
+        front = template(about["front"]).render(urls=urls)
     roles = [one.word for one in launches] if len(launches) > 1 else ["serve"]
     usage = " | ".join([*(f"{role} [HOST]" for role in roles), *(["front"] if front else [])])
     asks = "key" in about or any(KEY in flags.values() for one in launches for flags in one.flags)
     given = {"about": about, "launches": launches, "front": front, "usage": usage, "asks": asks}
     text = bundled_text("engines", "script.sh")
-    return _template(text).render(command=command, notes=made["notes"], **given)
+    return template(text).render(command=command, notes=made["notes"], **given)

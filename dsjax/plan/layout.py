@@ -132,18 +132,6 @@ def layouts(
     return with_redundancy(config, kept, redundant, **blocks)
 
 
-def apart_layouts(
-    config: ModelConfig, pairs: Iterable[tuple[int, int]], per_host: int, *, redundant: int | None, **blocks: int | None
-) -> Iterator[InstanceLayout]:
-    """Every layout with attention and experts on devices of their own, (so many, so many) of `pairs`, that fits the model."""
-    meshes = (
-        (MeshSpec(dp_size=attention // tp, tp_size=tp), experts)
-        for attention, experts in pairs
-        for tp in _widths(config, attention, per_host)
-    )
-    return with_redundancy(config, meshes, redundant, **blocks)
-
-
 def with_redundancy(
     config: ModelConfig,
     meshes: Iterable[tuple[MeshSpec, int]],

@@ -69,7 +69,7 @@ class Forbidden:
 
 def forbidden(plan: Plan) -> list[Forbidden]:
     """The bounds that forbid a plan without a winner; empty where there is one."""
-    if plan.winner or plan.unkept:
+    if plan.winner:
         return []
     if not plan.every:
         return [_no_room_for_all(plan) if plan.fitting else _no_room(plan)]
@@ -128,10 +128,9 @@ def _more_hosts(question: Question, objective: Objective) -> list[Remedy]:
 
 
 def _grown(cluster: Cluster, factor: int) -> Cluster:
-    """So many times the hosts, those for prefill and for experts among them."""
-    sides = {name: side for name in ("prefill", "experts") if (side := getattr(cluster, name)) is not None}
-    sides = {name: _grown(side, factor) for name, side in sides.items()}
-    return dataclasses.replace(cluster.resized(cluster.hosts * factor), **sides)
+    """So many times the hosts, those for prefill among them."""
+    prefill = cluster.prefill and _grown(cluster.prefill, factor)
+    return dataclasses.replace(cluster.resized(cluster.hosts * factor), prefill=prefill)
 
 
 def _no_room_for_all(plan: Plan) -> Forbidden:

@@ -21,12 +21,12 @@ from dsjax.hardware import Hardware
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.cold_start import files_precision
-from dsjax.plan.launch import comment
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.memory import weight_bytes
 from dsjax.plan.moves import processes_of
 from dsjax.plan.question import Question
 from dsjax.plan.recipe import REPOSITORIES, recipe, write_json_recipe
+from dsjax.plan.rules import comment, refuse
 
 DOMAIN_FILE, EXPERTS_FILE = "computedomain.yaml", "experts.yaml"
 ROOM = 1.25
@@ -84,19 +84,15 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
     """
     made, cluster = recipe(model, question, candidate), question.cluster
     experts = [service for service in made["services"] if service["role"] == "experts"]
-    if len(made["services"]) > 1 and made["one_process"] is None and not experts:
-        raise UserError(
-            "a folder is for dsjax serve, and the winner has prefill and decode apart, which one process on a host cannot have as they "
-            "were priced; give FILE.yaml for NVIDIA Dynamo, or add --mode aggregated"
-        )
+    refuse("folder", many=len(made["services"]) > 1 and made["one_process"] is None, experts=experts)
     service = made["one_process"] or made["services"][0]
     pods, start, engines = _pods(cluster, service), service["cold_start_s"], service["instances"]
     hosts, devices, options = pods["hosts"], pods["devices"], service["options"]
-    said, sides, files = [f"Note: {note}" for note in made["notes"]], {"dsjax": cluster}, {}
+    said, images, files = [f"Note: {note}" for note in made["notes"]], ["dsjax"], {}
     if pods["domain"]:
         files[DOMAIN_FILE] = fill(DOMAIN_FILE, name="dsjax", nodes=engines * hosts)
     if experts:
-        sides["dsjax-experts"] = cluster.experts or cluster
+        images.append("dsjax-experts")
         options = options | _where_experts_are(experts)
         files[EXPERTS_FILE] = _expert_pods(cluster, experts)
         said.insert(
@@ -104,9 +100,8 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
             f"Beside each engine, which has attention: {len(experts)} process{'es' * (len(experts) > 1)} with experts ({EXPERTS_FILE}) of "
             f"{experts[0]['devices_each']} devices each.",
         )
-    for side in {id(one): one for one in sides.values() if one.hardware.key not in _TPU}.values():
-        for key, value in _label_of(side, cluster).items():
-            said.append(f"Nodes with {side.hardware.name} must say so: kubectl label node NAME {key}={value}")
+    for key, value in _label_of(cluster).items() if cluster.hardware.key not in _TPU else ():
+        said.append(f"Nodes with {cluster.hardware.name} must say so: kubectl label node NAME {key}={value}")
     files["kustomization.yaml"] = fill(
         "overlay.yaml",
         command=command,
@@ -114,12 +109,12 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
         f"each; weights are read in about {start['value']:,.0f} s [{start['low']:,.0f} … {start['high']:,.0f}].",
         notes=said,
         resources=[base, *files],
-        images=[{"name": name, "newName": "dsjax", "newTag": one.hardware.platform} for name, one in sides.items()],
+        images=[{"name": name, "newName": "dsjax", "newTag": cluster.hardware.platform} for name in images],
         replicas=engines,
         args=_serve(options, {"--shutdown-timeout": "600"}),
         pod=pods,
         experts=bool(experts),
-        node_selector=_node_selector(cluster, service["devices_each"], cluster),
+        node_selector=_node_selector(cluster, service["devices_each"]),
         model=REPOSITORIES.get(model, model),
         volume=volume(candidate),
     )
@@ -155,7 +150,7 @@ def _addresses(group: int | str, processes: int) -> str:
 
 def _expert_pods(cluster: Cluster, experts: list[dict[str, Any]]) -> str:
     """The processes with experts of all instances: a StatefulSet for each, whose pods that instance's group calls."""
-    own, one, processes = cluster.experts or cluster, experts[0], len(experts)
+    one, processes = experts[0], len(experts)
     options = {flag: value for flag, value in one["options"].items() if flag != "--afd-server-rank"}
     rank = {"--afd-server-rank": "$(AFD_RANK)"} if processes > 1 else {}
     groups = [options | {"--afd-address": _addresses(group, processes)} | rank for group in range(one["instances"])]
@@ -164,8 +159,8 @@ def _expert_pods(cluster: Cluster, experts: list[dict[str, Any]]) -> str:
         instances=one["instances"],
         processes=processes,
         args=[_serve(given) for given in groups],
-        resources=_pod_resources(own.hardware.platform, one["devices_each"]),
-        node_selector=_node_selector(own, one["devices_each"], cluster),
+        resources=_pod_resources(cluster.hardware.platform, one["devices_each"]),
+        node_selector=_node_selector(cluster, one["devices_each"]),
     )
 
 
@@ -211,20 +206,20 @@ def needs_compute_domain(hardware: Hardware, hosts: int) -> bool:
     return hosts > 1 and hardware.links_hosts
 
 
-def _node_selector(side: Cluster, devices: int, cluster: Cluster) -> dict[str, str]:
+def _node_selector(cluster: Cluster, devices: int) -> dict[str, str]:
     """GKE places a TPU slice by its chip and topology; GPU nodes are told apart by what they offer, or by a label."""
-    chip = _TPU.get(side.hardware.key)
+    chip = _TPU.get(cluster.hardware.key)
     if chip is None:
-        return _label_of(side, cluster)
+        return _label_of(cluster)
     wide = 2 ** math.ceil(math.log2(devices) / 2)
     short, long = sorted((wide, devices // wide))
     return {"cloud.google.com/gke-tpu-accelerator": chip, "cloud.google.com/gke-tpu-topology": f"{short}x{long}"}
 
 
-def _label_of(side: Cluster, cluster: Cluster) -> dict[str, str]:
-    """The label that tells nodes of one kind from those of the other, where a cluster has two kinds of GPUs."""
-    both = {one.hardware.key for one in (cluster, cluster.experts, cluster.prefill) if one is not None}
-    return {"dsjax-device": side.hardware.key} if len(both) > 1 else {}
+def _label_of(cluster: Cluster) -> dict[str, str]:
+    """The label that tells nodes that decode from those that compute prompts, where a cluster has two kinds of GPUs."""
+    others = cluster.prefill is not None and cluster.prefill.hardware.key != cluster.hardware.key
+    return {"dsjax-device": cluster.hardware.key} if others else {}
 
 
 def checkpoint_bytes(candidate: Candidate) -> float:
@@ -247,22 +242,9 @@ def planned_graph(name: str, model: str, question: Question, candidate: Candidat
             download the model.
     """
     repository, cluster, work = REPOSITORIES.get(model, model), question.cluster, question.workload
-    if not _REPOSITORY.fullmatch(repository) or Path(model).exists():
-        raise UserError(
-            f"FILE.yaml has pods download the model from Hugging Face, and --model is {model!r}; expected a repository, such as "
-            "deepseek-ai/DeepSeek-V3; give that, or a folder for manifests whose volume you fill yourself"
-        )
+    local = not _REPOSITORY.fullmatch(repository) or Path(model).exists()
     made = recipe(model, question, candidate)
-    if any(service["role"] == "experts" for service in made["services"]):
-        raise UserError(
-            "FILE.yaml is for Dynamo, whose operator starts workers that take requests, and the winner has experts in processes "
-            "of their own, which take none and must keep their addresses; give a folder, which has both sides for Kubernetes"
-        )
-    if cluster.hardware.platform != "cuda":
-        raise UserError(
-            f"FILE.yaml is for Dynamo, whose operator places NVIDIA GPUs, and {cluster.name} has {cluster.hardware.platform}; "
-            "give a folder for LeaderWorkerSet's manifests"
-        )
+    refuse("graph", local=local, model=model, roles=[one["role"] for one in made["services"]], cluster=cluster)
     sides = [
         {
             "kind": service["role"] if service["role"] in ("prefill", "decode") else "worker",

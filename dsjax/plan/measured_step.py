@@ -63,8 +63,6 @@ class MeasuredStep(StepModel):
                 found["dense MLP"] = self._module("dense MLP", tokens, work.dense)
         if moe:
             found |= self._experts(tokens, moe, work.busy)
-            if found.get("experts"):  # what was timed has the padding that the program computes with
-                parts.pop("products beyond the model's own", None)
         return parts | _given(**found)
 
     def _module(self, name: str, tokens: float, times: int, places: int = 1, **sizes) -> float | None:
@@ -80,7 +78,7 @@ class MeasuredStep(StepModel):
             return find(DECODE_FORM, rows, width, context, times=layers, places=stacks, verify=width > 1)
         prompt = mean_prompt(tokens, read, context)
         cached = read / tokens * prompt
-        chunks = [row["sizes"]["chunk"] for row in self.measured.rows("attention", f"{PREFILL_FORM} prefill")]
+        chunks = [row.sizes["chunk"] for row in self.measured.of("attention", f"{PREFILL_FORM} prefill")]
         chunk = min(prompt, tokens, max(chunks, default=tokens))
         seconds = find(PREFILL_FORM, 1, chunk, cached + (prompt - chunk) / 2, times=layers, places=stacks)
         return seconds if seconds is None or tokens == chunk else seconds * (tokens / chunk)
@@ -136,7 +134,7 @@ class MeasuredStep(StepModel):
             return super().beside(tokens, rows, decode)
         inputs = self._module("inputs", tokens, 1, variant="")
         embedding = self._module("embedding", tokens, 1, variant="device")
-        return {"launch": launch, **self.moving(), **_given(inputs=inputs, embedding=embedding)}
+        return {"launch": launch, **_given(inputs=inputs, embedding=embedding)}
 
 
 def _given(**seconds: float | None) -> dict[str, float]:

@@ -160,17 +160,16 @@ def memory(
     mtp: bool = False,
     dry_runs: tuple[DryRun, ...] = (),
     balanced: bool = False,
-    expert_device_bytes: int | None = None,
 ) -> Memory:
     """Return the memory of one device: of several stages, of the one with room for the fewest tokens.
 
     aside: bytes of the runtime, communication buffers, graphs and a step's temporaries (`fit.set_aside`). balanced: experts move while
-    serving, so that each device sets aside a buffer for one layer's slots. expert_device_bytes: of the devices with experts alone, where
-    these differ; where the experts do not fit there, the result is such a device's memory.
+    serving, so that each device sets aside a buffer for one layer's slots. Where experts have devices of their own and do not fit there,
+    the result is such a device's memory.
     """
     if layout.experts:
         experts = {"experts": expert_side_bytes(config, layout, precision, mtp)}
-        beside = Memory(experts, aside, expert_device_bytes or device_bytes, 1)
+        beside = Memory(experts, aside, device_bytes, 1)
         if beside.cache <= 0:
             return beside
     reserve, stages = _set_aside(device_bytes, aside, dry_runs), layout.mesh.pp_size
@@ -202,5 +201,5 @@ def _set_aside(device_bytes: int, usual: float, dry_runs: tuple[DryRun, ...]) ->
     run = max(dry_runs, key=lambda one: one.temporaries)
     ends = (share * device_bytes for share in (0.02, 0.01, 0.05))
     unseen = assumed(*ends, "runtime, communication buffers, fragmentation", "what a compiler does not see", "B")
-    temporaries = run.figure(run.temporaries, "temporaries", "B") + unseen
+    temporaries = run.temporaries + unseen
     return temporaries if len({one.step for one in dry_runs}) == 2 else max(temporaries, usual)

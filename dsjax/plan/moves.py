@@ -18,7 +18,6 @@ from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import assumption
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.network import network_latency
-from dsjax.plan.operations import low_latency_fit
 from dsjax.plan.precision import BF16
 from sharding.mesh import MeshSpec
 
@@ -39,12 +38,7 @@ class Moves:
 
 def in_one_process(attention: Cluster, experts: Cluster, devices: int) -> bool:
     """Whether one process can have both sides: one kind of device, of one host."""
-    return _share_hosts(attention, experts) and devices <= attention.devices_per_host
-
-
-def _share_hosts(attention: Cluster, experts: Cluster) -> bool:
-    """Whether experts are on hosts with attention; not where the cluster has hosts for them beside these, of whatever device."""
-    return attention.experts is None and attention.hardware.key == experts.hardware.key
+    return attention.hardware.key == experts.hardware.key and devices <= attention.devices_per_host
 
 
 def processes_of(side: Cluster, devices: int) -> int:
@@ -99,40 +93,6 @@ def agreement(attention: Cluster, processes: int) -> float:
     )
 
 
-# MegaScale-Infer (arXiv 2504.02263), Step-3 with StepMesh (arXiv 2507.19427) and Baidu Baige's AFD send rows from device to device
-# without a host between; Baige's cross to a host once and are spread inside it. They publish no times of a move, so that those of
-# DeepEP's low-latency kernels stand here
-def published_moves(
-    attention: Cluster,
-    experts: Cluster,
-    senders: int,
-    receivers: int,
-    rows: float,
-    top_k: int,
-    row_bytes: tuple[float, float],
-    slowest: float,
-) -> Moves:
-    """Price one exchange as others have it: a row once to each host that has one of its experts, or within a domain to each device.
-
-    rows: of one attention device. row_bytes: there, and back. slowest: load of the busiest expert device ÷ the mean.
-    """
-    near = _share_hosts(attention, experts) and senders + receivers <= attention.domain
-    places = receivers if near else -(-receivers // experts.devices_per_host)
-    leaving = rows * places * (1 - (1 - 1 / places) ** top_k)
-    arriving = leaving * senders / receivers * slowest
-    ways = []
-    for size, combine in zip(row_bytes, (False, True), strict=True):
-        fixed, network, link = low_latency_fit(combine)
-        if near:
-            seconds = max(leaving, arriving) * size / (link * attention.hardware.scale_up_bandwidth)
-        else:
-            far = attention.between(attention.num_devices)
-            seconds = max(leaving / far.network_bandwidth, arriving / experts.network_bandwidth) * size / network
-            seconds += network_latency(far)
-        ways.append(seconds + fixed)
-    return Moves(*ways, 0.0, 0.0, 0.0, one_call=False)
-
-
 def fullest_stage(config: ModelConfig, stages: int, mtp: bool = False) -> float:
     """Work of the stage that has most ÷ the mean: all others wait for it."""
     work, behind = layer_work(config, mtp)
@@ -164,8 +124,7 @@ def hand_over(cluster: Cluster, mesh: MeshSpec, tokens: float, width: int, own: 
         rate, message = connection(cluster, cluster)
         crossing = size * mesh.dp_size / rate + message
     elif mesh.num_devices > cluster.domain:
-        far = cluster.between(mesh.num_devices)
-        crossing = size / (share * far.network_bandwidth) + network_latency(far) + fixed
+        crossing = size / (share * cluster.network_bandwidth) + network_latency(cluster) + fixed
         # Whole stages lie beside each other in a domain, or each is as wide as one.
         between = hops if cluster.domain % mesh.stage_devices else cluster.domains_of(mesh.num_devices) - 1
     inside = size / (share * cluster.hardware.scale_up_bandwidth) + fixed

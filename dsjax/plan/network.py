@@ -83,10 +83,9 @@ def deepep_exchange(
         return measured(1.0, 0.93, 1.07, name, AICONFIGURATOR) * time
     known = {} if known is None else known
     if (key := ("links", ranks, low_latency, combine)) not in known:
-        met = cluster.between(ranks)
         fixed, network, link = low_latency_fit(combine) if low_latency else normal_fit()
-        rates = link * met.hardware.scale_up_bandwidth / torus_hops(met), network * met.network_bandwidth
-        known[key] = (*rates, network_latency(met), fixed)
+        rates = link * hardware.scale_up_bandwidth / torus_hops(cluster), network * cluster.network_bandwidth
+        known[key] = (*rates, network_latency(cluster), fixed)
     link, network, latency, fixed = known[key]
     sent = tokens * row_bytes * slowest
     if not away:
@@ -173,25 +172,11 @@ def xla_collective(
             return observed if count == 1 else observed + _observed(cluster, kind, ranks, 0.0, of) * (count - 1)
     near = min(cluster.domain, ranks) if near is None else near
     crossing = (ranks - near) / (near if kind in ("all_gather", "reduce_scatter") else 1)
-    met = cluster.between(of or ranks)
-    time = _over_links(met, each * (ranks - 1 - crossing), each * crossing)
-    latency = network_latency(met) if ranks > near else 0.0
-    return time + latency + collective_start(between=ranks > near) * count
-
-
-def _over_links(cluster: Cluster, inside: float, away: float) -> float:
-    """Seconds of bytes in XLA's collectives over the scale-up link, beside those that leave its domain."""
-    share = assumption("XLA's collectives, share of a link")
+    share, inside = assumption("XLA's collectives, share of a link"), each * (ranks - 1 - crossing)
     time = inside * torus_hops(cluster) / (share * cluster.hardware.scale_up_bandwidth)
-    return max(time, away / (share * cluster.network_bandwidth))
-
-
-def moved_bytes(cluster: Cluster, ranks: int, size: float) -> float:
-    """Seconds in which each of so many neighbouring ranks receives `size` bytes of weights, from any of the others."""
-    observed = _observed(cluster, "ragged_all_to_all", ranks, size)
-    if observed is not None:
-        return observed
-    return _over_links(cluster.between(ranks), size, size * (1 - min(cluster.domain, ranks) / ranks))
+    time = max(time, each * crossing / (share * cluster.network_bandwidth))
+    latency = network_latency(cluster) if ranks > near else 0.0
+    return time + latency + collective_start(between=ranks > near) * count
 
 
 def all_reduce(cluster: Cluster, ranks: int, size: float, near: int | None = None) -> float:
@@ -207,7 +192,6 @@ def all_reduce(cluster: Cluster, ranks: int, size: float, near: int | None = Non
     near = near or min(cluster.domain, ranks)
     if ranks <= near and (cluster.hardware.is_hopper or cluster.hardware.is_blackwell):
         return _timed_sum(cluster, ranks, size)
-    cluster = cluster.between(ranks, ring=True)
     share = assumption("all-reduce, share of scale-up link")
     time = size * (2 * (near - 1) / near) / (share * cluster.hardware.scale_up_bandwidth)
     domains = -(-ranks // near)
@@ -240,7 +224,7 @@ def cache_transfer(cluster: Cluster, size: float, sender: Cluster | None = None,
 
     sender: where the prompt was computed, if on another kind of hosts: the thinner of both sides' cards counts.
     """
-    bandwidth = cluster.between(cluster.num_devices).network_bandwidth
+    bandwidth = cluster.network_bandwidth
     if sender is not None:
         bandwidth = min(bandwidth, sender.network_bandwidth)
     if not own:

@@ -11,6 +11,7 @@ from dsjax.plan.cluster import Cluster, load_cluster
 from dsjax.plan.measured import Measured
 from dsjax.plan.operator_tables import OperatorTables
 from dsjax.plan.precision import BF16, FP8_BLOCK, FP8_CACHE, Precision, precision
+from dsjax.plan.rules import refuse
 
 THIS_MACHINE = "this-machine"
 _DEFAULT = "h100-32"
@@ -24,27 +25,9 @@ def find_cluster(name: str | None, measured: Measured | None) -> Cluster:
     Raises:
         UserError: a file that was measured on other devices than the cluster's; `this-machine` without a file of it.
     """
-    if measured is None:
-        if name == THIS_MACHINE:
-            raise UserError(
-                "--cluster this-machine needs --measured FILE: time this machine first, with dsjax bench modules --json FILE"
-            )
-        return load_cluster(name or _DEFAULT)
-    device = measured.device
-    if name == THIS_MACHINE and device["platform"] == "cpu" and device["name"] != cpu_name():
-        raise UserError(
-            f"--measured {measured.path} was taken on {device['name']}, and this machine is {cpu_name()}; time it here, with "
-            "dsjax bench modules --json FILE, or leave --cluster out to plan for the device that was measured"
-        )
-    if name in (None, THIS_MACHINE):
-        return _of_device(measured)
-    cluster = load_cluster(name)
-    if cluster.hardware.key != device["hardware"] and cluster.hardware.name != device["name"]:
-        raise UserError(
-            f"--measured {measured.path} was taken on {device['name']}, and {cluster.name} has {cluster.hardware.name}; "
-            "leave --cluster out to plan for the device that was measured, or measure on one of the cluster's"
-        )
-    return cluster
+    cluster = None if name == THIS_MACHINE or (measured and name is None) else load_cluster(name or _DEFAULT)
+    refuse("measured", name=name, measured=measured, cluster=cluster, here=cpu_name())
+    return cluster or _of_device(measured)
 
 
 def with_tables(cluster: Cluster, tables: OperatorTables) -> tuple[Cluster, OperatorTables]:
@@ -56,10 +39,9 @@ def with_tables(cluster: Cluster, tables: OperatorTables) -> tuple[Cluster, Oper
     Raises:
         UserError: `operators` is a device without tables.
     """
-    for side in ("prefill", "experts"):
-        if getattr(cluster, side) is not None:
-            known, tables = with_tables(getattr(cluster, side), tables)
-            cluster = dataclasses.replace(cluster, **{side: known})
+    if cluster.prefill is not None:
+        known, tables = with_tables(cluster.prefill, tables)
+        cluster = dataclasses.replace(cluster, prefill=known)
     chip = cluster.hardware
     if chip.operators and chip.operators not in tables.devices:
         raise UserError(
@@ -69,7 +51,7 @@ def with_tables(cluster: Cluster, tables: OperatorTables) -> tuple[Cluster, Oper
     if chip.key in bundled_hardware():
         return cluster, tables
     if chip.key in tables.devices:
-        if any(known.key == chip.key for known in tables.own_hardware):  # as it was timed, before a sweep changed it
+        if any(known.key == chip.key for known in tables.own_hardware):  # as it was timed, before it was changed
             return cluster, tables
         return cluster, dataclasses.replace(tables, own_hardware=(*tables.own_hardware, chip))
     chip = dataclasses.replace(chip, operators=chip.operators or "h200")
@@ -85,30 +67,30 @@ def _timed_alike(chip: Hardware) -> tuple:
 
 def _of_device(measured: Measured) -> Cluster:
     """One host of the devices that were measured; an unknown device's rates are the ceilings that the file has."""
-    device, count = measured.device, measured.device["count"]
-    if device["hardware"]:
-        chip = load_hardware(device["hardware"])
+    device, count = measured.device, measured.device.count
+    if device.hardware:
+        chip = load_hardware(device.hardware)
     else:
-        ceilings = measured.body["ceilings"]
-        moved = dict.fromkeys(("memory_bandwidth", "scale_up_bandwidth"), ceilings["bytes_per_s"])
-        computed = dict.fromkeys(("bf16_flops", "fp8_flops"), ceilings["flops_per_s"])
+        ceilings = measured.ceilings
+        moved = dict.fromkeys(("memory_bandwidth", "scale_up_bandwidth"), ceilings.bytes_per_s)
+        computed = dict.fromkeys(("bf16_flops", "fp8_flops"), ceilings.flops_per_s)
         fields = ("memory_bytes", *moved, *computed, "scale_up_devices")
         chip = Hardware(
-            key=device["name"],
-            name=device["name"],
-            platform=device["platform"],
-            memory_bytes=device["memory_bytes"],
+            key=device.name,
+            name=device.name,
+            platform=device.platform,
+            memory_bytes=device.memory_bytes,
             **moved,
             **computed,
             scale_up_devices=count,
             devices_per_host=count,
             scale_out_gbps=1.0,
-            sources=dict.fromkeys(fields, ceilings["source"]),
+            sources=dict.fromkeys(fields, ceilings.source),
         )
     nothing = f"one host with {count} device{'s' * (count > 1)}: nothing is sent between hosts"
     return Cluster(
         name="measured device",
-        description=f"{count} × {device['name']}",
+        description=f"{count} × {device.name}",
         hardware=chip,
         hosts=1,
         devices_per_host=count,
@@ -135,13 +117,9 @@ def choose_precision(name: str, cache: str, config: ModelConfig, measured: Measu
         if name == "auto" and packed:
             return precision(config.quantization.weights, "bf16" if cache == "auto" else cache)
         return precision("fp8" if name == "auto" else name, cache)
-    body = measured.body
-    weights = body["weights"]
-    if name not in ("auto", weights) or cache not in ("auto", _CACHES.get(body["kv_cache_dtype"])):
-        raise UserError(
-            f"--precision {name} with --kv-cache-dtype {cache}, but --measured {measured.path} was taken with {weights} weights and a "
-            f"{body['kv_cache_dtype']} cache; leave both out, or measure again with dsjax bench modules --weights and --kv-cache-dtype"
-        )
+    of_cache = _CACHES.get(measured.kv_cache_dtype)
+    refuse("formats", weights=name, cache=cache, measured=measured, of_cache=of_cache)
+    weights = measured.weights
     expert, linear = (BF16, 4.0) if weights == "mixed" else (_BYTES[weights],) * 2
-    kept = f"{weights} weights, {body['dtype']}"
-    return Precision(kept, expert, linear, _BYTES[body["kv_cache_dtype"]], _BYTES[body["dtype"]])
+    kept = f"{weights} weights, {measured.dtype}"
+    return Precision(kept, expert, linear, _BYTES[measured.kv_cache_dtype], _BYTES[measured.dtype])

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from dsjax.config import ModelConfig
-from dsjax.errors import UserError
 from dsjax.fp4.formats import INT4, MXFP4, NVFP4, UNQUANTISED, PackedFormat
 from dsjax.hardware import Hardware
 from dsjax.model import cache_groups
 from dsjax.model.cache_groups import CacheGroup
 from dsjax.model.compressed.groups import compressed_groups
+from dsjax.plan.rules import refuse
 from sharding import fp8
 
 FP8_BLOCK = 1 + 4 / (128 * 128)
@@ -90,12 +90,7 @@ class Precision:
         Raises:
             UserError: FP4 on a device that has no FP4 unit, or INT8 on one that has none as fast as its FP8 one.
         """
-        if self.name == "int8" and chip.key.startswith(("gb300", "tpu")):
-            raise UserError(
-                f"--precision int8: {chip.name} has no INT8 unit as fast as its FP8 one; choose fp8 or bf16"
-            )
-        if self.expert_bits == 4 and chip.fp4_flops is None:
-            raise UserError(f"--precision {self.name}: {chip.name} has no FP4 unit; choose fp8 or bf16")
+        refuse("units", o=self, chip=chip)
 
 
 TABLED = {"nvfp4": (4, 0.5625), "fp8_block": (8, 1.0), "bfloat16": (16, BF16)}
@@ -157,10 +152,7 @@ INT8 as meituan/DeepSeek-R1-Block-INT8, at FP8's speed: their units are as fast 
 
 def precision(name: str, cache: str = "auto") -> Precision:
     """One of `PRECISIONS`, with the cache in `bf16` or `fp8` if not as it comes. Raises `UserError`: an unknown name of either."""
-    if name not in PRECISIONS:
-        raise UserError(f"--precision is {name!r}, expected one of auto, {', '.join(PRECISIONS)}")
-    if cache not in ("auto", "bf16", "fp8"):
-        raise UserError(f"--kv-cache-dtype is {cache!r}, expected one of auto, bf16, fp8")
+    refuse("precision", name=name, cache=cache, known=list(PRECISIONS))
     chosen = PRECISIONS[name]
     if cache == "auto":
         return chosen

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dsjax.config import ModelConfig
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.instance import Instance
-from dsjax.plan.layout import InstanceLayout, instance_sizes
+from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.own_cluster import with_tables
 from dsjax.plan.workload import Objective, PlanOptions, Workload
 from dsjax.texts import filled
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 _FEW = 64
 """Devices up to which every size of a prefill instance is paired and every batch is tried; among more the best are enough."""
-_WIDEST_APART = 128
-"""Devices of an instance with attention and experts apart, at most."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +95,7 @@ class Question:
 
     def most_instances(self, layout: InstanceLayout) -> int:
         """How many instances there is room for: one that fits into a host shares it, of a larger one either side has whole hosts."""
-        here, beside = self.cluster.devices_per_host, self.cluster.experts
-        attention, experts = layout.mesh.num_devices, layout.experts
-        if beside is not None and experts:
-            there = _room(beside.num_devices, beside.devices_per_host, experts)
-            return min(_room(self.devices, here, attention), there)
+        here, attention, experts = self.cluster.devices_per_host, layout.mesh.num_devices, layout.experts
         if layout.devices <= here:
             return _room(self.devices, here, layout.devices)
         return self.devices // (_whole_hosts(attention, here) + _whole_hosts(experts, here))
@@ -112,20 +106,6 @@ class Question:
         if layout.devices <= here:
             return here // (here // layout.devices)
         return _whole_hosts(layout.mesh.num_devices, here) + _whole_hosts(layout.experts, here)
-
-    def pairs_apart(self) -> list[tuple[int, int]]:
-        """(devices with attention, devices with experts) of an instance: on one host, or with whole hosts on either side."""
-        cluster, beside, pins = self.cluster, self.cluster.experts, self.options.pins
-        most, here = min(self.devices, _WIDEST_APART), cluster.devices_per_host
-        if pins.attention_mesh is not None:
-            return [(pins.attention_mesh.num_devices, pins.expert_mesh.ep_size)]
-        if beside is not None:
-            there = beside.devices_per_host
-            hosts = range(1, min(beside.num_devices, _WIDEST_APART) // there + 1)
-            return [(a * here, e * there) for a in range(1, most // here + 1) for e in hosts]
-        inside = [(a, n - a) for n in instance_sizes(min(here, most), here) for a in range(1, n)]
-        hosts = most // here
-        return inside + [(a * here, e * here) for a in range(1, hosts) for e in range(1, hosts - a + 1)]
 
 
 def users_told_apart(instance: Instance, count: int) -> int:

@@ -15,13 +15,12 @@ from dsjax.options import flag_of
 from dsjax.plan.calibration import calibrated
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cold_start import cold_start, files_precision, host_bytes, reading, recovery
-from dsjax.plan.figure import spread
 from dsjax.plan.instance import Instance
-from dsjax.plan.launch import LAUNCHED, LaunchCommand, documented, facts_of, launch, said, script, written
+from dsjax.plan.launch import LAUNCHED, LaunchCommand, facts_of, launch, script
 from dsjax.plan.memory import expert_side_bytes
-from dsjax.plan.moves import in_one_process, processes_of
+from dsjax.plan.moves import processes_of
 from dsjax.plan.question import Question
-from dsjax.texts import filled
+from dsjax.plan.rules import documented, refuse, said, written
 
 REPOSITORIES: Mapping[str, str] = documented("any")["repositories"]
 """Where the weights of bundled configurations are; a service has to load some."""
@@ -77,9 +76,9 @@ def _meshes(instance: Instance) -> dict[str, str]:
     if not layout.experts:
         return {"--mesh": str(layout.mesh)}
     named = {"--attention-mesh": str(layout.mesh), "--expert-mesh": f"ep={layout.experts}"}
-    if in_one_process(cluster, cluster.experts or cluster, layout.devices):
+    if layout.devices <= cluster.devices_per_host:
         return named
-    parts = processes_of(cluster.experts or cluster, layout.experts)
+    parts = processes_of(cluster, layout.experts)
     at = ",".join(f"{_EXPERTS_AT}{rank}:7000" if parts > 1 else f"{_EXPERTS_AT}:7000" for rank in range(parts))
     return named | {"--afd-role": "attention", "--afd-address": at}
 
@@ -111,32 +110,7 @@ def notes(candidate: Candidate) -> list[str]:
         "rate": candidate.throughput.high / candidate.count,
         "most_front_ends": _MOST_FRONT_ENDS,
     }
-    return [*_contradicted(candidate), *said("dsjax", "lacks", facts)]
-
-
-def published_beside(candidate: Candidate | None, other: Candidate | None) -> str | None:
-    """What engines with published kernels and overlaps would give beside a runnable plan, and by what; None where there is nothing."""
-    if other is None:
-        return None
-    more = other.throughput / candidate.throughput if candidate else None
-    batches = other.decode.batches_in_turn(other.batch)
-    return filled("texts", "published.txt", other=other, layout=other.decode.layout, batches=batches, more=more)
-
-
-def _contradicted(candidate: Candidate) -> list[str]:
-    """Steps whose compiled program is predicted to take another time than the planner's interval."""
-    contradictions = []
-    for instance in {id(i): i for i in (candidate.prefill, candidate.decode)}.values():
-        for run in instance.dry_runs:
-            [ours] = spread(lambda one=instance, run=run: [one.on(one.cluster, {}).compiled_step(run)])
-            theirs = run.timeline
-            if theirs and not ours.low <= theirs <= ours.high:
-                contradictions.append(
-                    f"The program that dsjax serve runs for {run.shape} takes {theirs * 1e3:,.0f} ms by its timeline; the "
-                    f"planner, with published kernels for attention and experts, says {ours * 1e3:,.0f} ms "
-                    f"[{ours.low * 1e3:,.0f} … {ours.high * 1e3:,.0f}]."
-                )
-    return contradictions
+    return said("dsjax", "lacks", facts)
 
 
 def launches(engine: str, model: str, candidate: Candidate) -> list[LaunchCommand]:
@@ -175,8 +149,7 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
         services[0]["options"]["--api-server-count"] = str(needed)
         services[0]["command"] = command(services[0]["options"])
     remarks, together = notes(candidate), None if engine in LAUNCHED else one_process(services, candidate)
-    # No engine has released options for experts on devices of their own.
-    others = () if candidate.decode.layout.experts else LAUNCHED if engine == "published" else (engine,)
+    others = LAUNCHED if engine == "published" else (engine,)
     for name in (one for one in LAUNCHED if one in others):
         every = launches(name, model, candidate)
         for service, one in zip(services, every, strict=True):
@@ -185,7 +158,7 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
                 service |= {"command": one.commands()[0], "options": one.flags[0]}
                 service |= {"instances": one.instances, "devices_each": one.devices}
         if name == engine:
-            remarks = list(dict.fromkeys([*_contradicted(candidate), *(text for one in every for text in one.lacks)]))
+            remarks = list(dict.fromkeys(text for one in every for text in one.lacks))
     return {
         "model": model,
         "cluster": question.cluster.name,
@@ -248,7 +221,7 @@ def _started(role: str, instances: int, devices: int, options: dict[str, str]) -
 
 def _expert_services(attention: Mapping[str, Any], instance: Instance) -> list[dict[str, Any]]:
     """The processes with experts that one with attention calls: the same options, another role, and a rank where there are several."""
-    layout, cluster = instance.layout, instance.cluster.experts or instance.cluster
+    layout, cluster = instance.layout, instance.cluster
     parts = attention["options"]["--afd-address"].count(",") + 1
     size = expert_side_bytes(instance.config, layout, files_precision(instance), instance.options.drafts > 0)
     size *= layout.experts // parts
@@ -307,15 +280,7 @@ def one_process(services: Sequence[Mapping[str, Any]], candidate: Candidate) -> 
 
 def check_recipe(file: Path, engine: str) -> None:
     """Whether a recipe of that kind can be written for an engine. Raises `UserError`: it cannot."""
-    if file.suffix == ".sh" and engine not in LAUNCHED:
-        raise UserError(
-            f"{file} would hold the commands of one engine, and --engine is {engine}; give --engine {', '.join(LAUNCHED[:-1])} or "
-            f"{LAUNCHED[-1]}, or FILE.json, which has those of all of them with --engine published"
-        )
-    if file.suffix not in (".json", ".sh") and engine in LAUNCHED:
-        raise UserError(
-            f"{file} would be a deployment of dsjax, and --engine is {engine}; give FILE.sh or FILE.json for its own commands"
-        )
+    refuse("recipe", file=file, suffix=file.suffix, engine=engine, launched=LAUNCHED)
 
 
 def write_script(file: Path, model: str, question: Question, candidate: Candidate, command: str) -> None:

@@ -19,7 +19,6 @@ from dsjax.plan.limits import Forbidden, bottlenecks, forbidden
 from dsjax.plan.program import DryRunUsage
 from dsjax.plan.recipe import recipe
 from dsjax.plan.search import NO_LAYOUT, Plan
-from dsjax.plan.sweep import Sweep
 from dsjax.tables import table
 from dsjax.texts import filled
 
@@ -31,9 +30,7 @@ _COMMAND = "green"
 """Style of a line for a shell, which no line break may cut."""
 
 
-def to_json(
-    plan: Plan, model: str, rows: int, sweeps: list[Sweep], outcomes: Sequence[SimulationOutcome] = ()
-) -> dict[str, Any]:
+def to_json(plan: Plan, model: str, rows: int, outcomes: Sequence[SimulationOutcome] = ()) -> dict[str, Any]:
     """Fields of `dsjax plan --json`; a figure is `Figure.to_json`.
 
     - `model`, `cluster`, `devices`; `layouts_considered`, `layouts_too_large`: numbers of layouts
@@ -42,10 +39,9 @@ def to_json(
     - `frontier`, `frontier_late`: the Pareto front, and those that would be on it but break the TTFT
     - `forbidden`: `Forbidden`; `with_64_times_everything` is its `floor`
     - `winner`: `recipe`, or null; `calibrated`: `calibrated` of the winner, or null
-    - `sweeps`: `Sweep.to_json`; `simulation`: `SimulationOutcome.to_json` of each load; `compiled`: `DryRunUsage.to_json`
+    - `simulation`: `SimulationOutcome.to_json` of each load; `compiled`: `DryRunUsage.to_json`
 
-    The command adds `percentiles` (`Kept.to_json`, with `--slo`), `reuse` (`Reuse.to_json`, with `--working-set`) and `published`
-    (what published kernels would give, in words). `dsjax plan step` writes `model`, `cluster`, `mode`, `ranked` and `compiled`.
+    `dsjax plan step` writes `model`, `cluster`, `mode`, `ranked` and `compiled`.
     """
     question, shared, winner = plan.question, {}, plan.winner
 
@@ -66,7 +62,6 @@ def to_json(
         "forbidden": [dataclasses.asdict(reason) for reason in forbidden(plan)],
         "winner": recipe(model, question, winner) if winner else None,
         "calibrated": calibrated(winner) if winner else None,
-        "sweeps": [s.to_json() for s in sweeps],
         "simulation": [o.to_json() for o in outcomes],
         "compiled": [u.to_json() for u in plan.usages],
     }
@@ -78,14 +73,12 @@ def show(console: Console, plan: Plan, model: str, rows: int) -> None:
     _print(console, _first_screen(plan, model, rows))
 
 
-def details(console: Console, plan: Plan, model: str, rows: int, beside: str | None) -> None:
-    """The rest of a plan: every figure of the rows, and the winner's memory, cost, start and notes. beside: what published kernels give."""
+def details(console: Console, plan: Plan, model: str, rows: int) -> None:
+    """The rest of a plan: every figure of the rows, and the winner's memory, cost, start and notes."""
     _print(console, _rows(plan, rows))
     if plan.winner is not None:
         engine = plan.question.options.engine.name
         _print(console, _of_winner(plan.winner, recipe(model, plan.question, plan.winner), engine))
-    if beside:
-        console.print(Text(f"published: {beside}", "yellow"))
 
 
 def _print(console: Console, lines: Iterable[str | Text | Table]) -> None:
@@ -115,7 +108,7 @@ def _first_screen(plan: Plan, model: str, rows: int) -> Iterator[str | Text | Ta
         held = "✓ meets the objectives even at the intervals' ends, ~ in the middle; " if question.bounded else ""
         yield Text(f"{held}≈ as row 1", "dim")
     if any(usage.used for usage in plan.usages) and len(plan.considered) > 1:
-        yield Text("Rows marked compiled count what XLA's program does beyond the published kernels.", "dim")
+        yield Text("Rows marked compiled have memory, and of dsjax the time of a step, of a dry run.", "dim")
     if winner is None:
         return
     rate, tpot = _corrected(winner)
@@ -192,10 +185,8 @@ def _device(plan: Plan) -> str:
 
 
 def _beside(plan: Plan) -> str:
-    """Hosts of another kind: that compute prompts, or that have experts."""
-    first, experts = plan.question.cluster.prefill, plan.question.cluster.experts
-    if experts is not None:
-        return f", and {experts.num_devices} {experts.hardware.name} for experts"
+    """Hosts of another kind that compute prompts."""
+    first = plan.question.cluster.prefill
     return "" if first is None else f" that decode, and {first.num_devices} {first.hardware.name} for prefill"
 
 
@@ -245,21 +236,3 @@ def _rounded_up(factor: float) -> str:
     """Three digits, with which it certainly holds."""
     step = 10.0 ** (math.floor(math.log10(factor)) - 2)
     return f"{math.ceil(factor / step - 1e-9) * step:.3g}"
-
-
-def show_sweep(console: Console, sweep: Sweep) -> None:
-    """A sweep as a table."""
-    priced = any(point.best and point.best.cost for point in sweep.points)
-    names = ("", "winner unchanged: tokens/s", "TPOT ms", "<best there", "tokens/s", "TPOT ms", "objectives")
-
-    def figures(one: Candidate | None, absent: str) -> list[str]:
-        return [one.throughput.text(1, 0, TWO_LINES), one.tpot.text(1e3, 1, TWO_LINES)] if one else [absent, ""]
-
-    rows = []
-    for point in sweep.points:
-        best, met = point.best, "met" if point.met else "not met"
-        there = [best.name() if best else "nothing fits", *figures(best, ""), met]
-        cost = [best.cost.text(1, 2, TWO_LINES) if best and best.cost else ""] * priced
-        rows.append([point.label, *figures(point.same, "cannot run"), *there, *cost])
-    title = f"{sweep.quantity}, {sweep.unit} (now {sweep.now:g})"
-    console.print(table(title, names + ("a million tokens",) * priced, rows))

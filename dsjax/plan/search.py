@@ -13,17 +13,18 @@ from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate, aggregated, all_with_intervals, frontier
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED, unfit
-from dsjax.plan.layout import InstanceLayout, apart_layouts, layouts, with_redundancy
+from dsjax.plan.layout import InstanceLayout, layouts, with_redundancy
 from dsjax.plan.moves import cut_stage
 from dsjax.plan.program import DryRunUsage, usage
 from dsjax.plan.prompts import best_step
 from dsjax.plan.question import Question, users_told_apart
+from dsjax.plan.rules import refuse
 from dsjax.plan.separated import separated_candidates
 from sharding import MeshSpec
 
 _NO_PAGES = (
-    "prefill and decode on instances of their own are asked for, and all layouts of this plan have stages, or attention and experts apart "
-    "as dsjax has it or on hosts of two kinds: these take no pages of prompts from one another; give --mode aggregated, or other meshes"
+    "prefill and decode on instances of their own are asked for, and all layouts of this plan have stages, or attention and experts apart: "
+    "these take no pages of prompts from one another; give --mode aggregated, or other meshes"
 )
 NO_LAYOUT = (
     "no layout of the model is left to look at: the devices at hand and their hosts, and the meshes, redundant experts and widest instance "
@@ -54,7 +55,6 @@ class Plan:
     fitting: list[Instance]
     too_large: list[Instance]
     every: list[Candidate]  # all candidates where none meets the objectives
-    unkept: bool = False  # some meet them, but when played none kept the percentiles that were asked for
 
     @property
     def usages(self) -> list[DryRunUsage]:
@@ -65,6 +65,11 @@ class Plan:
     def winner(self) -> Candidate | None:
         """The best that meets the objectives."""
         return self.ranked[0] if self.ranked else None
+
+    @property
+    def best(self) -> Candidate | None:
+        """The winner, or the nearest where none meets the objectives."""
+        return next(iter([*self.ranked[:1], *self.missed[:1]]), None)
 
 
 class Shown(Sequence[Row]):
@@ -93,12 +98,12 @@ def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance],
     """(all layouts, instances with room for at least one request, instances without)."""
     options, widest = question.options, question.options.widest or math.inf
     options.check(question.config, question.workload)
-    looked_at = _of_one_mesh(question, widest) if options.afd != "on" else []
-    if options.afd != "off":
-        here, alike = question.cluster.devices_per_host, {"redundant": options.redundant, **options.precision.blocks}
-        for layout in apart_layouts(question.config, question.pairs_apart(), here, **alike):
-            if options.pins.attention_mesh in (None, layout.mesh) and layout.devices <= widest:
-                looked_at += [layout] if question.most_instances(layout) else []
+    if options.apart:
+        sides = [(options.pins.attention_mesh, options.pins.expert_mesh.num_devices)]
+        found = with_redundancy(question.config, sides, options.redundant, **options.precision.blocks)
+        looked_at = [one for one in found if one.devices <= widest and question.most_instances(one)]
+    else:
+        looked_at = _of_one_mesh(question, widest)
     steps: dict[tuple[InstanceLayout, int], dict] = {}
     shared: dict = {}
     made = []
@@ -121,24 +126,12 @@ def _of_one_mesh(question: Question, widest: float) -> list[InstanceLayout]:
     more = with_redundancy(config, shared_width, options.redundant, **alike)
     found += [layout for layout in more if question.most_instances(layout)]
     if options.fused:
-        if config.n_shared_experts != 1:
-            raise UserError(
-                f"--enable-shared-experts-fusion needs a model with one shared expert; this one has {config.n_shared_experts}"
-            )
         found = [dataclasses.replace(layout, fused=True) for layout in found]
     found = [layout for layout in _runnable(question, found, named) if layout.devices <= widest]
-    wanted = options.mesh
-    kept = [layout for layout in found if wanted in (None, layout.mesh)]
-    if wanted is not None and not kept:
-        sizes = sorted({layout.devices for layout in found})
-        most = max((layout.mesh.tp_size for layout in found), default=1)
-        redundant = "the fewest" if options.redundant is None else options.redundant
-        raise UserError(
-            f"--mesh {wanted} is no layout of this plan: {wanted.num_devices} devices wanted, {question.devices} at hand in "
-            f"hosts of {cluster.devices_per_host}; instances of {', '.join(map(str, sizes))} devices with tp up to {most} are "
-            f"looked at, with {redundant} redundant experts"
-        )
-    return kept
+    sizes, meshes = sorted({layout.devices for layout in found}), {layout.mesh for layout in found}
+    about = {"sizes": sizes, "meshes": meshes, "most": max((mesh.tp_size for mesh in meshes), default=1)}
+    refuse("mesh", o=options, config=config, devices=question.devices, per_host=cluster.devices_per_host, **about)
+    return [layout for layout in found if options.mesh in (None, layout.mesh)]
 
 
 def _runnable(question: Question, found: list[InstanceLayout], named: set[MeshSpec]) -> list[InstanceLayout]:
@@ -182,10 +175,8 @@ def _search(question: Question) -> Plan:
     if "aggregated" in modes:
         candidates += _aggregated(question, fitting)
     if "separated" in modes:
-        # Pages are not handed over between engines with stages. Where a cluster has hosts for experts, how many of them are left beside
-        # prefill is not reckoned, and dsjax refuses prefill apart from decode with experts apart.
-        both = question.options.engine.name != "dsjax" and question.cluster.experts is None
-        decoding = [one for one in fitting if one.layout.mesh.pp_size == 1 and (both or not one.layout.experts)]
+        # Pages are not handed over between engines with stages, nor with experts apart.
+        decoding = [one for one in fitting if one.layout.mesh.pp_size == 1 and not one.layout.experts]
         if fitting and not decoding and "aggregated" not in modes:
             raise UserError(_NO_PAGES)
         if decoding:
@@ -203,14 +194,11 @@ def _search(question: Question) -> Plan:
 
 
 def of_prefill(question: Question, fitting: list[Instance]) -> list[Instance]:
-    """Instances that may compute prompts: the same, or those on hosts of another kind where the cluster has two; experts are not apart."""
-    if question.options.afd == "on":
-        question = dataclasses.replace(question, options=dataclasses.replace(question.options, afd="off"))
-        fitting = instances(question)[1]
+    """Instances that may compute prompts: the same, or those on hosts of another kind where the cluster has two."""
     if question.cluster.prefill is not None:
         # A mesh that is given is of every instance; one that those hosts are too few for is no answer.
-        fitting = instances(dataclasses.replace(question, cluster=question.cluster.prefill))[1]
-    return [one for one in fitting if not one.layout.experts]
+        return instances(dataclasses.replace(question, cluster=question.cluster.prefill))[1]
+    return fitting
 
 
 def _best_of_each(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -5,10 +5,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dsjax.errors import UserError
 from dsjax.plan.candidate import BUSY, Candidate, PrefillPool, first_token, prefill_pool, separated
 from dsjax.plan.instance import Instance
 from dsjax.plan.question import Question, users_told_apart
+from dsjax.plan.rules import refuse
 from sharding.mesh import MeshSpec
 
 _POOLS, _DECODERS = 6, 400
@@ -61,14 +61,9 @@ def separated_candidates(question: Question, fitting: list[Instance], prefilling
 def _pinned(fitting: list[Instance], mesh: MeshSpec | None, flag: str) -> list[Instance]:
     """Those of the mesh that was given; `UserError` where no layout that fits has it."""
     pinned = [instance for instance in fitting if mesh in (None, instance.layout.mesh)]
-    if mesh is not None and not pinned:
-        near = sorted(
-            {i.layout.mesh for i in fitting},
-            key=lambda m: (abs(m.num_devices - mesh.num_devices), m.tp_size != mesh.tp_size),
-        )
-        raise UserError(
-            f"{flag} {mesh} is no layout that fits here; nearest are {', '.join(str(m) for m in near[:4]) or 'none: nothing fits'}"
-        )
+    meshes = {instance.layout.mesh for instance in fitting} if mesh is not None else ()
+    near = sorted(meshes, key=lambda m: (abs(m.num_devices - mesh.num_devices), m.tp_size != mesh.tp_size))[:4]
+    refuse("pinned", flag=flag, mesh=mesh, found=pinned, near=near)
     return pinned
 
 

@@ -1,4 +1,4 @@
-"""How unevenly experts are used, and what a placement of them makes of it: the busiest rank, and how many move from window to window.
+"""How unevenly experts are used, and what a placement of them makes of it: the busiest rank.
 
 Nothing about placements is fitted: the policies that the engine runs (`sharding/balancing.py`) are run on the loads that are planned for.
 """
@@ -20,8 +20,9 @@ import numpy as np
 from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.errors import UserError, why_unreadable
 from dsjax.plan.figure import assumed, ends, is_drawing, measured
+from dsjax.plan.rules import refuse
 from dsjax.toml_files import bundled_text
-from sharding.balancing import by_host, experts_moved, keep_in_place, rank_loads, rebalance
+from sharding.balancing import by_host, rank_loads, rebalance
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -31,7 +32,7 @@ STEP_INTERVAL = EplbConfig().step_interval
 _DRAWS = 24
 """Layers that are drawn where no trace is given; the busiest rank's mean over them is then within about 3 %."""
 _MANY_RANKS = 128
-"""Above which a third of the layers is placed, and one layer is moved: a layer of so many ranks is as large a sample."""
+"""Above which a third of the layers is placed: a layer of so many ranks is as large a sample."""
 PLACEMENTS = "placements.csv"
 """Below `configs`: what the default skew comes to, run beforehand by `tools/make_placements.py`: a search asks for hundreds."""
 
@@ -59,12 +60,11 @@ class Slots(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Busiest rank ÷ mean rank at the middle and at both ends of what is known, and the share of slots that move from window to window."""
+    """Busiest rank ÷ mean rank at the middle and at both ends of what is known."""
 
     value: float
     low: float
     high: float
-    moved: float
 
 
 @functools.cache
@@ -129,15 +129,6 @@ def busiest(every: tuple[Loads, ...], slots: Slots, balanced: bool) -> list[tupl
     return [(float(each.mean()), float(each.min()), float(each.max())) for each in ratios]
 
 
-@functools.lru_cache(maxsize=4096)
-def moved(loads: Loads, slots: Slots) -> float:
-    """Share of all slots that gets another expert when experts are placed anew by what was served."""
-    few = slice(_DRAWS // 6 if slots.ranks <= _MANY_RANKS else 1)  # some thousand slots are enough for a share
-    old_LP, new_LP = _balanced(loads.seen[few], slots), _balanced(loads.served[few], slots)
-    kept_LP = keep_in_place(old_LP, new_LP, slots.ranks, slots.told_apart.hosts)
-    return float(experts_moved(old_LP, kept_LP).mean()) / slots.physical
-
-
 def _balanced(load_LE: np.ndarray, slots: Slots) -> Int[np.ndarray, "L P"]:
     return rebalance(load_LE, n_physical=slots.physical, ranks=slots.ranks, groups=slots.groups, hosts=slots.hosts)
 
@@ -184,22 +175,12 @@ class Skew:
         seen = self.trace is not None and self._tells(experts, balanced)
         return (measured if seen else assumed)(value, min(value, low), max(value, high), BUSIEST, self.source)
 
-    def moved(self, slots: Slots, experts: int) -> float:
-        """Share of all slots that gets another expert from one window to the next; 0 where experts are used evenly."""
-        if slots.ranks == 1 or self.high == 0:
-            return 0.0
-        known = self._beforehand(slots.told_apart, experts, True)
-        return known.moved if known else moved(self._loads(experts, self.variation, DRIFT[0]), slots.told_apart)
-
-    def _beforehand(self, slots: Slots, experts: int, balanced: bool) -> Placed | None:
-        """What was placed beforehand: where this is the default skew of a model with as many experts as V3."""
-        return beforehand().get((slots, balanced)) if self == DEFAULT_SKEW and experts == 256 else None
-
     def _placed(self, slots: Slots, experts: int, balanced: bool) -> Sequence[float]:
         """What the placement leaves of the unevenness, at the middle and at both ends of what is known."""
         slots = slots.told_apart if balanced else slots._replace(groups=1, hosts=1)
-        if placed := self._beforehand(slots, experts, balanced):
-            return placed[:3]
+        known = beforehand().get((slots, balanced)) if self == DEFAULT_SKEW and experts == 256 else None
+        if known:
+            return known
         if self._traced(experts) and self._tells(experts, balanced):
             return busiest((self.trace,), slots, balanced)[0]
         drifts = DRIFT if balanced else (0.0, 0.0, 0.0)
@@ -297,14 +278,8 @@ def read_skew(text: str) -> Skew:
     files = [text] if Path(text).exists() or text.count(",") != 1 else text.split(",")
     tables = [_read_trace(file) for file in files]
     seen, served = tables[0], tables[-1]
-    if seen.shape != served.shape:
-        raise UserError(
-            f"{wrong} {files[0]} has {seen.shape[0]} layers of {seen.shape[1]} experts, {files[1]} has {served.shape[0]} of "
-            f"{served.shape[1]}; expected two recordings of one model"
-        )
+    refuse("trace", given=text, seen=seen, served=served)
     used = (seen.sum(axis=1) > 0) & (served.sum(axis=1) > 0)
-    if not used.any():
-        raise UserError(f"{wrong} no layer has a token; expected counts of a server that has answered requests")
     seen = seen[used]
     trace = Loads(seen, seen if len(files) == 1 else served[used])
     return Skew(*counts_variation(trace.served), f"trace {text}", trace)

@@ -11,12 +11,9 @@ from dsjax.config.layers import LayerKind, kinds_of
 from dsjax.model.parameter_counts import compressor_columns
 from dsjax.plan.compressed import COMPRESSED, compressed_attention, compressed_projections, hyper_connections
 from dsjax.plan.figure import assumption, measured
-from dsjax.plan.memory import expert_bytes
-from dsjax.plan.network import all_reduce, moved_bytes
+from dsjax.plan.network import all_reduce
 from dsjax.plan.operator_tables import AICONFIGURATOR
 from dsjax.plan.precision import BF16
-from dsjax.plan.program import excess, nearest, tensor_parallel_sums
-from dsjax.plan.skew import STEP_INTERVAL
 from dsjax.plan.sparse import index_projections, sparse_attention
 from dsjax.plan.step_basis import HALVES, StepBasis, overlapped_layers, routed_experts, windowed_layers
 
@@ -183,7 +180,6 @@ class StepModel(StepBasis):
         if self.cluster.hardware.platform != "cuda":
             return 0.0
         config, way = self.config, "a layer, eager" if self.engine.eager else "a layer, compiled"
-        way = "a captured layer" if tokens <= self.engine.captured else way
         time = assumption(f"launches of {way}") * config.num_hidden_layers
         if not self.engine.eager and config.is_moe and self.layout.mesh.ep_size > 1:
             table = self.chip.operators.grouped_prefill("h200")
@@ -193,17 +189,7 @@ class StepModel(StepBasis):
 
     def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
         """What a step of so many tokens and requests takes beside its layers and head."""
-        host = assumption(f"host, {'decode' if decode else 'prefill'}, {self.options.host}")
-        return {"host": host, **self.moving()}
-
-    def moving(self) -> dict[str, float]:
-        """Seconds of a step in which experts travel to where the balancer wants them: a whole rebalance ÷ the steps between two."""
-        config, mesh, places = self.config, self.layout.mesh, self.expert_slots
-        if not (self.places_by_load and mesh.ep_size > 1 and config.is_moe):
-            return {}
-        slots = places.physical // mesh.ep_size * self.options.skew.moved(places, config.n_routed_experts)
-        size = slots * expert_bytes(config, mesh.expert_width_shards, self.options.precision) * config.num_moe_layers
-        return {"moving experts": moved_bytes(self.cluster, mesh.ep_size, size) / STEP_INTERVAL}
+        return {"host": assumption(f"host, {'decode' if decode else 'prefill'}")}
 
     # Layers -------------------------------------------------------------------------------------------------------------------
 
@@ -224,17 +210,9 @@ class StepModel(StepBasis):
     def parts(self, work: LayersWork, halved: bool = False) -> dict[str, float]:
         """Seconds of layers' parts one after the other. halved: the work is one of two half batches."""
         attention, rank = max((self.attentions(work, rank), rank) for rank in work.ranks)
-        tokens, decode, per_device = work.tokens, work.decode, work.tokens / self.layout.mesh.tp_size
+        tokens, decode = work.tokens, work.decode
         absorbed = decode or (rank.prompts > 0 and self.absorbs(rank.prompts, rank.cached, rank.pairs / rank.prompts))
         parts = {**self._dense(work, rank.cached, absorbed), "attention": attention}
-        whole = self.dry_runs and work.layers == self.config.num_hidden_layers
-        run = nearest(self.dry_runs, decode, per_device) if whole else None
-        if run:
-            if self.layout.mesh.tp_size > 1:
-                parts["tensor-parallel sums"] = tensor_parallel_sums(self.cluster, run, per_device)
-            beyond = excess(self.chip, self.config, run, per_device)
-            if beyond:
-                parts["products beyond the model's own"] = beyond
         moe = work.layers - work.dense
         if moe:
             routed = self.routed(tokens, decode, work.busy, halved)
@@ -354,8 +332,6 @@ class StepModel(StepBasis):
         config = self.config
         heads, rank = config.num_attention_heads // self.layout.mesh.tp_size, config.kv_lora_rank
         prompt, latent = mean_prompt(tokens, read, context), rank + config.qk_rope_head_dim
-        if absorbed and self.absorbs_below:
-            return self.chip.absorbed_prompts(heads, tokens, context, latent, rank)
         if absorbed:
             return self.chip.decode_attention(heads * prompt, tokens / prompt, context, latent, rank)
         widths = config.qk_head_dim + config.v_head_dim
@@ -364,14 +340,12 @@ class StepModel(StepBasis):
     def absorbs(self, tokens: float, read: float, context: float) -> bool:
         """Whether prompts behind cached positions use absorbed attention instead of expanding every cached latent.
 
-        An engine may have a rule (`Engine.absorbs_below`). Otherwise the form that is faster by published kernel times counts, which for a
-        few tokens behind many is the absorbed one; the recipe passes it to the engine. read, context: as in `attention`.
+        The form that is faster by published kernel times counts, which for a few tokens behind many is the absorbed one; the recipe passes
+        it to the engine. read, context: as in `attention`.
         """
         config = self.config
         if read <= 0 or config.index_topk is not None:
             return False
-        if self.absorbs_below:
-            return read < self.absorbs_below
         more = 2 * config.kv_lora_rank + config.qk_rope_head_dim - config.qk_head_dim - config.v_head_dim
         expanded = (config.qk_nope_head_dim + config.v_head_dim) * config.kv_lora_rank
         if tokens * context * more > read * expanded:  # more operations, at no more of them a second

@@ -13,7 +13,6 @@ from typing import Any
 from dsjax.config import ModelConfig
 from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.compiled import DryRun
 from dsjax.plan.engine import Engine
 from dsjax.plan.figure import assumed, assumption
 from dsjax.plan.layout import InstanceLayout
@@ -21,7 +20,6 @@ from dsjax.plan.network import all_reduce, deepep_exchange, exchanged_rows, own_
 from dsjax.plan.operations import H800_SMS
 from dsjax.plan.operator_tables import OperatorTables
 from dsjax.plan.precision import BF16
-from dsjax.plan.program import exchange_run, exchanges, nearest
 from dsjax.plan.skew import Slots
 from dsjax.plan.workload import PlanOptions
 from sharding.dispatch import choose_method
@@ -31,8 +29,7 @@ from sharding.dispatch import choose_method
 class StepBasis:
     """What a step of one instance is priced from. Sizes are of one DP rank, times in seconds.
 
-    dry_runs: compiled programs of this layout; their collectives and products replace the estimates. shared: a dict that all layouts on one
-    cluster share, with prices that they have in common in the current draw.
+    shared: a dict that all layouts on one cluster share, with prices that they have in common in the current draw.
     """
 
     config: ModelConfig
@@ -41,23 +38,20 @@ class StepBasis:
     options: PlanOptions
     overlap: bool = False  # two-batch overlap
     balancing: bool = True  # redundant experts are placed by their load
-    dry_runs: tuple[DryRun, ...] = ()
     shared: dict = field(default_factory=dict, compare=False, repr=False)
     chip: Chip = field(init=False)
     engine: Engine = field(init=False)
     dispatch: str = field(init=False)  # `deepep`, or a method of dsjax
-    absorbs_below: int = field(init=False)  # `Engine.absorbs_below`, 0 on Blackwell
 
     def __post_init__(self):
-        options, engine, blackwell = self.options, self.options.engine, self.cluster.hardware.is_blackwell
-        rate = engine.fp8_rate if blackwell else None
+        options, engine = self.options, self.options.engine
+        rate = engine.fp8_rate if self.cluster.hardware.is_blackwell else None
         tables = self.once(tables_of(options.operators), dict)
         about = self.cluster.hardware, options.precision, options.operators, tables, {}, engine.fp8_mla, rate
         key = ("chip", id(options.operators), engine.fp8_mla, rate)
         object.__setattr__(self, "chip", self.once(key, lambda: Chip(*about)))
         object.__setattr__(self, "engine", engine)
         object.__setattr__(self, "dispatch", options.dispatch)
-        object.__setattr__(self, "absorbs_below", 0 if blackwell else engine.absorbs_below)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return the value of `make`, computed once in a draw for all layouts with the same key."""
@@ -131,10 +125,8 @@ def routed_experts(
     split = mesh.expert_width_shards
     alike = mesh.tp_size if split > 1 or step.dispatch != "deepep" else 1
     group = mesh.num_devices // mesh.expert_copies, step.expert_slots, split, step.places_by_load, alike
-    how = step.layout.fused, step.sums_experts, step.engine.gathers
+    how = step.layout.fused, step.sums_experts
     make = partial(_routed, step, tokens / mesh.tp_size, decode, busy, halved)
-    if step.dry_runs:
-        return make()
     return step.once(("experts", tokens / mesh.tp_size, decode, busy, halved, *group, *how), make)
 
 
@@ -190,13 +182,9 @@ def _exchanges(step: StepBasis, rank_tokens: float, decode: bool, slowest: float
     width, top_k, split = config.hidden_size, config.num_experts_per_tok, mesh.expert_width_shards
     rows = width * step.options.precision.wire, width * BF16
     if step.dispatch != "deepep":
-        return _own(step, rank_tokens, decode, slowest, halved)
+        return _own(step, rank_tokens, slowest, halved)
     if step.sums_experts:
         there = back = 0.0
-    elif step.engine.gathers and mesh.dp_size > 1:
-        # A gather and scattered sums send half of a sum each.
-        size = rank_tokens * mesh.num_devices * width * BF16 * (0.5 if decode else 1.0)
-        there = back = all_reduce(cluster, mesh.num_devices, size)
     elif "etp" in mesh.axes:
         return _ways(step, "even", rank_tokens, slowest, halved, split)
     else:
@@ -219,27 +207,16 @@ def _exchanges(step: StepBasis, rank_tokens: float, decode: bool, slowest: float
     return there, back
 
 
-def _own(step: StepBasis, rank_tokens: float, decode: bool, slowest: float, halved: bool) -> tuple[float, float]:
-    """Both ways of dsjax's own dispatch, and the gather behind it of a replica's tokens, which ``tp`` ranks have in parts until then.
-
-    Where experts are cut alone and a dry run was given, its collectives are among the sums over ``tp`` (`tensor_parallel_sums`).
-    """
-    config, cluster, mesh = step.config, step.cluster, step.layout.mesh
-    ranks, top_k = mesh.num_devices // mesh.expert_copies, config.num_experts_per_tok
-    method = step.own_method(rank_tokens, halved)
-    compiled = nearest(step.dry_runs, decode, rank_tokens) is not None
-    if mesh.ep_size == 1 and compiled:
-        return 0.0, 0.0
-    run = exchange_run(step.dry_runs, decode, method, rank_tokens) if ranks > 1 else None
-    if run:
-        there, back = exchanges(cluster, run, config.num_moe_layers, top_k, ranks, rank_tokens, slowest)
-    elif mesh.ep_size == 1 and ranks == mesh.tp_size > 1:
+def _own(step: StepBasis, rank_tokens: float, slowest: float, halved: bool) -> tuple[float, float]:
+    """Both ways of dsjax's own dispatch, and the gather behind it of a replica's tokens, which ``tp`` ranks have in parts until then."""
+    mesh, method = step.layout.mesh, step.own_method(rank_tokens, halved)
+    if mesh.ep_size == 1 and mesh.num_devices // mesh.expert_copies == mesh.tp_size > 1:
         there, back = (_half_a_sum(step, rank_tokens * row) for row in _wire_rows(step))
     else:
         sharing = 1 if method == "gather" else mesh.expert_width_shards
         there, back = _ways(step, method, rank_tokens, slowest, halved, sharing)
-    if mesh.tp_size > 1 and not compiled:
-        back = back + _half_a_sum(step, rank_tokens * config.hidden_size * BF16)
+    if mesh.tp_size > 1:
+        back = back + _half_a_sum(step, rank_tokens * step.config.hidden_size * BF16)
     return there, back
 
 

@@ -6,13 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError
-from dsjax.fp4.formats import NVFP4
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.engine import PUBLISHED, Engine
@@ -20,6 +19,7 @@ from dsjax.plan.figure import assumed, ends
 from dsjax.plan.measured import Measured
 from dsjax.plan.operator_tables import BUNDLED, OperatorTables
 from dsjax.plan.precision import PRECISIONS, Precision
+from dsjax.plan.rules import refuse
 from dsjax.plan.skew import DEFAULT_SKEW, Skew
 from sharding.mesh import MeshSpec
 
@@ -29,12 +29,6 @@ FADING = ends("acceptance of a further draft")
 _UNSURE = 0.05
 """How far a given acceptance may be off, each way."""
 DISPATCHES = ("deepep", "auto", "gather", "padded", "ragged", "hierarchical")
-
-
-def _refuse(faults: dict[str, Any]) -> None:
-    """Raise `UserError` with the first message whose condition holds."""
-    if message := next((message for message, holds in faults.items() if holds), ""):
-        raise UserError(message)
 
 
 @dataclass(frozen=True)
@@ -123,13 +117,7 @@ class Workload:
         return cls(mixed("input"), mixed("output"), classes=tuple(classes), **others)
 
     def __post_init__(self):
-        if self.concurrency is not None and self.rate is not None:
-            raise UserError("--max-concurrency and --request-rate are both given; give one: the other follows from it")
-        for flag, value in (("--max-concurrency", self.concurrency), ("--request-rate", self.rate)):
-            if value is not None and not 0 < value < math.inf:
-                raise UserError(f"{flag} is {value}, expected a number above 0")
-        if not 0 <= self.prefix_hit < 1:
-            raise UserError(f"--prefix-hit is {self.prefix_hit}, expected a share from 0 to below 1")
+        refuse("workload", o=self)
 
     @property
     def kinds(self) -> tuple[RequestClass, ...]:
@@ -189,7 +177,8 @@ class Pins:
     attention_mesh: MeshSpec | None = None
     expert_mesh: MeshSpec | None = None
 
-    def __bool__(self) -> bool:
+    @property
+    def separated(self) -> bool:
         """Whether anything of a separated service is given."""
         given = (self.prefill_mesh, self.decode_mesh, self.prefill_count, self.decode_count)
         return any(value is not None for value in given)
@@ -222,26 +211,22 @@ class PlanOptions:
     mesh: MeshSpec | None = None  # of every instance; None: searched
     measured: Measured | None = None  # times of modules, taken where they are of a layout
     operators: OperatorTables = BUNDLED
-    host: str = "overlapped"  # with the device's work, or serial
     engine: Engine = PUBLISHED
     pins: Pins = field(default_factory=Pins)
     widest: int | None = None  # most devices of an instance; None: all
     fused: bool = False  # the shared expert is a routed one, with a copy on each device
-    afd: str = "off"  # attention and experts on devices of their own: off, auto (such layouts beside others), on
-    afd_stages: int = 2  # micro-batches that dsjax has in turn then, where that is faster
+    afd_stages: int = 2  # micro-batches with attention and experts apart, where that is faster
     stages: tuple[int, ...] = (1,)  # numbers of pipeline stages that are looked at
 
     def __post_init__(self):
         for flag, given, known in (
-            ("--host-scheduling", [self.host], ("overlapped", "serial")),
             ("--dispatch", [self.dispatch], DISPATCHES),
             ("--two-batch-overlap", [self.overlap], ("auto", "on", "off")),
-            ("--afd", [self.afd], ("off", "auto", "on")),
             ("--mode", self.modes, ("aggregated", "separated")),
         ):
             if not given or not set(given) <= set(known):
                 raise UserError(f"{flag} is {', '.join(given)!r}, expected one of {', '.join(known)}")
-        check_acceptance(self.acceptance, self.drafts)
+        refuse("options", o=self, engine=self.engine)
         for flag, value, least in (
             ("--prefill-instances", self.pins.prefill_count, 1),
             ("--decode-instances", self.pins.decode_count, 1),
@@ -254,28 +239,16 @@ class PlanOptions:
         ):
             if value is not None and value < least:
                 raise UserError(f"{flag} is {value}, expected at least {least}")
-        apart, not_separated = self.afd != "off", self.pins and "separated" not in self.modes
-        unreleased = apart and not self.engine.apart
-        name = self.engine.name + self.engine.of_models
-        of_one_mesh = f"is of one mesh, and --afd {self.afd} looks at two; leave one of the two out"
-        _refuse(
-            {
-                f"--afd {self.afd} is attention and experts on devices of their own, for which {name} has no released option; "
-                "give --engine dsjax, or --engine published for moves as papers have them": unreleased,
-                f"--measured {of_one_mesh}": apart and self.measured,
-                f"--enable-shared-experts-fusion {of_one_mesh}": apart and self.fused,
-                f"--mesh {of_one_mesh}": self.afd == "on" and self.mesh,
-                "--enable-shared-experts-fusion is given with --measured, whose experts were timed without the shared one; leave one of "
-                "them out": self.fused and self.measured,
-                "--prefill-mesh, --decode-mesh, --prefill-instances and --decode-instances are of prefill and decode on instances of "
-                "their own, which --mode aggregated leaves out; give --mode separated, or --mesh for an aggregated service": not_separated,
-            }
-        )
+
+    @property
+    def apart(self) -> bool:
+        """Whether attention and experts are on devices of their own."""
+        return self.pins.attention_mesh is not None
 
     @property
     def possible_modes(self) -> tuple[str, ...]:
         """Those of `modes` that the engine has."""
-        modes = ("separated",) if self.pins else self.modes
+        modes = ("separated",) if self.pins.separated else self.modes
         return tuple(mode for mode in modes if mode != "separated" or self.engine.transfers)
 
     @property
@@ -286,54 +259,14 @@ class PlanOptions:
     def check(self, config: ModelConfig, workload: Workload) -> None:
         """Raise `UserError` where the model has no MTP module for drafts, no positions for the mean request, or the engine lacks it."""
         self.check_launch(config, workload)
-        longest, positions = max(k.input.mean + k.output.mean for k in workload.kinds), config.max_position_embeddings
-        if longest > positions:
-            raise UserError(
-                f"--input and --output are {longest:g} tokens together, but the model has positions for {positions}; give shorter ones"
-            )
+        longest = max(kind.input.mean + kind.output.mean for kind in workload.kinds)
+        refuse("lengths", longest=longest, config=config)
 
     def check_launch(self, config: ModelConfig, workload: Workload) -> None:
         """Raise `UserError` where the engine lacks it, or the model has no MTP module for drafts, or no positions for `--context`."""
-        engine, precision, drafts = self.engine, self.precision, self.drafts
-        name = ("dsjax serve" if engine.name == "dsjax" else engine.name) + engine.of_models
-        separated, most = self.modes == ("separated",) or bool(self.pins), engine.most_drafts or drafts
-        dispatch = self.dispatch == "deepep" and engine.dispatch != "deepep"
-        asked = (
-            ("--mode separated", "does not move caches between instances", separated and not engine.transfers),
-            (
-                "--two-batch-overlap on",
-                "does not overlap two half batches",
-                self.overlap == "on" and not engine.overlaps,
-            ),
-            ("--mtp", "does not draft with the MTP module", drafts and not engine.drafts),
-            (f"--mtp {drafts}", f"drafts at most {most} tokens a step", drafts > most),
-            (
-                "--precision nvfp4 or nvfp4-bf16",
-                "does not load FP4 experts",
-                precision.packed is not None and not engine.fp4,
-            ),
-            ("--precision int8", "does not load block-wise INT8 weights", precision.name == "int8" and not engine.int8),
-            ("an FP8 cache", "has none", precision.cache < 2 and engine.fp8_cache is None),
-            ("--dispatch deepep", "has dispatches of its own", dispatch),
-        )
+        name = ("dsjax serve" if self.engine.name == "dsjax" else self.engine.name) + self.engine.of_models
         change = "change that, or give --engine published for engines that can"
-        positions, context = config.max_position_embeddings, workload.decoding_at or 0
-        only_nvfp4 = precision.packed not in (None, NVFP4) and not engine.widens_fp4
-        fused_and_packed = self.fused and engine.widens_fp4 and precision.packed is not None
-        packed = precision.packed.name if precision.packed else ""
-        _refuse(
-            {
-                f"--precision {packed} or {packed}-bf16 is asked for, but experts of {engine.name} are priced in NVFP4 only; give "
-                "--precision nvfp4 or nvfp4-bf16, or --engine dsjax": only_nvfp4,
-                **{f"{flag} is asked for, but {name} {reason}; {change}": wrong for flag, reason, wrong in asked},
-                f"--enable-shared-experts-fusion makes the shared expert a routed one, which --precision {precision.name} packs into "
-                "four bits, and dsjax serve keeps shared experts in more; leave one of the two out": fused_and_packed,
-                f"--context is {context:g}, but the model has positions for {positions}; give fewer": context
-                > positions,
-                "--mtp is given, but the model has no MTP module (num_nextn_predict_layers is 0); leave it out": drafts
-                and not config.num_nextn_predict_layers,
-            }
-        )
+        refuse("launch", o=self, engine=self.engine, config=config, work=workload, name=name, change=change)
 
 
 def tokens_a_step(acceptance: float | Sequence[float], drafts: int) -> float:
@@ -367,15 +300,3 @@ def read_acceptance(text: str) -> float | tuple[float, ...]:
             "before, such as 0.74,0.48,0.26"
         )
     return shares[0] if len(shares) == 1 else shares
-
-
-def check_acceptance(acceptance: float | Sequence[float], drafts: int) -> None:
-    """Raise `UserError` where it is no share, or has not one for each draft."""
-    if isinstance(acceptance, Sequence):
-        if len(acceptance) != drafts:
-            raise UserError(
-                f"--mtp-acceptance has {len(acceptance)} positions and --mtp {drafts} drafts; give one share for each, or "
-                "that of the first alone"
-            )
-    elif not 0 <= acceptance <= 1:
-        raise UserError(f"--mtp-acceptance is {acceptance}, expected a share from 0 to 1")

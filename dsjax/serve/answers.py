@@ -371,11 +371,7 @@ class CompletionAnswer(Answer):
         return self._serving.engine.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
 
     def _logprobs(
-        self,
-        index: int,
-        output: RequestOutput,
-        scores: list[TokenLogprobs | None] | None,
-        completion: CompletionOutput,
+        self, index: int, output: RequestOutput, scores: list[TokenLogprobs | None] | None, completion: CompletionOutput
     ) -> CompletionLogprobs | None:
         """Those of the completion's tokens, behind the prompt's where they are to be echoed."""
         if completion.logprobs is None:

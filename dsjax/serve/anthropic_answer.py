@@ -1,13 +1,13 @@
 """Anthropic's `/v1/messages`: a chat answer as a message of content blocks, or as the events that build it."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from dsjax.engine.text.outputs import RequestOutput
+from dsjax.engine.text.prompt_encoder import arguments_object
 from dsjax.serve.anthropic_request import MessagesRequest
 from dsjax.serve.chat import RetoldAnswer
 from dsjax.serve.errors import ApiError, anthropic_body
+from dsjax.serve.schemas import ChatChoice
 from dsjax.serve.serving import Serving
 
 Event = dict[str, Any]
@@ -54,7 +54,7 @@ class ContentBlocks:
             return []
         self._is_open = False
         if self.blocks[-1]["type"] == "tool_use":
-            self.blocks[-1]["input"] = _object(self._arguments)
+            self.blocks[-1]["input"] = arguments_object(self._arguments)  # what was cut off is no JSON object
             self._arguments = ""
         return [{"type": "content_block_stop", "index": len(self.blocks) - 1}]
 
@@ -85,18 +85,12 @@ class MessagesAnswer(RetoldAnswer):
         self._chat.first_chunks()
         return [{"type": "message_start", "message": self._built()}]
 
-    def chunks_of(self, prompt_index: int, output: RequestOutput) -> list[Event]:
-        """Give the events of one output.
-
-        Raises:
-            ApiError: the completion failed.
-        """
-        events: list[Event] = []
-        for chunk in self._chat.chunks_of(prompt_index, output, as_events=False):
-            (choice,) = chunk["choices"]
-            events += self._content.push(choice["delta"])
-            self._note_end(choice)
-        return events
+    def _retold(self, choice: ChatChoice) -> list[Event]:
+        if choice["finish_reason"] is not None:
+            self._end["stop_reason"] = _STOP_REASONS[choice["finish_reason"]]
+            if isinstance(choice.get("stop_reason"), str):
+                self._end |= {"stop_reason": "stop_sequence", "stop_sequence": choice["stop_reason"]}
+        return self._content.push(choice["delta"])
 
     def last_chunks(self) -> list[Event]:
         """Close the content, and say how the message ended."""
@@ -106,12 +100,6 @@ class MessagesAnswer(RetoldAnswer):
     def failure(self, error: ApiError) -> Event:
         """Make an event for an error after the stream has begun."""
         return anthropic_body(error)
-
-    def _note_end(self, choice: Mapping[str, Any]) -> None:
-        if choice["finish_reason"] is not None:
-            self._end["stop_reason"] = _STOP_REASONS[choice["finish_reason"]]
-            if isinstance(choice.get("stop_reason"), str):
-                self._end |= {"stop_reason": "stop_sequence", "stop_sequence": choice["stop_reason"]}
 
     def _built(self) -> dict[str, Any]:
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self._model, "container": None}
@@ -132,12 +120,3 @@ class MessagesAnswer(RetoldAnswer):
             "server_tool_use": None,
             "service_tier": "standard",
         }
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """Read a call's arguments; what is no JSON object, because it was cut off, stands under `arguments`."""
-    try:
-        value = json.loads(arguments)
-    except ValueError:
-        value = None
-    return value if isinstance(value, dict) else {"arguments": arguments}

@@ -8,6 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from dsjax.serve import bounds
 from dsjax.serve.chat_fields import ChatRequest, FunctionName, ThinkingSwitch, as_chat, refuse_other_kinds, text_or_list
+from dsjax.serve.errors import THREAD_UNSUPPORTED, ApiError
 from dsjax.serve.sampling_fields import Count, Effort, Name, Stop, StrictModel, for_header
 
 _NEEDED = {
@@ -180,9 +181,13 @@ class MessagesRequest(TokenCountRequest):
     temperature: float | None = 1.0
     top_p: float | None = 1.0
     top_k: Count | None = 0
+    thread: Any = None
 
     def to_chat(self, **more: Any) -> ChatRequest:
         """Make the chat request that means the same. more: its other fields."""
+        if self.thread is not None:
+            reason = "thread: this server keeps nothing between requests; send the whole conversation each time"
+            raise ApiError(400, reason, param="thread", code=THREAD_UNSUPPORTED)
         sampling = {name: getattr(self, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
         return super().to_chat(**sampling, stop=self.stop_sequences, **more)
 

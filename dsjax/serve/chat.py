@@ -267,6 +267,19 @@ class RetoldAnswer(StreamedAnswer):
         self.last_chunks()
         return self._built()
 
+    def chunks_of(self, prompt_index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """Give the events of one output.
+
+        Raises:
+            ApiError: the completion failed.
+        """
+        chunks = self._chat.chunks_of(prompt_index, output, as_events=False)
+        return [event for chunk in chunks for choice in chunk["choices"] for event in self._retold(choice)]
+
+    @abstractmethod
+    def _retold(self, choice: ChatChoice) -> list[dict[str, Any]]:
+        """Give the events of what a chunk adds."""
+
     @abstractmethod
     def _built(self) -> dict[str, Any]:
         """Give the answer as far as it has come."""

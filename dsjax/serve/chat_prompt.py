@@ -12,8 +12,8 @@ from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.errors import UserError
 from dsjax.serve.chat_fields import ChatMessage, PromptFields
 from dsjax.serve.errors import ApiError, to_api_error
-from dsjax.serve.tool_calls import ToolFormat, tool_outputs
-from dsjax.serve.tool_formats import choose_tool_format
+from dsjax.serve.tool_calls import tool_outputs
+from dsjax.serve.tool_formats import CallFormat, choose_tool_format
 
 _RESERVED_VARIABLES = {"messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token"}
 
@@ -32,7 +32,7 @@ class ChatPrompt:
 
 
 def render_prompt(
-    tokenizer: Tokenizer | None, fields: PromptFields, tools: Sequence[Mapping[str, Any]], form: ToolFormat | None
+    tokenizer: Tokenizer | None, fields: PromptFields, tools: Sequence[Mapping[str, Any]], form: CallFormat | None
 ) -> ChatPrompt:
     """Render messages and tools into a prompt, and tokenise it. A long conversation takes long: call it in a thread.
 
@@ -83,7 +83,7 @@ def conversation_prompt(tokenizer: Tokenizer, **fields: Any) -> EncodedPrompt:
         raise UserError(error.message) from error
 
 
-def _messages(messages: Sequence[ChatMessage], has_tool_calls: bool, form: ToolFormat | None) -> list[dict[str, Any]]:
+def _messages(messages: Sequence[ChatMessage], has_tool_calls: bool, form: CallFormat | None) -> list[dict[str, Any]]:
     """Write messages as templates read them. Without a place for tool calls and answers these become text."""
     rendered: list[dict[str, Any]] = []
     for message in messages:
@@ -105,7 +105,7 @@ def _messages(messages: Sequence[ChatMessage], has_tool_calls: bool, form: ToolF
 
 
 def _with_description(
-    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], form: ToolFormat | None
+    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], form: CallFormat | None
 ) -> list[dict[str, Any]]:
     description = _needed(form).describe(tools)
     if messages[0]["role"] == "system":
@@ -113,7 +113,7 @@ def _with_description(
     return [{"role": "system", "content": description}, *messages]
 
 
-def _needed(form: ToolFormat | None) -> ToolFormat:
+def _needed(form: CallFormat | None) -> CallFormat:
     if form is None:
         reason = "this model has no format for tool calls; start the server with --tool-call-parser to give it one"
         raise ApiError(400, reason, param="tools")

@@ -220,8 +220,8 @@ def serve_model(
 def metrics_of(model: "LLM", name: str) -> "Metrics":
     """Make the metrics of a loaded model's work. name: as clients know it."""
     from dsjax.engine.afd.messages import ExpertLinks
+    from dsjax.engine.device.process import device_memory
     from dsjax.serve.metrics import Metrics
-    from dsjax.serve.metrics_parts import device_memory
 
     facts, group = model.facts, getattr(model, "group", None)
     links = lambda: model.parts.core.executor.extension(ExpertLinks)  # noqa: E731

@@ -14,13 +14,12 @@ V4's block is named ``tool_calls``. A parameter with ``string="true"`` is text a
 
 import json
 import re
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.text.detokenizer import find_first, num_undecided
-from dsjax.engine.text.prompt_encoder import DSML, PromptEncoder, V4Encoder, V32Encoder
+from dsjax.engine.text.prompt_encoder import DSML, PromptEncoder, V4Encoder, V32Encoder, json_text
 from dsjax.engine.text.structured import COMPACT_JSON_OPTIONS, JSON_OPTIONS
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.tool_calls import CallParser, MessagePiece, closed_schema, head_rules
@@ -58,7 +57,7 @@ class DsmlFormat:
         compact: bool = False,
         instead: StructuredOutputs | None = None,
     ) -> str:
-        """Write the grammar of calls, as `tool_grammar` does.
+        """Write the grammar of calls, as `ToolFormat.grammar` does.
 
         Each property of a function's schema is a parameter, in the schema's order. A string whose schema says more than its type is written
         as JSON, so that the schema binds. A schema that is more than a list of properties takes all arguments as one JSON object.
@@ -153,10 +152,8 @@ class DsmlParser(CallParser):
         if at < 0:
             return False
         tag = self._take(at + 1)
-        self.num_calls += 1
         self._num_parameters = 0
-        function = {"name": tag.partition('"')[0].strip(), "arguments": ""}
-        self._emit(piece, {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
+        self._begin_call(piece, tag.partition('"')[0].strip())
         self._step = self._body
         if tag.endswith("/>"):
             self._finish_call(piece)
@@ -196,7 +193,7 @@ class DsmlParser(CallParser):
         head = _HEAD.match(self._held[: end[0] if end else len(self._held)])
         if head:
             self._take(head.end())
-            self._add(piece, f"{', ' if self._num_parameters else '{'}{_json(head[1])}: ")
+            self._add(piece, f"{', ' if self._num_parameters else '{'}{json_text(head[1])}: ")
             self._num_parameters += 1
             self._step = self._json_value
             if head[2] == "true":
@@ -209,14 +206,14 @@ class DsmlParser(CallParser):
     def _text_value(self, piece: MessagePiece, finished: bool) -> bool:
         end = find_first(self._held, self._ends)
         text = self._take(end[0] if end else len(self._held) - self._num_undecided(self._ends, finished))
-        self._add(piece, _json(text)[1:-1] + ('"' if end else ""))
+        self._add(piece, json_text(text)[1:-1] + ('"' if end else ""))
         return self._end_value(end)
 
     def _json_value(self, piece: MessagePiece, finished: bool) -> bool:
         end = find_first(self._held, self._ends)
         if end:
             text = self._take(end[0])
-            self._add(piece, text.strip() if _is_json(text) else _json(text))
+            self._add(piece, text.strip() if _is_json(text) else json_text(text))
         elif finished:
             self._add(piece, self._take(len(self._held) - num_undecided(self._held, self._ends)))
         return self._end_value(end)
@@ -234,10 +231,6 @@ class DsmlParser(CallParser):
     def _add(self, piece: MessagePiece, arguments: str) -> None:
         if arguments:
             self._emit(piece, {"function": {"arguments": arguments}})
-
-
-def _json(value: str) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _is_json(text: str) -> bool:

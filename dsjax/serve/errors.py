@@ -17,6 +17,8 @@ _MOST_PROBLEMS = 3
 # A message may quote what the client sent, which may be long.
 _MOST_CHARACTERS = 1000
 _RETRY_SECONDS = 1
+THREAD_UNSUPPORTED = "thread_unsupported_request"
+"""Code by which Anthropic's client knows to send the whole conversation each time."""
 
 
 class ApiError(HTTPException):
@@ -52,6 +54,8 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
     """Make the JSON body of an error as Anthropic's clients read it, who know fewer fields."""
     body = error.body()
     body["error"]["type"] = "api_error" if error.type == "server_error" else error.type
+    if error.code == THREAD_UNSUPPORTED:
+        body["error"]["details"] = {"error_code": error.code, "unsupported": [error.param]}
     return {"type": "error", **body}
 
 

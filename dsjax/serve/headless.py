@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import socket
 import threading
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -23,14 +23,10 @@ from dsjax.hosts.interfaces import read_interfaces
 from dsjax.hosts.links import LinkState
 from dsjax.serve.connections import JsonResponse, affordable_connections, bounded_connections
 from dsjax.serve.guards import OPEN_PATHS, Keys
-from dsjax.serve.metrics_apart import add_expert_link_metrics
 from dsjax.serve.metrics_families import Registry, exposition
-from dsjax.serve.metrics_links import add_link_metrics
-from dsjax.serve.metrics_parts import add_background_metrics, add_memory_metrics, device_memory
+from dsjax.serve.metrics_links import add_expert_link_metrics, add_link_metrics
+from dsjax.serve.metrics_parts import add_background_metrics, add_memory_metrics
 from dsjax.serve.options import ServeOptions
-
-if TYPE_CHECKING:  # it brings JAX in
-    from dsjax.engine.expert_process import ExpertProcess
 
 
 class Probes:
@@ -41,16 +37,28 @@ class Probes:
 
     Attributes:
         phase: what the process is doing; `ready` makes `/ready` say so.
+        work: what does it, once it is there.
     """
 
     title: str
     phase: str
+    work: Any = None
 
     def __init__(self, http: ServeOptions, registry: Registry):
         self._http, self.registry = http, registry
         add_background_metrics(registry)
-        # To ask for devices before they are arranged would start JAX without them.
-        add_memory_metrics(registry, lambda: device_memory() if self.phase in ("warming up", "ready") else ())
+        add_memory_metrics(registry, self._device_memory)
+
+    def _device_memory(self) -> Iterable[tuple[str, int, int]]:
+        if self.phase not in ("warming up", "ready"):
+            return ()  # to ask for devices before they are arranged would start JAX without them
+        from dsjax.engine.device.process import device_memory
+
+        return device_memory()
+
+    def of_work(self, name: str) -> Callable[[], float]:
+        """Make a function that reads a number of `work`, 0 before it is there."""
+        return lambda: 0.0 if self.work is None else float(getattr(self.work, name))
 
     def listen(self, listener: socket.socket) -> str:
         """Answer from now on, in a thread; give the URL."""
@@ -101,9 +109,8 @@ class Headless(Probes):
 
     def __init__(self, options: HostOptions, http: ServeOptions):
         self.options = options
-        self._follower = None
-        super().__init__(http, Registry(process=str(options.process_id)))
-        registry = self.registry
+        registry = Registry(process=str(options.process_id))
+        super().__init__(http, registry)
         for name, documentation, count in (
             ("dsjax_follower_commands", "Commands of process 0 that this process has carried out.", "commands"),
             (
@@ -112,27 +119,24 @@ class Headless(Probes):
                 "steps",
             ),
         ):
-            registry.total(name, documentation, lambda count=count: self._count(count))
+            registry.total(name, documentation, self.of_work(count))
         registry.gauge("dsjax_follower_ready", "1 while this process follows.", lambda: float(self.phase == "ready"))
         add_link_metrics(registry, self._links, read_interfaces)
         add_expert_link_metrics(registry, self._expert_links)
 
-    def _count(self, name: str) -> float:
-        return 0.0 if self._follower is None else float(getattr(self._follower, name))
-
     def _expert_links(self) -> ExpertLinks | None:
         """This process's own links to processes with experts, which it calls for the rows of its devices."""
-        executor = getattr(self._follower, "executor", None)
+        executor = getattr(self.work, "executor", None)
         return None if executor is None else executor.extension(ExpertLinks)
 
     def _links(self) -> Mapping[int, LinkState]:
-        group = getattr(self._follower, "group", None)
+        group = getattr(self.work, "group", None)
         return {} if group is None else group.links.states
 
     @property
     def phase(self) -> str:
         """What this process does."""
-        return "rendezvous" if self._follower is None else self._follower.phase
+        return "rendezvous" if self.work is None else self.work.phase
 
     def serve(self, args: EngineArgs, listener: socket.socket, console: Console) -> None:
         """Join, load, and follow until process 0 ends.
@@ -149,12 +153,10 @@ class Headless(Probes):
         group = join_group(args, self.options)
         from dsjax.engine.elastic.follower import Follower
 
-        self._follower = Follower(group)
-        self._follower.run_with(args)
+        self.work = Follower(group)
+        self.work.run_with(args)
         how = (
-            "the others go on without this process"
-            if self._follower.left
-            else "process 0 has ended; this process ends too"
+            "the others go on without this process" if self.work.left else "process 0 has ended; this process ends too"
         )
         console.print(how, highlight=False)
 
@@ -173,23 +175,16 @@ class HeadlessExperts(Probes):
 
     def __init__(self, http: ServeOptions, rank: int = 0):
         self.phase = "loading"
-        self._process: ExpertProcess | None = None
-        super().__init__(http, Registry(expert_process=str(rank)))
-        registry = self.registry
+        registry = Registry(expert_process=str(rank))
+        super().__init__(http, registry)
         for name, documentation, field in (
             ("calls", "Calls for the experts of a layer that were answered.", "num_calls"),
             ("rows", "Rows of tokens that came with them, without empty cells.", "num_rows"),
         ):
-            registry.total(f"dsjax_experts_{name}", documentation, lambda field=field: self._of_process(field))
-        registry.gauge(
-            "dsjax_experts_connections",
-            "Open connections of attention sides.",
-            lambda: self._of_process("num_connections"),
-        )
+            registry.total(f"dsjax_experts_{name}", documentation, self.of_work(field))
+        connections = self.of_work("num_connections")
+        registry.gauge("dsjax_experts_connections", "Open connections of attention sides.", connections)
         registry.gauge("dsjax_experts_ready", "1 while this process answers.", lambda: float(self.phase == "ready"))
-
-    def _of_process(self, field: str) -> float:
-        return 0.0 if self._process is None else float(getattr(self._process, field))
 
     def serve(self, args: EngineArgs, listener: socket.socket, console: Console) -> None:
         """Load the experts, and answer until the process is told to end.
@@ -202,7 +197,7 @@ class HeadlessExperts(Probes):
         join_group(args, None)  # has devices emulated
         from dsjax.engine.expert_process import load_experts
 
-        self._process = load_experts(args, show_progress=True)
+        self.work = load_experts(args, show_progress=True)
         self.phase = "ready"
         ended = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: ended.set())
@@ -213,4 +208,4 @@ class HeadlessExperts(Probes):
         )
         ended.wait()
         self.phase = "shutting down"
-        self._process.close()
+        self.work.close()

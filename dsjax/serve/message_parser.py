@@ -147,12 +147,7 @@ class ReasoningParser:
 class MessageParser:
     """Splits off the reasoning, then takes tool calls out of the rest; where either is None, text passes it unchanged."""
 
-    def __init__(
-        self,
-        reasoning: ReasoningSplitter | None,
-        tools: ToolCallParser | None,
-        include_reasoning: bool,
-    ):
+    def __init__(self, reasoning: ReasoningSplitter | None, tools: ToolCallParser | None, include_reasoning: bool):
         self._reasoning, self._tools = reasoning, tools
         self._include_reasoning = include_reasoning
 

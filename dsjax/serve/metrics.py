@@ -20,9 +20,8 @@ from dsjax.engine.text.output_processor import error_kind
 from dsjax.engine.text.outputs import RequestOutput
 from dsjax.hosts.interfaces import Interface, read_interfaces
 from dsjax.serve import metrics_parts
-from dsjax.serve.metrics_apart import add_expert_link_metrics
 from dsjax.serve.metrics_families import Counter, Family, Histogram, Labels, Registry, exposition, one_two_five
-from dsjax.serve.metrics_links import Links, add_link_metrics
+from dsjax.serve.metrics_links import Links, add_expert_link_metrics, add_link_metrics
 from dsjax.serve.schemas import HistoryBody
 
 if TYPE_CHECKING:  # it brings JAX in

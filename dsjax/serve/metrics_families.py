@@ -12,6 +12,7 @@ unless told otherwise. A test holds the two equal.
 import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import lru_cache
+from typing import Any
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
@@ -22,6 +23,16 @@ Sample = tuple[str, Labels, float]
 """(what follows the family's name, label values, value). A bucket has one label more than its family: `le`, last."""
 Reading = float | None | Iterable[tuple[Labels, float]]
 """What a gauge shows: one number, None where there is none, or pairs of label values and a number."""
+
+
+def fields_of(records: Callable[[], Iterable[tuple[Labels, Any]]]) -> Callable[[str], Callable[[], Reading]]:
+    """Make a function from a field's name to one that reads it of each record at the scrape. A field that is None has no sample.
+
+    records: those that there are, each with its label values.
+    """
+    return lambda name: (
+        lambda: [(labels, value) for labels, record in records() if (value := getattr(record, name)) is not None]
+    )
 
 
 class Registry(CollectorRegistry):

@@ -1,26 +1,18 @@
-"""Families of metrics about the links between a group's processes, and about the host's network cards."""
+"""Families of metrics about links: between a group's processes, to processes with experts, and the host's network cards."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from dsjax.engine.afd.messages import ExpertLinks
 from dsjax.hosts.interfaces import Interface
 from dsjax.hosts.links import LinkState
-from dsjax.serve.metrics_families import Labels, Reading, Registry
+from dsjax.serve.metrics_families import Labels, Registry, fields_of
 
 Links = Callable[[], Mapping[int, LinkState]]
 
 
 def add_link_metrics(registry: Registry, links: Links, interfaces: Callable[[], Iterable[Interface]]) -> None:
     """Add the states of links to other processes, and the counters of network cards."""
-
-    def of(field: str) -> Callable[[], Reading]:
-        def read() -> Iterator[tuple[Labels, float]]:
-            for process_id, state in links().items():
-                value = getattr(state, field)
-                if value is not None:
-                    yield (str(process_id),), float(value)
-
-        return read
-
+    of = fields_of(lambda: [((str(process_id),), state) for process_id, state in links().items()])
     for name, documentation, field in (
         (
             "round_trip_seconds",
@@ -50,3 +42,28 @@ def add_link_metrics(registry: Registry, links: Links, interfaces: Callable[[], 
         lambda: [((one.name,), one.speed) for one in interfaces()],
         "interface",
     )
+
+
+def add_expert_link_metrics(registry: Registry, links: Callable[[], ExpertLinks | None]) -> None:
+    """Add what the link to each process with experts has done. The label counts the addresses of `--afd-address`.
+
+    links: of now; another side of experts has others. None: there are none, or not yet.
+    """
+    name, label = "dsjax_expert_process", "expert_process"
+    of = fields_of(lambda: [((str(n),), counts) for n, counts in enumerate(getattr(links(), "counts", ()))])
+    for what, documentation, field in (
+        ("connected", "1 while the process with experts is connected.", "connected"),
+        (
+            "last_gap_seconds",
+            "Time from the last end of the connection to the answer of the call that met it.",
+            "last_gap",
+        ),
+    ):
+        registry.gauge(f"{name}_{what}", documentation, of(field), label)
+    for what, documentation, field in (
+        ("losses", "Connections that ended under a call, which was made again.", "losses"),
+        ("calls", "Calls for the experts of a layer that were answered.", "calls"),
+        ("sent_bytes", "Bytes of rows that went to the process.", "sent"),
+        ("received_bytes", "Bytes of answers that came from it.", "received"),
+    ):
+        registry.total(f"{name}_{what}", documentation, of(field), label)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsjax.background import failure_counts
@@ -16,7 +14,7 @@ from dsjax.engine.schedule.rank import RankLoad
 from dsjax.engine.stats import DraftCounts
 from dsjax.engine.tiers.disk_tier import DiskCounts
 from dsjax.engine.transfer.remote_prefill import TransferCounts
-from dsjax.serve.metrics_families import Labels, Reading, Registry
+from dsjax.serve.metrics_families import Labels, Reading, Registry, fields_of
 from sharding.balancing import balancedness_of_ranks
 
 if TYPE_CHECKING:  # they bring JAX in
@@ -57,13 +55,9 @@ class LatestState:
         return self.parts.get("disk")
 
 
-def _field_of(record: Callable[[], Any]) -> Callable[[str], Callable[[], float | None]]:
-    """Return `reader(name)`, which makes a function that reads field `name` of the record at the scrape; None without a record."""
-
-    def field(name: str) -> Callable[[], float | None]:
-        return lambda: None if (there := record()) is None else getattr(there, name)
-
-    return field
+def _only(record: Any | None) -> list[tuple[Labels, Any]]:
+    """Return the record as the only one of a family without labels, or no record."""
+    return [] if record is None else [((), record)]
 
 
 def add_background_metrics(registry: Registry) -> None:
@@ -169,12 +163,8 @@ def add_tier_metrics(registry: Registry, state: LatestState) -> None:
 
 
 def _add_host_metrics(registry: Registry, state: LatestState) -> None:
-    def count(field: str) -> Callable[[], _Samples]:
-        return lambda: [
-            ((str(load.rank),), getattr(load.tiers["host"], field)) for load in state.loads if "host" in load.tiers
-        ]
-
     name = "dsjax_rank_host_pages"
+    count = fields_of(lambda: [((str(load.rank),), load.tiers["host"]) for load in state.loads if "host" in load.tiers])
     registry.gauge(name, "Pages that host memory has room for.", count("usable_pages"), "engine")
     registry.gauge(f"{name}_used", "Pages in host memory.", count("used_pages"), "engine")
     for what, documentation in (
@@ -186,7 +176,7 @@ def _add_host_metrics(registry: Registry, state: LatestState) -> None:
 
 
 def _add_disk_metrics(registry: Registry, state: LatestState) -> None:
-    name, count = "dsjax_disk_pages", _field_of(lambda: state.disk)
+    name, count = "dsjax_disk_pages", fields_of(lambda: _only(state.disk))
     registry.gauge(name, "Pages that the disk has room for.", count("usable_pages"))
     registry.gauge(f"{name}_used", "Pages on the disk.", count("used_pages"))
     registry.gauge(f"{name}_writing", "Pages on their way to the disk.", count("writing"))
@@ -215,7 +205,7 @@ def add_transfer_metrics(registry: Registry, state: LatestState) -> None:
     """Add transfers requested from prefill engines, by outcome."""
 
     counts: Callable[[], TransferCounts | None] = lambda: state.parts.get("transfers")  # noqa: E731
-    count = _field_of(counts)
+    count = fields_of(lambda: _only(counts()))
 
     def landed_bytes() -> float | None:
         return None if (transfers := counts()) is None else transfers.landed * state.page_bytes
@@ -242,30 +232,8 @@ def add_transfer_metrics(registry: Registry, state: LatestState) -> None:
     )
 
 
-def device_memory() -> Iterator[tuple[str, int, int]]:
-    """Yield (device, bytes in use, bytes available to this process) for each device of this process.
-
-    Emulated devices are one device, `host`, whose bytes in use are the process's resident bytes.
-    """
-    import jax
-
-    from dsjax.engine.device.process import available_bytes
-
-    devices = jax.local_devices()
-    if devices[0].platform == "cpu":
-        available = available_bytes()
-        if available is not None:
-            resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            yield "host", resident, resident + available
-        return
-    for device in devices:
-        stats = device.memory_stats() or {}
-        if "bytes_limit" in stats:
-            yield str(device.id), stats["bytes_in_use"], stats["bytes_limit"]
-
-
 def add_memory_metrics(registry: Registry, read: Callable[[], Iterable[tuple[str, int, int]]]) -> None:
-    """Add used and available memory of each device. read: as `device_memory`."""
+    """Add used and available memory of each device. read: as `dsjax.engine.device.process.device_memory`."""
     for name, documentation, place in (
         ("used", "Bytes of a device's memory in use.", 1),
         ("limit", "Bytes that a device has.", 2),
@@ -311,7 +279,7 @@ def add_expert_metrics(registry: Registry, state: LatestState) -> None:
         recorded(lambda counts: _numbered(counts.rows_sent.tolist())),
         "device",
     )
-    count = _field_of(lambda: state.experts)
+    count = fields_of(lambda: _only(state.experts))
     registry.total("dsjax_dispatch_rounds", "Rounds of dispatch, of the layer with most.", count("rounds"))
     registry.total("dsjax_dispatch_bytes", "Bytes that all devices sent to dispatch.", count("dispatch_bytes"))
     registry.gauge(
@@ -337,7 +305,7 @@ def add_balance_metrics(registry: Registry, state: LatestState) -> None:
         ratios = [(("sums",), stats.balancedness), (("layers",), stats.layer_balancedness)]
         return ratios if stats.windows else None
 
-    count = _field_of(lambda: state.parts.get("balance"))
+    count = fields_of(lambda: _only(state.parts.get("balance")))
     for name, documentation, counted in (
         ("windows", "Windows of experts' loads that were read.", "windows"),
         ("rebalances", "Rebalances that were carried out to their end.", "rebalances"),
@@ -424,11 +392,7 @@ def add_generation_metrics(registry: Registry, generations: Generations, parked:
             "Programs of the meshes that may come next that process 0 is to have.",
             lambda: 0 if ahead is None else ahead.total,
         ),
-        (
-            "dsjax_generation_changing",
-            "1 while no step computes, as the mesh is changed.",
-            lambda: generations.busy,
-        ),
+        ("dsjax_generation_changing", "1 while no step computes, as the mesh is changed.", lambda: generations.busy),
     ):
         registry.gauge(name, documentation, lambda value=value: float(value()))
     registry.total(

@@ -6,13 +6,13 @@ from typing import Any
 
 from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.schedule.request import RequestOptions
-from dsjax.engine.text.outputs import RequestOutput
 from dsjax.serve.answers import naming_the_form
 from dsjax.serve.chat import RetoldAnswer
 from dsjax.serve.connections import EventStream, to_json
 from dsjax.serve.errors import ApiError
 from dsjax.serve.guards import new_id
 from dsjax.serve.responses_request import ResponsesRequest
+from dsjax.serve.schemas import ChatChoice
 from dsjax.serve.serving import Serving
 
 Event = dict[str, Any]
@@ -162,18 +162,10 @@ class ResponsesAnswer(RetoldAnswer):
             {"type": kind, "response": shown} for kind in ("response.created", "response.in_progress")
         )
 
-    def chunks_of(self, prompt_index: int, output: RequestOutput) -> list[Event]:
-        """Give the events of one output.
-
-        Raises:
-            ApiError: the completion failed.
-        """
-        events: list[Event] = []
-        for chunk in self._chat.chunks_of(prompt_index, output, as_events=False):
-            (choice,) = chunk["choices"]
-            reasoning_tokens = self._chat.usage()["completion_tokens_details"]["reasoning_tokens"]
-            events += self._items.push(choice["delta"], _logprobs(choice), reasoning_tokens)
-            self._finish_reason = choice["finish_reason"] or self._finish_reason
+    def _retold(self, choice: ChatChoice) -> list[Event]:
+        reasoning_tokens = self._chat.usage()["completion_tokens_details"]["reasoning_tokens"]
+        events = self._items.push(choice["delta"], _logprobs(choice), reasoning_tokens)
+        self._finish_reason = choice["finish_reason"] or self._finish_reason
         return self._numbered(events)
 
     def last_chunks(self) -> list[Event]:

@@ -153,10 +153,20 @@ class GuidedFields(StrictModel):
         Raises:
             ApiError: several are asked for, or one without its content.
         """
-        wanted_forms: list[tuple[str, dict[str, Any]]] = []
-        for name in ("json", "regex", "choice", "grammar"):
-            if (value := getattr(self, f"guided_{name}")) is not None:
-                wanted_forms.append((f"guided_{name}", {name: value}))
+        forms = self._forms()
+        if len(forms) > 1:
+            raise ApiError(400, f"{forms[0][0]} and {forms[1][0]} both ask for a form; give one", param=forms[1][0])
+        return forms[0][1] if forms else None
+
+    def form_field(self) -> str | None:
+        """Name the field that asks for a form where it is not `structured_outputs`."""
+        return next((name for name, _ in self._forms() if name != "structured_outputs"), None)
+
+    def _forms(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return each field that asks for a form, with the form."""
+        names = ("json", "regex", "choice", "grammar")
+        given = ((name, getattr(self, f"guided_{name}")) for name in names)
+        wanted_forms = [(f"guided_{name}", {name: value}) for name, value in given if value is not None]
         if self.structured_outputs is not None:
             given = self.structured_outputs
             forms = {"json": given.json_, "json_object": given.json_object or None, "regex": given.regex}
@@ -168,20 +178,7 @@ class GuidedFields(StrictModel):
             wanted_forms.append(("structured_outputs", chosen))
         if self.response_format is not None and self.response_format.type != "text":
             wanted_forms.append(("response_format", self._response_form(self.response_format)))
-        if len(wanted_forms) > 1:
-            raise ApiError(
-                400,
-                f"{wanted_forms[0][0]} and {wanted_forms[1][0]} both ask for a form; give one",
-                param=wanted_forms[1][0],
-            )
-        return wanted_forms[0][1] if wanted_forms else None
-
-    def form_field(self) -> str | None:
-        """Name the field that asks for a form where it is not `structured_outputs`."""
-        if self.response_format is not None and self.response_format.type != "text":
-            return "response_format"
-        names = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-        return next((name for name in names if getattr(self, name) is not None), None)
+        return wanted_forms
 
     @staticmethod
     def _response_form(given: ResponseFormat) -> dict[str, Any]:
@@ -254,11 +251,7 @@ class SamplingFields(DrawFields, GuidedFields, OpenAIFields):
             raise ApiError(400, "prompt_logprobs is only for stream=false", param="prompt_logprobs")
 
     def sampling_params(
-        self,
-        *,
-        form: dict[str, Any] | None = None,
-        form_after: int | None = None,
-        **given: Any,
+        self, *, form: dict[str, Any] | None = None, form_after: int | None = None, **given: Any
     ) -> SamplingParams:
         """Make the engine's parameters. A field that is null stands for the engine's default, as with OpenAI.
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dsjax.engine.async_engine import ThreadedEngine
 from dsjax.engine.contract.executor import ExpertCounts
@@ -14,6 +14,7 @@ from dsjax.engine.core import EngineCore
 from dsjax.engine.request_streams import OutputStream, RequestStreams
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.serve.errors import ApiError
+from dsjax.serve.front_ends.link import Links
 from dsjax.serve.message_parser import ReasoningParser
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
@@ -53,10 +54,7 @@ class QueueGate:
 
     @contextmanager
     def through(
-        self,
-        prompts: Sequence[str | Sequence[int]],
-        completions: int,
-        reject: Callable[[str, ApiError], ApiError],
+        self, prompts: Sequence[str | Sequence[int]], completions: int, reject: Callable[[str, ApiError], ApiError]
     ) -> Iterator[None]:
         """Let a request in, or raise. Inside the block it is tokenised and submitted; from then on the engine counts it.
 
@@ -102,16 +100,6 @@ def queue_full(reason: str) -> ApiError:
     return ApiError(429, message, type="rate_limit_error", code=QUEUE_FULL, retry_after=_RETRY_SECONDS)
 
 
-class ClientProcesses(Protocol):
-    """The processes that speak to clients, seen from the engine's."""
-
-    async def abort(self, request_id: str | None) -> int:
-        """End the requests of an id, or all, wherever they are; give how many there were."""
-
-    async def gather(self) -> None:
-        """Ask all for their counters."""
-
-
 @dataclass
 class Serving:
     """What every endpoint needs. The first of `model_names` is used where a request gives none.
@@ -134,7 +122,7 @@ class Serving:
     metrics: Metrics | None = None
     orders_by_priority: bool = False
     phase: Phase = Phase.READY
-    front_ends: ClientProcesses | None = None
+    front_ends: Links | None = None
     on_phase: Callable[[Phase], None] = lambda phase: None
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -8,14 +8,13 @@ from typing import Any
 from rich import box
 from rich.console import Console, Group
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from dsjax.engine.contract import executor
 from dsjax.engine.engine import ENGINE_END
 from dsjax.engine.setup.facts import EngineFacts
-from dsjax.progress import Tenths
+from dsjax.progress import counting
 
 _MOST_ROWS = 4
 _MOST_COLUMNS = 16
@@ -141,34 +140,19 @@ def _bytes_table(facts: EngineFacts) -> Table:
 @contextlib.contextmanager
 def warm_up_bar(console: Console) -> Iterator[executor.Progress]:
     """Show the progress of `LLMEngine.warm_up` for each engine: a bar in a terminal, else a line at each tenth."""
-    if not console.is_terminal:
-        yield _Lines(console).report
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("compiling", total=None)
+    engine, report = None, None
+    with contextlib.ExitStack() as shown:
 
         def progress(done: int, total: int, label: str) -> None:
-            bar.update(task, completed=done, total=total, description=f"compiling {label}")
+            nonlocal engine, report
+            name, _, shape = label.rpartition(ENGINE_END)
+            if report is None or name != engine:
+                shown.close()
+                title = f"compiling shapes of {name}" if name else "compiling shapes"
+                engine, report = name, shown.enter_context(counting(console, True, title, total))
+            report(done, shape)
 
         yield progress
-
-
-class _Lines:
-    """Prints a line at each tenth of an engine's warm-up."""
-
-    def __init__(self, console: Console):
-        self._console = console
-        self._engine: str | None = None
-
-    def report(self, done: int, total: int, label: str) -> None:
-        """Note an engine's progress (`executor.Progress`)."""
-        engine = label.rpartition(ENGINE_END)[0]
-        if engine != self._engine:
-            self._engine = engine
-            title = f"compiling shapes of {engine}" if engine else "compiling shapes"
-            self._tenths = Tenths(title, total, lambda line: self._console.print(line, highlight=False))
-        self._tenths.reach(done)
 
 
 def show_url(console: Console, url: str, names: tuple[str, ...]) -> None:

@@ -1,7 +1,6 @@
 """DeepSeek's tool calls: how they are written, the grammar of an answer that must be some, and their parser.
 
-`ToolFormat` writes calls and tells a prompt of the tools; `tool_grammar` is in the Lark dialect of llguidance;
-`ToolCallParser` takes calls out of text that comes in pieces.
+`ToolFormat` writes calls, tells a prompt of the tools, and has the grammar; `ToolCallParser` takes calls out of text that comes in pieces.
 """
 
 import json
@@ -67,9 +66,9 @@ class ToolFormat:
         return self.calls_begin + self.between_calls.join(texts) + self.calls_end
 
     def identified(self, written: str) -> tuple[str, str]:
-        """Return the id and the name of a call that is headed so."""
+        """Return the name of a call that is headed so, and its id, empty where the model writes none."""
         match = re.fullmatch(r"(?:functions\.)?(.+):\d+", written) if self.numbers_calls else None
-        return (written, match[1]) if match else (f"call_{uuid.uuid4().hex[:24]}", written)
+        return (match[1], written) if match else (written, "")
 
     def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """Write what the system message says of the functions, for templates that do not say it themselves."""
@@ -82,9 +81,43 @@ class ToolFormat:
         lines += [f"To call tools, write exactly this, with JSON arguments as above: {example}"]
         return "\n".join(lines)
 
-    def grammar(self, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, **options: Any) -> str:
-        """Write the grammar of calls: see `tool_grammar`, which has the options."""
-        return tool_grammar(self, tools, tokenizer, **options)
+    def grammar(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        tokenizer: Tokenizer,
+        *,
+        several: bool,
+        compact: bool = False,
+        instead: StructuredOutputs | None = None,
+    ) -> str:
+        """Write the grammar of one call, or with `several` of one or more, to any of the tools, with arguments that fit its schema.
+
+        It is in the Lark dialect of llguidance. Markers are written as token numbers where the model has them as tokens, so that the model
+        cannot spell them in letters.
+
+        Args:
+            compact: arguments have no blanks between JSON's parts.
+            instead: the form of an answer without calls, which may come instead.
+        """
+        options = COMPACT_JSON_OPTIONS if compact else JSON_OPTIONS
+        between = f"{json.dumps(self.between_calls)} " if self.between_calls else ""
+        calls = f"call ({between}call)*" if several else "call"
+        begin, end = _marker(self.calls_begin, tokenizer), _marker(self.calls_end, tokenizer)
+        rules = head_rules(f"{begin} {calls} {end}", len(tools), instead)
+        before, name_end, after = (
+            _texts(text, self, tokenizer) for text in (self.before_name, self.after_name, self.after_arguments)
+        )
+        name_end = ['":" /[0-9]+/', *name_end] if self.numbers_calls else name_end
+        for index, tool in enumerate(tools):
+            function = tool["function"]
+            parts = [_marker(self.call_begin, tokenizer), *before, json.dumps(function["name"]), *name_end]
+            parts += [f"arguments_{index}", *after, _marker(self.call_end, tokenizer)]
+            schema = closed_schema({"type": "object", "properties": {}} | (function.get("parameters") or {}))
+            rules += [
+                f"call_{index}: {' '.join(parts)}",
+                f"arguments_{index}: %json {json.dumps(schema | {'x-guidance': options})}",
+            ]
+        return "\n".join(rules) + "\n"
 
     def parser(self, most: int) -> "ToolCallParser":
         """Return a parser of one answer, which gives so many calls at most."""
@@ -120,44 +153,6 @@ FORMATS = {
 def tool_outputs(contents: Sequence[str]) -> str:
     """Write answers of tools as text, for templates that have no place for them."""
     return _OUTPUTS_BEGIN + "".join(f"{_OUTPUT_BEGIN}{each}{OUTPUT_END}" for each in contents) + OUTPUTS_END
-
-
-def tool_grammar(
-    form: ToolFormat,
-    tools: Sequence[Mapping[str, Any]],
-    tokenizer: Tokenizer,
-    *,
-    several: bool,
-    compact: bool = False,
-    instead: StructuredOutputs | None = None,
-) -> str:
-    """Write the grammar of one call, or with `several` of one or more, to any of the tools, with arguments that fit its schema.
-
-    Markers are written as token numbers where the model has them as tokens, so that the model cannot spell them in letters.
-
-    Args:
-        compact: arguments have no blanks between JSON's parts.
-        instead: the form of an answer without calls, which may come instead.
-    """
-    options = COMPACT_JSON_OPTIONS if compact else JSON_OPTIONS
-    between = f"{json.dumps(form.between_calls)} " if form.between_calls else ""
-    calls = f"call ({between}call)*" if several else "call"
-    begin, end = _marker(form.calls_begin, tokenizer), _marker(form.calls_end, tokenizer)
-    rules = head_rules(f"{begin} {calls} {end}", len(tools), instead)
-    before, name_end, after = (
-        _texts(text, form, tokenizer) for text in (form.before_name, form.after_name, form.after_arguments)
-    )
-    name_end = ['":" /[0-9]+/', *name_end] if form.numbers_calls else name_end
-    for index, tool in enumerate(tools):
-        function = tool["function"]
-        parts = [_marker(form.call_begin, tokenizer), *before, json.dumps(function["name"]), *name_end]
-        parts += [f"arguments_{index}", *after, _marker(form.call_end, tokenizer)]
-        schema = closed_schema({"type": "object", "properties": {}} | (function.get("parameters") or {}))
-        rules += [
-            f"call_{index}: {' '.join(parts)}",
-            f"arguments_{index}: %json {json.dumps(schema | {'x-guidance': options})}",
-        ]
-    return "\n".join(rules) + "\n"
 
 
 def head_rules(start: str, count: int, instead: StructuredOutputs | None) -> list[str]:
@@ -263,6 +258,12 @@ class CallParser(ABC):
     def _num_undecided(self, markers: Sequence[str], finished: bool) -> int:
         return 0 if finished else num_undecided(self._held, markers)
 
+    def _begin_call(self, piece: MessagePiece, name: str, call_id: str = "") -> None:
+        """Give the head of the next call. call_id: that of the model's own, if it writes one."""
+        self.num_calls += 1
+        head = {"id": call_id or f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+        self._emit(piece, {**head, "function": {"name": name, "arguments": ""}})
+
     def _emit(self, piece: MessagePiece, delta: dict[str, Any]) -> None:
         index = self.num_calls - 1
         if piece.tool_calls and piece.tool_calls[-1]["index"] == index:
@@ -326,11 +327,9 @@ class ToolCallParser(CallParser):
         if head.end() == len(text) and not (end or finished):
             return False
         self._take(head.end())
-        self.num_calls += 1
         self._has_arguments = False
         self._step = self._arguments
-        call_id, name = self._form.identified(head[1].strip())
-        self._emit(piece, {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
+        self._begin_call(piece, *self._form.identified(head[1].strip()))
         return True
 
     def _arguments(self, piece: MessagePiece, finished: bool) -> bool:

@@ -4,10 +4,12 @@ from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.dsml import DSML_FORMATS, DsmlFormat
 from dsjax.serve.tool_calls import FORMATS, SEPARATOR, ToolFormat
 
-TOOL_FORMATS: dict[str, ToolFormat | DsmlFormat] = FORMATS | DSML_FORMATS
+CallFormat = ToolFormat | DsmlFormat
+"""How a model writes calls: both kinds have a name, openings and markers, `calls`, `describe`, `grammar` and `parser`."""
+TOOL_FORMATS: dict[str, CallFormat] = FORMATS | DSML_FORMATS
 
 
-def choose_tool_format(name: str, tokenizer: Tokenizer | None) -> ToolFormat | DsmlFormat | None:
+def choose_tool_format(name: str, tokenizer: Tokenizer | None) -> CallFormat | None:
     """Return the format of this name; None for `none`, and for a model without tokenizer.
 
     `auto` takes the format that the model's template or prompt encoder writes, or else V3.1's where the model has its separator as a token.

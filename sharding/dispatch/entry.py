@@ -1,4 +1,4 @@
-"""``dispatch`` and ``Exchange``, its parts: they open ``shard_map`` and hand a rank's tokens to the chosen method."""
+"""``dispatch``, and its parts as an ``Exchange``: they open ``shard_map`` and hand each rank's tokens to the chosen method."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def dispatch(
         ``out[n] = sum_k weights[n, k] * Expert_{ids[n, k]}(rows[n])``, ids local and -1 for none; a partial sum over
         the width where that is split. Rows may come as ``PackedRows``: read them by ``rows.take(indices, axis=0)``.
     experts: physical experts over all ranks; None: the leading dimension of every leaf of ``params``.
-    home: whether each rank holds one expert more, behind its physical ones, that its own tokens all use, with weight 1: no row
-        leaves its rank for it. ``experts`` does not count it, nor does the report. A token without any slot does not use it.
+    home: whether each rank holds one more expert, behind its physical ones, which all of its own tokens use with weight 1, so that no
+        row is sent for it (a fused shared expert). ``experts`` and the report do not count it. Tokens without any slot do not use it.
 
     Returns ``y_TD`` in x's dtype, sharded over ``spec.token_axes``; and with ``config.report`` a dict of int32 counts, one
     row per rank in the order of ``spec.token_axes`` (``DispatchStatistics.of`` reads it), else None:
@@ -84,14 +84,14 @@ class ExpertsOfMesh(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """One dispatch of so many tokens, in parts: ``dispatch`` is ``begin``, ``compute`` and ``finish``, one after the other.
+    """One dispatch in parts: ``dispatch`` runs ``begin``, ``compute`` and ``finish``.
 
-    ``begin`` is ``prepare``, ``send`` and ``relay``; ``finish`` is ``answer``, ``relay_back`` and ``add``. ``send`` and ``answer`` hold the
-    collectives that carry rows, and nothing else. So do ``relay`` and ``relay_back`` where the way has two stages (``relays``), with what
-    orders the rows between the two; elsewhere they do nothing. Between two parts lies a ``Transit`` whose arrays have a leading axis for
-    the rank, over ``spec.token_axes``.
+    ``begin`` is ``prepare``, ``send`` and ``relay``; ``finish`` is ``answer``, ``relay_back`` and ``add``. ``send`` and ``answer`` are only
+    the collectives that carry rows. ``relay`` and ``relay_back`` are the second stage's collectives, and the reordering of rows between
+    the stages; without a second stage (``relays``) they do nothing. Each part passes a ``Transit`` to the next, whose arrays have a
+    leading axis for the rank, over ``spec.token_axes``.
 
-    tokens: of the whole step; the rest is as in ``dispatch``. Make it with ``Exchange.of``.
+    tokens: number of tokens of the whole step; the other fields are as in ``dispatch``. Make it with ``Exchange.of``.
     """
 
     spec: MeshSpec
@@ -106,7 +106,7 @@ class Exchange:
     def of(
         cls, spec: MeshSpec, mesh: Mesh, config: DispatchConfig, x_TD, slots_TK, experts: int, home: bool = False
     ) -> Exchange:
-        """The exchange of tokens of these shapes. Arguments and errors are ``dispatch``'s."""
+        """Make the exchange for arrays of these shapes. Arguments and errors as of ``dispatch``."""
         tokens, top_k = slots_TK.shape
         if tokens % spec.dp_size:
             raise MeshError(
@@ -123,33 +123,33 @@ class Exchange:
         return cls(spec, mesh, config, group, method, tokens, home)
 
     def begin(self, x_TD: Float[Array, "T D"], slots_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"]) -> Transit:
-        """Send the tokens: ``compute`` takes what it gives."""
+        """Send the tokens to the ranks of their experts; ``compute`` takes the result."""
         return self.relay(self.send(self.prepare(x_TD, slots_TK, weights_TK)))
 
     def prepare(
         self, x_TD: Float[Array, "T D"], slots_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"]
     ) -> Transit:
-        """Pack the tokens for their ways."""
+        """Pack the tokens for sending."""
         pad = partial(pad_per_dp_rank, dp=self._dp_ranks, multiple=self.spec.tp_size)
         inputs = pad(x_TD, fill=0), pad(slots_TK, fill=-1), pad(weights_TK.astype(jnp.float32), fill=0)
         run = self._on_ranks(lambda *inputs: _stacked(self.method.prepare(*inputs)), (self._over_ranks,) * 3)
         return run(*inputs)
 
     def send(self, transit: Transit) -> Transit:
-        """Exchange what ``prepare`` packed."""
+        """Exchange the packed rows."""
         return self._travel(self.method.send, transit)
 
     @property
     def relays(self) -> bool:
-        """Whether rows go by way of another rank, so that ``relay`` and ``relay_back`` have something to do."""
+        """Whether rows travel in two stages, through a forwarding rank."""
         return self.method.relays
 
     def relay(self, transit: Transit) -> Transit:
-        """Exchange what arrived at the ranks that pass it on."""
+        """Forward the rows from the ranks between the two stages."""
         return self._travel(self.method.relay, transit) if self.relays else transit
 
     def compute(self, transit: Transit, experts: ExpertsOfMesh) -> Transit:
-        """Apply the experts to what arrived."""
+        """Apply the experts to the rows that arrived."""
 
         def on_rank(transit: Transit, params: Any) -> Transit:
             return _stacked(self.method.compute(_own(transit), self._experts(experts, params)))
@@ -157,19 +157,19 @@ class Exchange:
         return self._on_ranks(on_rank, (self._over_ranks, experts.param_specs))(transit, experts.params)
 
     def finish(self, transit: Transit, experts: ExpertsOfMesh) -> tuple[Float[Array, "T D"], Counts | None]:
-        """Bring back what the experts gave, and add it up: what ``dispatch`` returns."""
+        """Return the experts' results to their tokens and add them up; returns what ``dispatch`` returns."""
         return self.add(self.relay_back(self.answer(transit)), experts)
 
     def answer(self, transit: Transit) -> Transit:
-        """Exchange what the experts gave."""
+        """Exchange the experts' results."""
         return self._travel(self.method.answer, transit)
 
     def relay_back(self, transit: Transit) -> Transit:
-        """Exchange what came back to the ranks that passed it on."""
+        """Forward the results from the ranks between the two stages."""
         return self._travel(self.method.relay_back, transit) if self.relays else transit
 
     def add(self, transit: Transit, experts: ExpertsOfMesh) -> tuple[Float[Array, "T D"], Counts | None]:
-        """Add what came back, and what comes in further rounds."""
+        """Add the returned results, after any further rounds."""
 
         def on_rank(transit: Transit, params: Any) -> tuple[jax.Array, Counts]:
             y_TD, counts = self.method.add(_own(transit), self._experts(experts, params))
@@ -185,7 +185,7 @@ class Exchange:
 
     @property
     def _dp_ranks(self) -> int:
-        """How many DP ranks' tokens the arrays at hand have: inside a rank's region its own alone."""
+        """Number of DP ranks whose tokens the arrays hold: 1 inside ``on_one_rank``."""
         return 1 if on_one_rank() else self.spec.dp_size
 
     def _experts(self, experts: ExpertsOfMesh, params: Any) -> RankExperts:
@@ -202,7 +202,7 @@ class Exchange:
 def further_together(exchanges: Sequence[tuple[Exchange, Transit, ExpertsOfMesh]]) -> list[Transit]:
     """Run the rounds after the first of several exchanges with the same experts, in one loop, between ``compute`` and ``add``.
 
-    ``add`` then runs none, so that it holds no collective. Gives the transits as they came where one round is always enough.
+    ``add`` then runs no round and holds no collective. Returns the transits unchanged if one round is always enough.
     """
     first, _, experts = exchanges[0]
 
@@ -228,11 +228,11 @@ def _own(tree: Any) -> Any:
 
 
 METHODS: dict[str, type[Method]] = {kind.name: kind for kind in (Gather, Padded, Ragged, Hierarchical)}
-"""What ``DispatchConfig.method`` can name. A class of another method can be given in its place."""
+"""Names for ``DispatchConfig.method``, which also takes a class."""
 
 
 def exchange_plan(config: DispatchConfig, tokens: int, top_k: int, group: ExpertGroup) -> ExchangePlan:
-    """What ``config`` means for a rank's ``tokens``, each of which has ``top_k`` choices."""
+    """Resolve ``config`` for a rank's ``tokens``, each with ``top_k`` choices."""
     chunk = min(tokens, config.chunk_tokens or tokens)
     chunks = -(-tokens // chunk)
     chunk = -(-tokens // chunks)  # even chunks, so that the padding is less than one row a chunk
@@ -272,9 +272,9 @@ def exchange_plan(config: DispatchConfig, tokens: int, top_k: int, group: Expert
 def resolved_method(
     spec: MeshSpec, config: DispatchConfig, *, tokens: int, top_k: int, experts: int, platform: str
 ) -> str:
-    """What ``dispatch`` does where a DP rank has ``tokens`` tokens: a method's name, ``local`` or ``memory``.
+    """Return the method that ``dispatch`` uses for ``tokens`` tokens of a DP rank: a method's name, ``local`` or ``memory``.
 
-    ``local`` is said of a mesh where one device holds all experts, so that nothing is sent, whatever ``config`` asks for.
+    ``local``: one device holds all experts, so nothing is sent, whatever ``config`` asks for.
 
     Args:
         top_k: experts that a token uses.
@@ -286,14 +286,14 @@ def resolved_method(
 
 
 def group_of(spec: MeshSpec, config: DispatchConfig, experts: int, platform: str) -> ExpertGroup:
-    """The group of ranks that exchange. Arguments as of ``resolved_method``."""
+    """Return the group of ranks that exchange rows. Arguments as of ``resolved_method``."""
     return ExpertGroup.of(spec, experts, platform, config.by_choice, config.in_memory, config.devices_per_host)
 
 
 def _method(
     group: ExpertGroup, config: DispatchConfig, home: bool, tokens: int, top_k: int, width: int, dtype: jnp.dtype
 ) -> Method:
-    """How a rank's ``tokens`` tokens of ``width`` are exchanged."""
+    """Make the method that exchanges a rank's ``tokens`` tokens of ``width`` values."""
     plan = exchange_plan(config, tokens, top_k, group)
     wire = WireFormat(width, plan.choices, dtype, config.wire == "fp8")
     by_choice = config.by_choice and plan.kind is not Alone

@@ -33,17 +33,17 @@ def one_kind(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Two instances, each with attention on a host and experts on one."""
+    words = "--attention-mesh dp=8 --expert-mesh ep=8"
+    return planned(tmp_path_factory.mktemp("two") / "mine", words)
+
+
+@pytest.fixture(scope="module")
 def group(tmp_path_factory):
     """One instance: attention on two hosts of eight devices, experts on two."""
     folder = tmp_path_factory.mktemp("group") / "mine"
     return planned(folder, "--attention-mesh dp=16 --expert-mesh ep=16")
-
-
-@pytest.fixture(scope="module")
-def two_kinds(tmp_path_factory):
-    """Two instances, with experts on another kind of hosts."""
-    beside = "--engine published --expert-device h20 --expert-hosts 4"
-    return planned(tmp_path_factory.mktemp("two") / "mine", f"{ON_ONE_HOST} {beside}")
 
 
 def read(pod: dict, labels: dict[str, str]) -> tuple[EngineArgs, dict]:
@@ -84,7 +84,7 @@ def groups_of(found):
         yield attention, server, experts
 
 
-@pytest.mark.parametrize(("plan", "instances"), [("one_kind", 1), ("group", 1), ("two_kinds", 2)])
+@pytest.mark.parametrize(("plan", "instances"), [("one_kind", 1), ("group", 1), ("two", 2)])
 def test_each_attention_process_calls_the_pods_of_its_group_at_the_names_and_ranks_that_they_keep(
     plan, instances, request
 ):
@@ -135,15 +135,6 @@ def test_pods_with_experts_are_fenced_restricted_have_their_keys_and_are_scraped
     probes = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
     assert probes == {"startupProbe": "/health", "livenessProbe": "/health", "readinessProbe": "/ready"}
     assert set(probes.values()) <= OPEN_PATHS
-
-
-def test_nodes_of_two_kinds_are_told_apart(one_kind, two_kinds):
-    def selectors(found):
-        pods = [template_of(found["LeaderWorkerSet"][0]), *(one["spec"]["template"] for one in found["StatefulSet"])]
-        return [pod["spec"].get("nodeSelector") for pod in pods]
-
-    assert selectors(one_kind) == [None, None]
-    assert selectors(two_kinds) == [{"dsjax-device": "h200"}, {"dsjax-device": "h20"}, {"dsjax-device": "h20"}]
 
 
 def test_both_sides_on_one_host_are_one_process(tmp_path):

@@ -12,16 +12,18 @@ import numpy as np
 import pytest
 import zmq
 from fuzz_ports import MEMBERS, STRANGERS, Fuzzer, UnderWay, greeting, mechanism_of, ports_of
-from links_in_threads import CREDENTIALS, links_of
+from group_in_threads import close_groups
+from links_in_threads import links_of
 
 from dsjax.addresses import split_address
 from dsjax.messaging import Credentials, Endpoint, Link, LinkListener
 from dsjax.messaging.broadcast import BroadcastLog, LogReader
-from dsjax.messaging.cluster_key import ClusterKey
+from dsjax.messaging.cluster_key import ClusterKey, local_credentials
 from dsjax.messaging.curve import ROLES
 
 pytestmark = pytest.mark.slow
 
+CREDENTIALS = local_credentials()
 CASES = 150
 SECONDS = 20.0
 
@@ -116,7 +118,7 @@ def test_stages_go_on_whatever_strangers_and_other_members_say(ends):
     first, last = links_of([0, 1])
     ports = [split_address(end.address) for end in ends]
     found = [address for address in ports_of(os.getpid()) if address not in ports]
-    assert len(found) == 4, "an endpoint and a link of each"
+    assert len(found) == 5, "an endpoint and a link of each, and the log of process 0"
     with contextlib.closing(first), contextlib.closing(last):
         for host, port in found:
             assert wrong_at(f"{host}:{port}") == []
@@ -125,6 +127,7 @@ def test_stages_go_on_whatever_strangers_and_other_members_say(ends):
         np.testing.assert_array_equal(last.arriving(lambda array: array).popleft(), hidden)
         last.publish(lambda: hidden)
         np.testing.assert_array_equal(first.hear(0), hidden)
+    close_groups()
 
 
 def test_the_fuzz_finds_a_port_that_answers_strangers_or_keeps_them_or_lets_no_member_in(ends, monkeypatch):

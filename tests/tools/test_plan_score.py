@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from dsjax.plan.calibration import HOST, LEAST, RATE, blind_predictions
+from dsjax.plan.calibration import HOST, LEAST, RATE, TPOT, blind_predictions
 from tools import plan_score
-from tools.plan_score import Score, by_older_rounds, groups, interval_score, read, table
+from tools.plan_score import Score, by_device, by_older_rounds, groups, interval_score, read, table
 
 COLUMNS = "round,run,kind,distance,predicted,low,high,measured"
 
@@ -48,6 +48,18 @@ def test_an_interval_score_is_the_width_and_twenty_times_the_miss():
     assert interval_score(1.0, (0.5, 2.0)) == pytest.approx(math.log(4))
     assert interval_score(4.0, (0.5, 2.0)) == pytest.approx(math.log(4) + 20 * math.log(2))
     assert interval_score(0.25, (0.5, 2.0)) == pytest.approx(math.log(4) + 20 * math.log(2))
+
+
+def test_tpot_is_scored_by_device_and_weights_where_there_are_enough_predictions(tmp_path):
+    lines = [f"{COLUMNS},device,weights"]
+    lines += [f"first,A{n},{TPOT},{HOST},90,80,100,100,b200,fp4" for n in range(3)]
+    lines += [f"first,B,{TPOT},{HOST},50,40,60,100,b200,fp8", f"first,C,{RATE},{HOST},50,40,60,100,b200,fp4"]
+    path = tmp_path / "blind.csv"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    rows = {name: len(list(filter(holds, read(path)))) for name, holds in by_device(read(path)).items()}
+    assert rows == {f"TPOT, B200 in FP4, {HOST}": 3, f"TPOT, B200 in FP8, {HOST}": 1}
+    assert list(by_device(read(path), least=2)) == [f"TPOT, B200 in FP4, {HOST}"]
+    assert f"| TPOT, B200 in FP4, {HOST} | 3 | 10.0% | -10.0% | – | – | – |" in table(read(path)).splitlines()
 
 
 def test_every_committed_prediction_is_in_a_round_and_a_kind_and_has_not_changed():

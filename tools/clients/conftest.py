@@ -3,13 +3,7 @@
 pip install -e '.[test,clients]' && python -m pytest -n 0 -rx tools/clients
 """
 
-import sys
-from pathlib import Path
-
 import pytest
-
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("", "dsjax/engine", "dsjax/serve")]
 
 MODELS = ("deepseek-r1", "claude-3-5")
 """Names by which suites know that the model reasons."""

@@ -8,11 +8,16 @@ import contextlib
 import functools
 import json
 import re
+import sys
+import threading
 import unittest.mock
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path[:0] = [str(Path(__file__).parents[2] / "tests" / folder) for folder in ("", "dsjax/engine", "dsjax/serve")]
 from live_server import LiveServer
 from scripted_executor import ScriptedExecutor, tool_tokenizer
 
@@ -25,6 +30,8 @@ TEMPLATE = (
     "{# messages have a place for tool_calls #}<｜Assistant｜>{{ '<think>' if thinking | default(true) else '</think>' }}"
 )
 THOUGHT = "Let me see.\n</think>"
+MAX_DEPTH, FAR_INSIDE = 40, 8
+"""Depths of a schema: where nothing more is made, and where nothing optional is."""
 _SHORTEST = ['"', "}", "]", ",", ":", "1", "t"]
 """Texts of tokens, those first that soon end a JSON value."""
 
@@ -125,34 +132,53 @@ def _schemas(text: str) -> list[dict[str, Any]]:
     return found
 
 
-def instance(schema: dict[str, Any], text: str, root: dict[str, Any]) -> Any:
+def instance(schema: Any, text: str, root: dict[str, Any], depth: int = 0) -> Any:
     """Make a value of a JSON schema, of numbers and quoted words in the text where it has some.
 
-    root: the schema that references are resolved in.
+    root: the schema that references are resolved in. depth: of schemas around this one; far inside only what must be there is made.
     """
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
+        return None
+    make = functools.partial(instance, text=text, root=root, depth=depth + 1)
     if "$ref" in schema:
         target: Any = root
-        for name in schema["$ref"].removeprefix("#/").split("/"):
+        for name in filter(None, schema["$ref"].removeprefix("#").split("/")):
             target = target[name]
-        return instance(target, text, root)
+        return make(target)
     for name in ("anyOf", "oneOf", "allOf"):
         if name in schema:
-            return instance(schema[name][0], text, root)
-    if "const" in schema:
-        return schema["const"]
-    if "enum" in schema:
-        return schema["enum"][0]
-    numbers = [int(number) for number in re.findall(r"\d+", text)] or [1]
-    match schema.get("type"):
+            parts = schema[name]
+            return make({"type": "null"} if depth > FAR_INSIDE and {"type": "null"} in parts else parts[0])
+    for name, values in (("const", [schema.get("const")]), ("enum", schema.get("enum"))):
+        if name in schema:
+            return values[0]
+    kind = schema.get("type")
+    match kind[0] if isinstance(kind, list) else kind:
         case "string":
-            return next(iter(re.findall(r"'([^']+)'", text)), "so")
+            return next(iter(re.findall(r"'([^']+)'", text)), "so").ljust(schema.get("minLength", 0), "o")
         case "integer" | "number":
-            return numbers[0]
+            number = [int(number) for number in re.findall(r"\d+", text)] or [1]
+            return min(max(number[0], schema.get("minimum", number[0])), schema.get("maximum", number[0]))
         case "boolean":
             return True
         case "null":
             return None
         case "array":
-            return [instance(schema.get("items") or {"type": "string"}, text, root)]
+            count = schema.get("minItems", 0) if depth > FAR_INSIDE else max(1, schema.get("minItems", 0))
+            return [make(schema.get("items") or {"type": "string"})] * count
         case _:
-            return {name: instance(value, text, root) for name, value in (schema.get("properties") or {}).items()}
+            needed = schema.get("required", ())
+            fields = schema.get("properties") or {}
+            return {name: make(value) for name, value in fields.items() if depth <= FAR_INSIDE or name in needed}
+
+
+def main() -> None:
+    """Serve the model until interrupted, for suites that want an address."""
+    with obedient_server(("demo", "kimi-k2")) as server:
+        print(f"serving at {server.url}/v1", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

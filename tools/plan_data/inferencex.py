@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dsjax.plan.engine import PUBLISHED, Engine, find_engine
+from dsjax.plan.engine import PUBLISHED, Engine
 from dsjax.plan.figure import ends
 from dsjax.plan.operations import FLASHINFER_FP8_RATE
 from dsjax.plan.operator_tables import BUNDLED, SPREAD, OperatorTables
@@ -31,11 +31,6 @@ WARM = ends("a user's first prompt")
 _WARM_SINCE = "2026-01-21"
 """Since commit d053ae24 two requests a user warm the engine up (`--num-warmups`). Since commit 64af5a77 of the same day TensorRT-LLM's
 steps hold 8,192 tokens; before, as many as one prompt and the decodes."""
-_HOLD_STEPS = 60
-"""`attention_dp_config.timeout_iters` of TensorRT-LLM."""
-_FILLED_SINCE, _FILL = "2026-01-29", (40, 0.8)
-"""`batch_wait_timeout_iters` and `batch_wait_max_tokens_ratio` of TensorRT-LLM with FP8 on B200 since commit ec7bafaae, for 1,024 / 1,024
-tokens and 64 users and more."""
 _OLD_TENSORRT_LLM, _OLD_BEFORE = "tensorrt-llm-1.2.0rc5", "2026-05-18"
 """Bundled tables of TensorRT-LLM up to 1.2.0rc6 with FP8, and the day from which images have 1.3.0rc14 (commit 0d8d1f93d)."""
 _FEWER_SINCE = "2026-07-02"
@@ -51,14 +46,6 @@ _IMAGES = {
 _LONG_BEFORE, _LONG_BY = "2026-05-16", 35921 / 7140
 """With SGLang's images from 0.5.10 on, whose Transformers is version 5, the client cut DeepSeek's text differently from the server: a
 prompt of 7,140 of its tokens had 35,921 of the server's (pull request 937). Pull request 1381 of 2026-05-15 ended that."""
-_SERIAL_DRAFTS = ("0.5.9", "0.5.10.post1")
-"""SGLang schedules while the device drafts if `SGLANG_ENABLE_SPEC_V2` is set, its default from 0.5.11 on. The scripts for FP8 on B200 and
-B300 set it without exporting it."""
-_CAPTURED = 2048
-"""From 0.5.10 on SGLang captures prefill steps of up to 2,048 tokens with MLA, without attention DP and without drafts
-(`_handle_piecewise_cuda_graph` of srt/server_args.py)."""
-_POLLS_FEW, _POLLS_MANY, _MANY_USERS = 10, 30, 16
-"""`--scheduler-recv-interval` on Blackwell, with fewer users than 16 and with as many."""
 _STEP = 16384
 """Prompt tokens of a DP rank in a step of a prefill instance, where no recipe is known: an assumption."""
 
@@ -68,7 +55,7 @@ class Run:
     """One run of the benchmark, by the columns of `configs/blind_predictions.csv`.
 
     ran: its day. prefill, decode: (instances, mesh); prefill is None where one engine does both. drafts: tokens drafted a step. running,
-    step, host: what a recipe says of requests that a DP rank decodes at once at most, of prompt tokens in a step, and of the scheduler.
+    step: what a recipe says of requests that a DP rank decodes at once at most, and of prompt tokens in a step.
     """
 
     ran: str
@@ -83,7 +70,6 @@ class Run:
     drafts: int = 0
     running: float = math.inf
     step: int = _STEP
-    host: str = "overlapped"
 
     @classmethod
     def of(cls, row: Mapping[str, str]) -> Run:
@@ -92,7 +78,7 @@ class Run:
         numbers = [int(row[name]) for name in ("prompt", "output", "users")]
         sides = _side(row["prefill"]) if row["prefill"] else None, _side(row["mesh"])
         given = int(row["drafts"]), float(row["running"] or math.inf), int(row["step"] or _STEP)
-        return cls(*told, *numbers, *sides, *given, row["host"] or "overlapped")
+        return cls(*told, *numbers, *sides, *given)
 
     @property
     def has_attention_dp(self) -> bool:
@@ -131,9 +117,9 @@ def _side(text: str) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Protocol:
-    """step_tokens: most prompt tokens in a step. engine: what it can do, and when it takes prompts in. cold: seconds that a user's first
-    request waits longer. running: requests that run at most (`--max-running-requests`). fraction: of the memory that the engine is given,
-    by its own rule (`fit.RULES`). tables: bundled tables of operations of its version, if any. host: as of `PlanOptions`.
+    """step_tokens: most prompt tokens in a step. engine: what it can do. cold: seconds that a user's first request waits longer. running:
+    requests that run at most (`--max-running-requests`). fraction: of the memory that the engine is given, by its own rule (`fit.RULES`).
+    tables: bundled tables of operations of its version, if any.
     """
 
     step_tokens: int
@@ -142,7 +128,6 @@ class Protocol:
     running: float = math.inf
     fraction: float = 0.82
     tables: str = ""
-    host: str = "overlapped"
 
 
 def protocol(run: Run) -> Protocol:
@@ -155,26 +140,15 @@ def _tensorrt_llm(run: Run) -> Protocol:
     replicas = int(run.decode[1][3:]) if apart else 1
     one = (1 + drafts) * run.users // replicas + run.prompt + 64
     fraction = 0.75 if run.device == "h200" else 0.8
-    fill = (0, 0.0)
     if (run.device, run.weights) == ("b200", "fp8"):
         if run.decode[1].startswith("tp=4") and run.prompt == 8192 and not drafts:
             fraction = 0.75
         elif apart and drafts:
             fraction = 0.7
-        if run.ran >= _FILLED_SINCE and not drafts and run.prompt == run.output == 1024 and run.users >= 64:
-            fill = _FILL
-    engine = dataclasses.replace(
-        PUBLISHED,
-        holds_prompts=True,
-        mixes=True,
-        hold_steps=_HOLD_STEPS,
-        fill=fill,
-        keeps=find_engine("tensorrt-llm").keeps,
-    )
     return Protocol(
         # The scripts with drafts kept to one prompt a step.
         step_tokens=max(one, 8192) if warm and not drafts else one,
-        engine=engine,
+        engine=dataclasses.replace(PUBLISHED, holds_prompts=True, mixes=True),
         cold=WARM if warm else COLD.get(f"trt {run.device}", COLD["sglang"]),
         fraction=fraction,
         tables=_tensorrt_llm_tables(run),
@@ -186,43 +160,30 @@ def _tensorrt_llm_tables(run: Run) -> str:
 
 
 def _sglang(run: Run) -> Protocol:
-    # The client asks for outputs of given lengths (`--ignore-eos`), and the prefix cache is off.
-    engine = dataclasses.replace(
-        PUBLISHED,
-        mixes=False,
-        keeps=find_engine("sglang").keeps,
-        knows_ends=True,
-        absorbs_below=find_engine("sglang").absorbs_below,
-    )
+    engine = dataclasses.replace(PUBLISHED, mixes=False)
     cold = WARM if run.ran >= _WARM_SINCE else COLD["sglang"]
-    if not run.drafts and not run.has_attention_dp and run.version != "0.5.9":
-        engine = dataclasses.replace(engine, captured=_CAPTURED)
     if run.device == "h200":
         running = 512 if run.prompt == run.output == 1024 else 256
         return Protocol(32768, engine, cold, running, tables="sglang-0.5.9" if run.version == "0.5.9" else "")
-    polls = 1 if run.has_attention_dp else _POLLS_MANY if run.users >= _MANY_USERS else _POLLS_FEW
     step_tokens, running, fraction = 32768, 128, 0.82
     if run.weights == "fp4" and not (run.drafts and run.ran < _FEWER_SINCE):
         step_tokens, running, fraction = 32768 if run.has_attention_dp else 16384, 256, 0.85
     elif run.drafts:
         step_tokens, running = 16384, 512
     elif "tp=4" in run.decode[1]:
-        step_tokens, running, fraction, polls = 8192, 32, 0.95, _POLLS_FEW
+        step_tokens, running, fraction = 8192, 32, 0.95
     if run.weights == "fp8":
         # SGL_ENABLE_JIT_DEEPGEMM=false, with SGLANG_ENABLE_FLASHINFER_GEMM=true or --fp8-gemm-backend flashinfer_trtllm.
         engine = dataclasses.replace(engine, fp8_rate=FLASHINFER_FP8_RATE)
-    serial = run.drafts and run.weights == "fp8" and run.version in _SERIAL_DRAFTS
-    host = "serial" if serial else "overlapped"
-    return Protocol(step_tokens, dataclasses.replace(engine, poll_steps=polls), cold, running, fraction, host=host)
+    return Protocol(step_tokens, engine, cold, running, fraction)
 
 
 def separated_engine(run: Run) -> Engine:
-    """The engine of a run with prefill and decode apart. SGLang's recipes with drafts (srt-slurm, commit 5063eb43) have no all-to-all."""
+    """The engine of a run with prefill and decode apart."""
     if run.engine == "trt" or not run.drafts:
         return PUBLISHED
     rate = FLASHINFER_FP8_RATE if run.weights == "fp8" else None
-    below = find_engine("sglang").absorbs_below
-    return dataclasses.replace(PUBLISHED, mixes=False, absorbs_below=below, fp8_rate=rate, gathers=True)
+    return dataclasses.replace(PUBLISHED, mixes=False, fp8_rate=rate)
 
 
 def separated_tables(run: Run) -> tuple[OperatorTables, OperatorTables]:

@@ -52,13 +52,10 @@ ROOMY = 2
 """Devices of a run with prefill and decode apart are given so much more memory: it ran, so there was room."""
 REDUNDANT, WIDE = 32, 16
 """Redundant experts of a decode instance with so many DP ranks and more, by NVIDIA's and SGLang's guides; results do not say."""
-SWITCHES = ("absorbs_below", "captured", "fill", "fp8_rate", "gathers", "hold_steps", "holds_prompts", "keeps")
-SWITCHES += ("knows_ends", "mixes", "poll_steps")
-"""Fields of an `Engine` by which runs differ from `PUBLISHED`. `fill`, `hold_steps`, `keeps`, `knows_ends` and `poll_steps` act in
-simulated loops alone."""
-MECHANISMS = (*SWITCHES, "as_sent", "host", "tables")
-"""What `--mechanisms` leaves out in turn: a switch, prompts as most likely sent, a scheduler that the host waits for, and the tables of an
-engine's own version."""
+SWITCHES = ("fp8_rate", "holds_prompts", "mixes")
+"""Fields of an `Engine` by which runs differ from `PUBLISHED`."""
+MECHANISMS = (*SWITCHES, "as_sent", "tables")
+"""What `--mechanisms` leaves out in turn: a switch, prompts as most likely sent, and the tables of an engine's own version."""
 
 
 def cluster_of(run: Run, devices: int) -> Cluster:
@@ -103,7 +100,6 @@ def _on_one_host(run: Run, without: str) -> Candidate:
         operators=BUNDLED.of_version(rule.tables) if rule.tables and without != "tables" else BUNDLED,
         prefill_tokens=rule.step_tokens,
         engine=_engine(rule.engine, without),
-        host="overlapped" if without == "host" else rule.host,
     )
     cluster = cluster_of(run, layout.devices)
     if run.drafts:
@@ -144,7 +140,6 @@ def _separated(run: Run, without: str) -> Candidate:
         drafts=run.drafts,
         acceptance=ACCEPTANCE,
         engine=_engine(separated_engine(run), without),
-        host="overlapped" if without == "host" else run.host,
     )
     operators = (BUNDLED, BUNDLED) if without == "tables" else separated_tables(run)
     first, then = (

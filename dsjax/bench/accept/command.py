@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import json
 import secrets
 import shlex
 import signal
@@ -46,7 +47,10 @@ def accept(what: ListOptions, server: ServerOptions, others: TestBedOptions) -> 
 
     whole = _recipe(what) if what.recipe else load_checklist(what.criteria, quick=what.quick)
     checklist, hooks = whole.selected(what.only), parse_hooks(others.hook or (), whole.hooks)
-    network = None if others.network is None else read_network(others.network).body
+    network = None
+    if others.network is not None:
+        read_network(others.network)  # it is what a plan would take
+        network = json.loads(Path(others.network).read_text(encoding="utf-8"))
     try:
         report = run(_accept(what, server, others, checklist, hooks, network))
     except (KeyboardInterrupt, asyncio.CancelledError):

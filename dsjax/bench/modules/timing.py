@@ -1,4 +1,4 @@
-"""Honest times: compiled and warm, waited for, repeated, and in a loop on the device where a call would cost more than the work."""
+"""Time a compiled module: warm, synchronised and repeated, in a loop on the device where a call would cost more than the work."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ import numpy as np
 from dsjax.bench.processes import Agree, alone
 
 LEAST_SAMPLE = 0.02
-"""Seconds that a sample lasts at least: a call of a compiled program costs 20 to 100 µs on the host, under 1 % of it."""
+"""Least seconds of a sample. A call of a compiled program costs 20 to 100 µs on the host, under 1 % of it."""
 LEAST_SAMPLES = 3
 LOOP_LENGTHS, LONGER = 5, 4
-"""How many lengths of a loop are tried where it cannot be told from an empty one, each so many times the one before."""
+"""Lengths to try while a loop takes no longer than an empty one, and the factor from one length to the next."""
 DROWNED = "its loop took no longer than an empty one: something else keeps this machine busy; run it again when that has ended"
 CALL_RESOLUTION = 1e-6
-"""Seconds: the least that a call less an empty call is said to take."""
+"""Least seconds reported for a call minus an empty call."""
 HOST_PAUSE = 2e-4
-"""Seconds of the host's work before a short call, as between two steps, in which the device's threads fall asleep."""
+"""Seconds of host work before a short call, as between two steps. The device's threads fall asleep meanwhile."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How long one row is sampled: seconds in all (warm-up and compilation apart), and at most so many samples."""
+    """Limits for sampling one row: seconds in all, without warm-up and compilation, and number of samples."""
 
     seconds: float = 1.0
     samples: int = 15
 
 
 class TimedCalls(NamedTuple):
-    """Seconds of an empty call, of a call with as many applications as a step of the model has, and of one with many more."""
+    """Seconds of an empty call, of a short call (as many applications as a model's step has), and of a long call (many more)."""
 
     empty: float
     short: float
@@ -45,29 +45,29 @@ class TimedCalls(NamedTuple):
 
 @dataclass
 class PreparedCase:
-    """Something compiled, with its inputs on the device, that can be timed again and again.
+    """A compiled module with its inputs on the device, ready to be timed repeatedly.
 
-    in_device_loop: whether they are iterations of a loop in the compiled program, or calls from the host, which are timed whole.
+    in_device_loop: whether applications are iterations of a loop in the compiled program; else they are calls from the host.
     """
 
-    run: Callable[[int], None]  # applies the module so many times, and waits
+    run: Callable[[int], None]  # applies the module n times, and waits
     unit: int = 1  # applications come in multiples of it
-    in_call: int = 1  # applications in one step of the model, by which `Times.once` is told apart
+    in_call: int = 1  # applications in one step of the model, from which `Times.once` follows
     in_device_loop: bool = True
     few: int = 0
     many: int = 0
     samples: list[TimedCalls] = field(default_factory=list)
     empty: Callable[[int], None] | None = None
-    """As many calls of a program that does nothing, where `run` is calls from the host and they are to be taken off."""
+    """Calls an empty program n times, to subtract the cost of calls from the host; None: nothing to subtract."""
     state: Callable[[], Any] = lambda: None
-    """What the loop carries, after the last call."""
+    """Returns the loop's carry after the last call."""
     agree: Agree = alone
-    """The agreement of the processes that apply it together: they must do so as often, and a sample is the slowest one's."""
+    """All-gather over the processes that run the module together. All must run it equally often; the slowest one's sample counts."""
 
     def warm_up(self, budget: Budget | None = None) -> None:
-        """Run, and choose how many applications the two calls of a sample have.
+        """Run, and choose the numbers of applications of a sample's short and long call.
 
-        Where one application takes longer than the budget, it alone is a sample.
+        If one application takes longer than the budget, a sample is that application alone.
         """
         first = self._slowest(seconds_of(self.run, self.unit))
         if budget is not None and first > budget.seconds:
@@ -78,12 +78,12 @@ class PreparedCase:
             count = 4 * self.unit
             each = self._slowest(seconds_of(self.run, count)) / count
         units = max(1, math.ceil(LEAST_SAMPLE / max(each * self.unit, 1e-7)))
-        # The short call: what one step of the model has, unless that alone takes long.
+        # The short call has one step's applications, unless they take long.
         self.few = self.unit * max(1, min(self.in_call // self.unit, units))
         self.many = self.few + self.unit * units
 
     def sample(self) -> TimedCalls:
-        """An empty call, a short one, a long one. Another before them is not timed: what ran before left its own in the caches."""
+        """Time an empty, a short and a long call, after an untimed call that fills the caches."""
         self.run(self.few)
         empty = short = 0.0
         if self.in_device_loop and self.few:
@@ -98,9 +98,9 @@ class PreparedCase:
         return self.samples[-1]
 
     def take(self, budget: Budget) -> Times | None:
-        """Sample until the budget is spent, at least `LEAST_SAMPLES` times; where that is noise, again with a longer loop.
+        """Sample until the budget is spent, at least `LEAST_SAMPLES` times; repeat with a longer loop while the samples are noise.
 
-        None where the longest is noise, too (`DROWNED`): no figure is better than one that says nothing.
+        None if the longest loop is noise too (`DROWNED`).
         """
         for _ in range(LOOP_LENGTHS):
             started = time.perf_counter()
@@ -124,7 +124,7 @@ class PreparedCase:
 
 
 def seconds_of(run: Callable[[int], None], applications: int) -> float:
-    """Run so many applications, and say how long they took."""
+    """Run applications and return their seconds."""
     started = time.perf_counter()
     run(applications)
     return time.perf_counter() - started
@@ -148,9 +148,8 @@ def device_loop(
 ) -> PreparedCase:
     """`carry = apply(inputs, layer, carry)` in a loop of the compiled program, over layers 0 to `depth` − 1 and round again.
 
-    Inputs are arguments, so that nothing is folded into the program; the carry is donated and kept from call to call, so that
-    the loop updates it in place, as a step does its cache. Products are as exact as a step's. unit: applications that one
-    `apply` is.
+    Inputs are arguments, so that XLA folds no constants. The carry is donated and kept from call to call, so that the loop updates
+    it in place, as a step does its cache. unit: applications in one `apply`.
     """
 
     def program(rounds, first, inputs, carry):
@@ -160,12 +159,12 @@ def device_loop(
     number = jax.ShapeDtypeStruct((), jnp.int32)
     compiled = jax.jit(program, donate_argnums=3).lower(number, number, inputs, carry).compile()
     held, first = [carry], [0]
-    here = all(array.is_fully_addressable for array in jax.tree.leaves(carry))
+    is_local = all(array.is_fully_addressable for array in jax.tree.leaves(carry))
 
     def run(applications: int) -> None:
         rounds = applications // unit
         start = (np.int32(rounds), np.int32(first[0] % depth))
-        if here:  # else devices of other processes want them too, and JAX sends them
+        if is_local:  # else JAX sends them, to other processes' devices too
             start = jax.device_put(start)
         first[0] += rounds
         held[0] = jax.block_until_ready(compiled(*start, inputs, held[0]))
@@ -174,7 +173,7 @@ def device_loop(
 
 
 def host_loop(call: Callable[[], Any]) -> PreparedCase:
-    """`call` from the host, each waited for."""
+    """Calls of `call` from the host, each followed by a wait."""
 
     def run(applications: int) -> None:
         for _ in range(applications):
@@ -184,9 +183,9 @@ def host_loop(call: Callable[[], Any]) -> PreparedCase:
 
 
 def call_in_turn(apply: Callable[[Any, Any], Any], inputs: Sequence[Any], carry: Any) -> PreparedCase:
-    """`carry = apply(inputs, carry)` as one call from the host each time, inputs in turn; the cost of an empty call is taken off.
+    """Calls of `carry = apply(inputs, carry)` from the host, cycling through the inputs, minus the cost of an empty call.
 
-    For what a step has once: in a loop of nothing else it would find the threads of its products awake.
+    For modules that a step has once: in a loop on the device they would find the threads of matrix products awake.
     """
 
     def program(inputs, carry):
@@ -209,9 +208,9 @@ def call_in_turn(apply: Callable[[Any, Any], Any], inputs: Sequence[Any], carry:
 
 @dataclass(frozen=True)
 class Times:
-    """Samples of one row, and how many applications their calls had (few 0: only long calls were made).
+    """Samples of one row, with the numbers of applications in short (few) and long (many) calls; few 0: long calls only.
 
-    Where they do not `stand_out`, none of the figures says anything.
+    The figures mean nothing unless the samples `stand_out`.
     """
 
     samples: tuple[TimedCalls, ...]
@@ -223,7 +222,7 @@ class Times:
     def stand_out(self) -> bool:
         """Whether the samples are more than noise: every long call of a loop took longer than every empty one.
 
-        What is called one by one may take no longer than an empty call, but not less by more than `CALL_RESOLUTION`.
+        A call from the host may take as long as an empty call, but not `CALL_RESOLUTION` less.
         """
         if self.few:
             return min(sample.long for sample in self.samples) > max(sample.empty for sample in self.samples)
@@ -231,24 +230,24 @@ class Times:
 
     @property
     def _resolution(self) -> float:
-        """Seconds that a long call less an empty one is said to take at least."""
+        """Least seconds reported for a long call minus an empty one."""
         one_by_one = not self.few and any(sample.empty for sample in self.samples)
         return CALL_RESOLUTION * self.many if one_by_one else 0.0
 
     @property
     def each(self) -> list[float]:
-        """Seconds of one application, a value a sample, ascending; the median empty call taken off."""
+        """Seconds of one application in each sample, minus the median empty call, ascending."""
         empty = statistics.median(sample.empty for sample in self.samples)
         return sorted(max(sample.long - empty, self._resolution) / self.many for sample in self.samples)
 
     @property
     def median(self) -> float:
-        """Seconds of one application."""
+        """Median seconds of one application."""
         return statistics.median(self.each)
 
     @property
     def once(self) -> float:
-        """Seconds that a call costs once, beside an empty call and its applications: operations that set themselves up."""
+        """Seconds that a call costs once beyond an empty call and its applications, for operations that set themselves up."""
         if not self.few:
             return 0.0
         extra = statistics.median(sample.short - sample.empty for sample in self.samples) - self.few * self.median

@@ -1,4 +1,4 @@
-"""One point of a benchmark: requests sent at their times, or a number of them at once, until all are answered."""
+"""One point of a benchmark: send requests at their arrival times, or with a fixed concurrency, until all are answered."""
 
 import asyncio
 import contextlib
@@ -15,16 +15,15 @@ from dsjax.bench.serve.client import Client
 from dsjax.bench.serve.records import BenchRequest, RequestRecord
 
 _STREAM = 0xA881
-"""Keeps the draws of arrivals apart from those of lengths and prompts under the same seed."""
+"""Separates the random stream of arrivals from those of lengths and prompts with the same seed."""
 
 
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
     """Seconds at which `count` requests are due; the first at 0.
 
-    The gaps are gamma distributed with mean 1 / rate and shape `burstiness`, vLLM's meaning: 1 is a Poisson process, less
-    is burstier, more is more even (their coefficient of variation is 1 / √burstiness; infinite: all gaps equal). The gaps
-    are then scaled so that the `count - 1` of them take exactly (count - 1) / rate seconds, as vLLM scales its own: the
-    offered rate is the one asked for with every seed.
+    As in vLLM, gaps have a gamma distribution with mean 1 / rate and shape `burstiness`: 1 is a Poisson process, less is burstier,
+    more is more even (coefficient of variation 1 / √burstiness; infinite: equal gaps). They are then scaled so that the `count - 1`
+    gaps take exactly (count - 1) / rate seconds: every seed offers the requested rate.
 
     rate: requests a second; infinite: all at once. burstiness: more than 0.
     """
@@ -34,22 +33,22 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
         gaps = np.full(count - 1, 1 / rate)
     else:
         gaps = np.random.default_rng([seed, _STREAM]).gamma(burstiness, 1 / (rate * burstiness), count - 1)
-        # A shape far below 1 can draw gaps that are all 0 in floating point: then they are taken as even.
+        # A shape far below 1 can draw gaps that are all 0 in floating point; use equal gaps then.
         gaps = gaps / gaps.sum() * (count - 1) / rate if gaps.any() else np.full(count - 1, 1 / rate)
     return [0.0, *np.cumsum(gaps).tolist()]
 
 
 _PAUSE_AFTER_ERROR = 0.5
-"""Seconds for which a session waits after an error: a server that refuses connections would else be asked thousands of times a second."""
+"""Seconds that a session waits after an error, so that a server that refuses connections is not flooded."""
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What came of a point."""
+    """Result of a point."""
 
-    records: list[RequestRecord]  # of every request that was answered, or failed; in the order of arrival
+    records: list[RequestRecord]  # of every answered or failed request, in the order of arrival
     duration: float  # seconds from the run's start to the last answer's end (or to Ctrl-C)
-    interrupted: bool  # Ctrl-C came first; what was under way then, or not yet sent, is in no record
+    interrupted: bool  # by Ctrl-C; requests in flight or not yet sent have no record
 
 
 async def run_load(

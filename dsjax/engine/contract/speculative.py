@@ -17,12 +17,11 @@ class SpeculativeConfig(JsonOption):
 
     method: what drafts: `mtp`, the model's own MTP module. num_speculative_tokens: most drafts of a row, 1 to 4.
     num_speculative_tokens_per_batch_size: ranges `(low, high, n)`: while `low` to `high` requests are running on a DP rank, each
-    row drafts `n` tokens, 0 for none. The ranges begin at 1 and follow one another without a gap; the last one also holds for
-    more requests than its `high`. "auto": the engine measures which number is fastest (`schedule/draft_choice.py`).
-    None: `num_speculative_tokens` at any load.
+    row drafts `n` tokens, 0 for none. Ranges begin at 1 without gaps; the last one also holds above its `high`.
+    "auto": the engine measures which number is fastest (`schedule/draft_choice.py`). None: `num_speculative_tokens` at any load.
 
     Raises:
-        UserError: a value that cannot be, with the field's name, what was found and what would fit.
+        UserError: a wrong value, with the field's name, the value found and the values allowed.
     """
 
     flag: ClassVar[str] = "--speculative-config"
@@ -44,22 +43,22 @@ class SpeculativeConfig(JsonOption):
 
     @property
     def measures(self) -> bool:
-        """Whether the engine chooses the number of drafts by what it measures."""
+        """Whether the engine measures and chooses the number of drafts ("auto")."""
         return self.num_speculative_tokens_per_batch_size == "auto"
 
     @property
     def after_prompts(self) -> int:
-        """Drafts after prompts in a step that else makes none: where it is measured, the module has read every prompt."""
+        """Drafts after a prompt in a step without other drafts: 1 with "auto", so that the module has read every prompt; else 0."""
         return int(self.measures)
 
     def counts(self, least: int, most: int) -> list[int]:
-        """The numbers of drafts that a row may make while `least` to `most` requests are running on its DP rank, ascending."""
+        """Numbers of drafts that a row can make while `least` to `most` requests are running on its DP rank, ascending."""
         if self.measures:
             return list(range(self.num_speculative_tokens + 1))
         return sorted({self.drafts(running) for running in range(least, most + 1)})
 
     def drafts(self, running: int) -> int:
-        """How many tokens each row drafts while `running` requests are running on its DP rank; the most where it is measured."""
+        """Number of tokens that each row drafts while `running` requests are running on its DP rank; with "auto" the largest number."""
         if self.num_speculative_tokens_per_batch_size is None or self.measures:
             return self.num_speculative_tokens
         ranges = self.num_speculative_tokens_per_batch_size

@@ -1,4 +1,4 @@
-"""``DeviceAccess``: what the parts of an executor may touch of it; ``CommandTable``: which part carries out which command."""
+"""``DeviceAccess``: the state of an executor that its parts share; ``CommandTable``: the handler of each kind of command."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from sharding.arrays import put
 from sharding.layer_placement import LayerPlacements
 
 Running = Generator[Array, None, None]
-"""A command being executed: gives, program by program, an array that is ready when the program is done."""
+"""A command being executed: yields, for each program, an array that is ready when the program is done."""
 
 
 @dataclass(eq=False)
 class DeviceAccess:
-    """State, parameters and programs of one executor, as its parts see it. Whoever changes the state or the parameters assigns them here.
+    """State, parameters and programs of one executor, shared by its parts. A part that changes the state or parameters assigns them here.
 
-    params: by path. placements: where experts are; None for a model without any.
+    params: by path. placements: the expert placement; None for a model without experts.
     """
 
     model: ModelStep
@@ -37,15 +37,15 @@ class DeviceAccess:
     placements: LayerPlacements | None = None
 
     def go_on_with(self, model: ModelStep, programs: Programs) -> None:
-        """Compute with other programs of the same state from now on, between two commands: the same model, its experts elsewhere."""
+        """Use these programs from the next command on: the same model and state, with the experts on other devices."""
         self.model, self.programs = model, programs
 
     def send(self, array: np.ndarray) -> Array:
-        """An array whose first axis is the DP ranks, on the devices of each."""
+        """Put an array whose first axis is the DP ranks on the devices of each rank."""
         return self.programs.put_rows(array)
 
     def send_everywhere(self, arrays: Any) -> Any:
-        """Arrays, or a tree of them, whole on every device."""
+        """Replicate an array, or a tree of arrays, on every device."""
         return put(arrays, self.programs.everywhere)
 
 
@@ -53,8 +53,8 @@ class DeviceAccess:
 class Pending:
     """A command that was launched.
 
-    kept: what the command's part keeps for `collect`. error: why it could not be carried out, where that is survived. started, ended:
-    seconds of the monotonic clock; with two steps in flight `started` is when it was enqueued.
+    kept: what the handler keeps for `collect`. error: why the command failed, if the executor survives the failure.
+    started, ended: seconds of the monotonic clock; with two steps in flight, `started` is the time of enqueuing.
     """
 
     command: Command
@@ -72,10 +72,10 @@ class Handler(NamedTuple):
     """How commands of one kind are carried out.
 
     Attributes:
-        execute: lays out and sends a command's inputs, and gives its execution, which begins later.
-        collect: gives what came of a command that is done.
-        is_awaited: whether somebody will wait for it. All others are done at once where programs in flight together could deadlock.
-        keeps_last: whether what its programs gave last is nobody else's, so that it can be waited for at any time.
+        execute: sends a command's inputs and returns its execution, which begins later.
+        collect: returns the results of a finished command.
+        is_awaited: whether a caller waits for such a command. Other commands run at once where programs in flight together could deadlock.
+        keeps_last: whether the last array that `execute` yields is donated to no other program, so that any later wait can use it.
     """
 
     execute: Callable[[Pending, Any], Running]
@@ -91,17 +91,17 @@ class CommandTable:
         self._handlers: dict[type | str, Handler] = {}
 
     def add(self, kind: type[Command] | str, handler: Handler) -> None:
-        """Have commands of a kind carried out so, or a page source's `Custom` ones; a `ValueError` where another part does that."""
+        """Add the handler of a kind of command, or of a page source's `Custom` commands; a `ValueError` if the kind has one."""
         if kind in self._handlers:
             raise ValueError(f"two parts of the executor carry out {_named(kind)}, expected one")
         self._handlers[kind] = handler
 
     def is_awaited(self, command: Command) -> bool:
-        """Whether somebody will wait for a command of this kind. Nobody does for those of a page source."""
+        """Whether a caller waits for a command of this kind; never for a page source's commands."""
         return type(command) in self._handlers and self._handlers[type(command)].is_awaited
 
     def launch(self, command: Command) -> Pending:
-        """A command with its inputs laid out and sent; a `ValueError` where no part of the executor carries it out."""
+        """Send a command's inputs and return it as pending; a `ValueError` if the kind has no handler."""
         kind = command.source if isinstance(command, Custom) else type(command)
         if kind not in self._handlers:
             raise ValueError(
@@ -123,14 +123,14 @@ class DevicePart:
         """Add the commands that the part carries out."""
 
     def rehearse(self, run: Callable[[Command], Any]) -> None:
-        """Run what has to be tried once all programs are compiled; `run` launches a command and collects it."""
+        """Run once whatever needs a trial after all programs are compiled; `run` launches a command and collects it."""
 
     def close(self) -> None:
-        """Finish what goes on beside commands, and end the part's threads."""
+        """Finish background work and end the part's threads."""
 
     def release(self, held: HeldWeights | None) -> None:
-        """Free the parameters that the part has on devices, after `close`. held: takes them over; None: they are freed."""
+        """Release the part's parameters on devices, after `close`. held: takes them over; None: free them."""
 
     def extension(self, kind: type[Kind]) -> Kind | None:
-        """What the part offers to those who know of it by this type; None: nothing of the kind."""
+        """Return what the part offers under this type, or None."""
         return None

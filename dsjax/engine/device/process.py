@@ -200,3 +200,21 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
         except (OSError, ValueError):  # no such file, or no limit: "max"
             continue
     return min(bounds, default=None)
+
+
+def device_memory() -> Iterator[tuple[str, int, int]]:
+    """Yield (device, bytes in use, bytes available to this process) for each device of this process.
+
+    Emulated devices are one device, `host`, whose bytes in use are the process's resident bytes.
+    """
+    devices = jax.local_devices()
+    if devices[0].platform == "cpu":
+        available = available_bytes()
+        if available is not None:
+            resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            yield "host", resident, resident + available
+        return
+    for device in devices:
+        stats = device.memory_stats() or {}
+        if "bytes_limit" in stats:
+            yield str(device.id), stats["bytes_in_use"], stats["bytes_limit"]

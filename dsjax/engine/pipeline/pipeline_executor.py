@@ -25,7 +25,7 @@ from dsjax.engine.contract.executor import (
 from dsjax.engine.device.buckets import Buckets
 from dsjax.engine.experts.eplb import Exchanged, ExpertMover, ExpertSlots, LoadWindow
 from dsjax.engine.experts.expert_part import expert_share
-from dsjax.engine.pipeline.stage_executor import Made, PendingStages, StageExecutor
+from dsjax.engine.pipeline.stage_executor import LastStageOutput, PendingStages, StageExecutor
 
 OF_EXPERTS = ReadLoads | StageExperts | PlaceExperts
 """Commands on experts, of which each stage carries out the part for its own layers."""
@@ -108,7 +108,7 @@ class PipelineExecutor:
             else:
                 pending.results = last.collect(part)
         if isinstance(pending.command, Step):
-            self._tell(len(self.stages) - 1, pending, pending.results, last.made(part))
+            self._tell(len(self.stages) - 1, pending, pending.results, last.outputs(part))
         return pending.results
 
     def _advance(self) -> None:
@@ -148,10 +148,12 @@ class PipelineExecutor:
             if number + 1 < len(self.stages):
                 stage.leaving.clear()
 
-    def _tell(self, number: int, pending: PendingStages, results: Sequence[RankResults], made: Sequence[Made]) -> None:
+    def _tell(
+        self, number: int, pending: PendingStages, results: Sequence[RankResults], outputs: Sequence[LastStageOutput]
+    ) -> None:
         """Pass a step's results to the first `number` stages, to each once."""
         while pending.told < number:
-            self.stages[pending.told].enter(pending.parts[pending.told], results, made)
+            self.stages[pending.told].enter(pending.parts[pending.told], results, outputs)
             pending.told += 1
 
     @contextlib.contextmanager

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array
 
 from dsjax.engine.contract.executor import ExpertCounts, RankResults
-from dsjax.engine.pipeline.stage_executor import Made
+from dsjax.engine.pipeline.stage_executor import LastStageOutput
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.messaging import Link, LinkListener, NotAMemberError, PeerLostError
 from dsjax.messaging.link import LinkLostError, Message
@@ -130,27 +130,27 @@ class ProcessLinks:
         """Send hidden states to the process with the next stage, when they are computed."""
         self._later(lambda: _send(self._next, [], [hidden]))
 
-    def publish(self, of: Callable[[], tuple[list[RankResults], list[Made]] | np.ndarray]) -> None:
-        """Send what came of a command to all other processes. of: waits for it, and gives it."""
+    def publish(self, read: Callable[[], tuple[list[RankResults], list[LastStageOutput]] | np.ndarray]) -> None:
+        """Send a command's results to all other processes. read: waits for the results and returns them."""
 
         def send() -> None:
-            found = of()
-            if isinstance(found, np.ndarray):
-                rows, arrays = [], [found]
+            results = read()
+            if isinstance(results, np.ndarray):
+                rows, arrays = [], [results]
             else:
-                rows, made = found
-                arrays = [array for one in made for array in one]
+                rows, outputs = results
+                arrays = [array for output in outputs for array in output]
             _send(self._next, rows, arrays)
 
         self._later(send)
 
-    def hear(self, number: int) -> tuple[list[RankResults], list[Made]] | np.ndarray:
-        """What came of a command, from the process with the last stage. number: of the command among those that give anything."""
+    def hear(self, number: int) -> tuple[list[RankResults], list[LastStageOutput]] | np.ndarray:
+        """Wait for a command's results from the process with the last stage. number: the command's number among those with results."""
         rows, arrays = self._take(RESULTS, number)
         if not rows:
             return arrays[0]
-        made = [Made(*arrays[place : place + 2]) for place in range(0, len(arrays), 2)]
-        return msgspec.convert(rows, list[RankResults]), made
+        outputs = [LastStageOutput(*arrays[place : place + 2]) for place in range(0, len(arrays), 2)]
+        return msgspec.convert(rows, list[RankResults]), outputs
 
     def gather(self, read: Callable[[], ExpertCounts | None]) -> list[ExpertCounts | None]:
         """Read this process's counts and send them to process 0. Return them, or in process 0 those of all in the order of their stages."""

@@ -1,4 +1,4 @@
-"""``StageExecutor``: carries out an engine's commands for the layers of one stage."""
+"""``StageExecutor``: one pipeline stage's part of every command of an engine."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ class PendingStages:
     """A command on its way through the stages of one process.
 
     Attributes:
-        parts: its part at each stage that has begun; None where that stage has nothing to do. passed: how many stages it has gone through.
-        hidden: hidden states that the last of those stages gave, by launch, on the devices of the next one.
-        results: what came of it; from another process as `ProcessLinks.hear` gives it. told: stages that know it.
-        number: under which the process with the last stage publishes what came of it; None: it publishes nothing.
+        parts: the command's part at each stage that has begun; None where a stage has nothing to do.
+        passed: number of stages that have finished the command.
+        hidden: hidden states of the last finished stage, one array a launch, on the devices of the next stage.
+        results: the command's results; from another process in the form of `ProcessLinks.hear`.
+        told: number of stages that have entered the results.
+        number: number under which the process with the last stage publishes the results; None: the command has no results.
     """
 
     def __init__(self, command: Command):
@@ -39,15 +41,15 @@ class PendingStages:
         self.number: int | None = None
 
 
-class Made(NamedTuple):
-    """What the last stage made of a launch, on the host: its outcome, and the drafts behind it, as ``LaunchOutcome`` has them."""
+class LastStageOutput(NamedTuple):
+    """The last stage's output of one launch, on the host: outcome and drafts, as in ``LaunchOutcome``."""
 
     outcome: np.ndarray
     drafts: np.ndarray | None
 
 
 class _PassedOn(NamedTuple):
-    """A launch that has gone through the layers of a stage before the last. positions: packed, on the devices."""
+    """A launch whose hidden states an earlier stage has passed on. positions: packed, on the devices."""
 
     shape: LaunchShape
     positions: Array
@@ -57,11 +59,10 @@ class _PassedOn(NamedTuple):
 class StageExecutor(MeshExecutor):
     """One stage's part of every command.
 
-    The hidden states of its launches are in ``leaving`` when it has computed them, and those of the stage before must be in ``arriving``
-    first, in the order of the commands. A stage before the last is told with ``enter`` what came of a step, before the next step with one
-    of its requests.
+    A launch takes its hidden states from ``arriving`` and appends its own to ``leaving``, both in the order of the commands.
+    Call ``enter`` with a step's results at every stage but the last, before the next step of the same requests.
 
-    arriving, leaving: hidden states of launches, on this stage's devices. From another process, `arriving` is whatever has a `popleft`.
+    arriving: hidden states of the stage before, on this stage's devices; any object with `popleft`. leaving: this stage's hidden states.
     """
 
     def __init__(self, *arguments: Any, **options: Any):
@@ -69,32 +70,34 @@ class StageExecutor(MeshExecutor):
         self.leaving: deque[Array] = deque()
         super().__init__(*arguments, **options)
 
-    def enter(self, pending: Pending, results: Sequence[RankResults], made: Sequence[Made]) -> None:
-        """Enter what came of a step that was launched here: in its order among steps. Of a stage before the last."""
+    def enter(self, pending: Pending, results: Sequence[RankResults], outputs: Sequence[LastStageOutput]) -> None:
+        """Enter a step's results into this stage's state, in the order of the steps. For every stage but the last."""
         self._slots.commit(pending.command, results)
-        outcomes, [placements], _ = pending.kept
-        for passed, one in zip(outcomes, made, strict=True):
+        launches, [placements], _ = pending.kept
+        for launch, output in zip(launches, outputs, strict=True):
             if self._recorder is not None:
-                self._recorder.add(passed.reports, passed.shape.groups, placements)
-            sent = [self.send(array) for array in one if array is not None]
-            program = self.programs.get(*entering(passed.shape, 0 if one.drafts is None else one.drafts.shape[-1]))
-            self.state = program(self.state, passed.positions, *sent)
+                self._recorder.add(launch.reports, launch.shape.groups, placements)
+            sent = [self.send(array) for array in output if array is not None]
+            program = self.programs.get(
+                *entering(launch.shape, 0 if output.drafts is None else output.drafts.shape[-1])
+            )
+            self.state = program(self.state, launch.positions, *sent)
             if self.max_in_flight == 1:
                 jax.block_until_ready(self.state.start)
 
     def forget(self) -> None:
-        """Drop what a launch that was interrupted has left behind. All others must have been waited for, and their hidden states taken."""
+        """Drop the remains of an interrupted launch. All other launches must be done, and their hidden states taken."""
         self._queue.clear()
         self.leaving.clear()
 
     def read(self, pending: Pending) -> list[RankResults]:
-        """The results of a step of the last stage, in whichever thread; waits for them."""
+        """Wait for a step's results at the last stage; any thread may call this."""
         return read_step(pending.command, pending.kept.outcomes)
 
-    def made(self, pending: Pending) -> list[Made]:
-        """What the last stage made of a collected step's launches, for the others to ``enter``."""
+    def outputs(self, pending: Pending) -> list[LastStageOutput]:
+        """The last stage's outputs of a collected step, one a launch, for the other stages to ``enter``."""
         return [
-            Made(np.asarray(one.outcome), None if one.drafts is None else np.asarray(one.drafts))
+            LastStageOutput(np.asarray(one.outcome), None if one.drafts is None else np.asarray(one.drafts))
             for one in pending.kept.outcomes
         ]
 

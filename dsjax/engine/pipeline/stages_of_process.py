@@ -26,7 +26,7 @@ class StagesOfProcess(PipelineExecutor):
     def __init__(self, stages: Sequence[StageExecutor], links: ProcessLinks):
         super().__init__(stages)
         self._links = links
-        self._heard = itertools.count()  # numbers of commands whose results come from the last stage
+        self._numbers = itertools.count()  # of commands whose results come from the last stage
         self._loads: ExpertCounts | None = None
         first = self.stages[0]
         if not first.model.begins:
@@ -38,38 +38,38 @@ class StagesOfProcess(PipelineExecutor):
         pending = PendingStages(command)
         with self._breaks_at(BaseException):
             if isinstance(command, Step | Score):
-                pending.number = next(self._heard)
+                pending.number = next(self._numbers)
             self._run(pending)
             last = self.stages[-1]
             if not self._links.ends:
                 while last.leaving:
                     self._links.pass_on(last.leaving.popleft())
             elif isinstance(command, Step | Score):
-                self._links.publish(lambda: self._found(pending))
+                self._links.publish(lambda: self._read(pending))
         return pending
 
     def wait(self, pending: PendingStages) -> None:
-        """Wait until a command is done at the stages here, in process 0 at all that anything comes of."""
+        """Wait until a command is done at this process's stages, and in process 0 until its results are here."""
         super().wait(pending)
         if self._links.leads:
-            self._hear(pending)
+            self._receive(pending)
 
     def collect(self, pending: PendingStages) -> Any:
-        """Wait for a command, and give what came of it at the last stage, wherever that is; of a step, tell the stages here."""
+        """Wait for a command and return the last stage's results; pass a step's results to this process's stages."""
         if self._links.ends:
             return super().collect(pending)
         self.wait(pending)
-        self._hear(pending)
+        self._receive(pending)
         if not isinstance(pending.command, Step):
             return pending.results
-        results, made = pending.results
-        self._tell(len(self.stages), pending, results, made)
+        results, outputs = pending.results
+        self._tell(len(self.stages), pending, results, outputs)
         return results
 
-    def _hear(self, pending: PendingStages) -> None:
-        """Wait for what comes of a command at the last stage of another process: in the order of commands.
+    def _receive(self, pending: PendingStages) -> None:
+        """Wait for a command's results from another process's last stage, in the order of commands.
 
-        An interrupt between hearing and keeping it takes nothing away: it is heard once more, by its number.
+        Results have numbers, so results that an interrupt kept from being stored are received again.
         """
         if pending.results is None and not self._links.ends and pending.number is not None:
             pending.results = self._links.hear(pending.number)
@@ -95,10 +95,10 @@ class StagesOfProcess(PipelineExecutor):
         self._links.close()
         super().shutdown(held)
 
-    def _found(self, pending: PendingStages) -> Any:
-        """What came of a command at the last stage, in whichever thread."""
+    def _read(self, pending: PendingStages) -> Any:
+        """The last stage's results of a command; any thread may call this."""
         last, part = self.stages[-1], pending.parts[-1]
         if isinstance(pending.command, Score):
             logits = np.concatenate([np.asarray(array) for array in part.kept])
             return logits[: len(pending.command.tokens) // 4]
-        return last.read(part), last.made(part)
+        return last.read(part), last.outputs(part)

@@ -74,7 +74,17 @@ def enforceable(schema: Any) -> Any:
             kept["additionalProperties"] = False
         return _as_any_of(kept, schema) if isinstance(kept.get("oneOf"), list) and "anyOf" not in kept else kept
 
-    return each_schema(schema, change)
+    changed = each_schema(schema, change)
+    if isinstance(changed, dict) and not _is_referred_to_by_name(schema):
+        changed.pop("$id", None)  # any text, which llguidance would take for a URI
+    return changed
+
+
+def _is_referred_to_by_name(schema: Any) -> bool:
+    """Whether a reference is more than a path within the schema."""
+    references: list[Any] = []
+    each_schema(schema, lambda inner: references.append(inner.get("$ref")) or inner)
+    return any(isinstance(one, str) and one != "#" and not one.startswith("#/") for one in references)
 
 
 def explained(reason: str) -> str:

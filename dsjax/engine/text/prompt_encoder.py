@@ -109,7 +109,7 @@ class PromptEncoder(ABC):
 
     def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """Write what a system message says of the functions."""
-        return self._tools.replace("SCHEMAS", "\n".join(_json(tool["function"]) for tool in tools))
+        return self._tools.replace("SCHEMAS", "\n".join(json_text(tool["function"]) for tool in tools))
 
     def _described(self, message: Message) -> list[str]:
         """What a system or developer message says of its tools and of the form of the answer."""
@@ -118,7 +118,7 @@ class PromptEncoder(ABC):
             parts.append(self.describe(message["tools"]))
         if form := message.get("response_format"):
             head = "## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
-            parts.append(head + _json(form))
+            parts.append(head + json_text(form))
         return parts
 
     def _system(self, message: Message) -> str:
@@ -140,6 +140,7 @@ class V32Encoder(PromptEncoder):
 
     block = "function_calls"
     _tools = f"""## Tools
+
 You have access to a set of tools you can use to answer the user's question.
 You can invoke functions by writing a "<{DSML}function_calls>" block like the following as part of your reply to the user:
 <{DSML}function_calls>
@@ -151,16 +152,22 @@ You can invoke functions by writing a "<{DSML}function_calls>" block like the fo
 ...
 </{DSML}invoke>
 </{DSML}function_calls>
+
 String and scalar parameters should be specified as is without any escaping or quotes, while lists and objects should use JSON format. \
 The "string" attribute should be set to "true" for string type parameters and "false" for other types (numbers, booleans, arrays, objects).
+
 If the thinking_mode is enabled, then after function results you should strongly consider outputting a thinking block. Here is an example:
+
 <{DSML}function_calls>
 ...
 </{DSML}function_calls>
+
 <function_results>
 ...
 </function_results>
+
 {THINK}...thinking about results{THINK_END}
+
 Here are the functions available in JSONSchema format:
 <functions>
 SCHEMAS
@@ -340,23 +347,29 @@ def _called(call: Message) -> tuple[str, Any]:
     return call["function"]["name"], call["function"].get("arguments")
 
 
+def arguments_object(arguments: str) -> dict[str, Any]:
+    """Read a call's arguments. JSON that is no object, and what is no JSON, stands under `arguments`, as V4's own encoder has it."""
+    try:
+        parsed = json.loads(arguments or "{}")
+    except ValueError:
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"arguments": arguments}
+
+
 def _parameters(arguments: Any) -> str:
-    """Write a call's arguments as DSML parameters. JSON that is no object becomes one parameter, `arguments`, as V4's own encoder does."""
+    """Write a call's arguments, a mapping or its JSON, as DSML parameters."""
     if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments or "{}")
-        except ValueError:
-            parsed = None
-        arguments = parsed if isinstance(parsed, dict) else {"arguments": arguments}
+        arguments = arguments_object(arguments)
     lines = []
     for name, value in (arguments or {}).items():
         is_text = isinstance(value, str)
-        text = value if is_text else _json(value)
+        text = value if is_text else json_text(value)
         lines.append(
             f'<{DSML}parameter name="{name}" string="{"true" if is_text else "false"}">{text}</{DSML}parameter>'
         )
     return "\n".join(lines)
 
 
-def _json(value: Any) -> str:
+def json_text(value: Any) -> str:
+    """Write JSON as DeepSeek's prompts have it: with blanks, and characters as they are."""
     return json.dumps(value, ensure_ascii=False)

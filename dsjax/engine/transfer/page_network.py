@@ -1,4 +1,4 @@
-"""Messages between prefill and decode engines in different processes: `PrefillServer` and `RemoteLink`."""
+"""Disaggregated prefill between processes: `PrefillServer` serves a prefill engine, `RemoteLink` connects a decode engine to one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ _SERVICE = "prefill"
 class PrefillServer:
     """A `PrefillEngine` that decode engines of other processes reach at an endpoint.
 
-    chunks: this process's, closed with the engine; owns_endpoint: the endpoint is too. space: as in `Greeting`.
+    chunks: this process's chunks, closed with the engine. owns_endpoint: whether the endpoint is closed with the engine too.
+    space: as in `Greeting`; connections with another space are refused.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class PrefillServer:
         owns_endpoint: bool = False,
     ):
         self.engine, self.endpoint = engine, endpoint
-        self.space = msgspec.msgpack.decode(msgspec.msgpack.encode(space, enc_hook=str))  # as the other side sends it
+        self.space = msgspec.msgpack.decode(
+            msgspec.msgpack.encode(space, enc_hook=str)
+        )  # the form in which the other side sends its own
         self._chunks, self._owns_endpoint = chunks, owns_endpoint
         self._decoders: dict[Peer, Receive] = {}
         endpoint.serve(_SERVICE, self._take, roles=(ROLE,), kind=Greeting | ToPrefill)
@@ -72,9 +75,9 @@ class PrefillServer:
         room: int | None = None,
         dp_rank: int | None = None,
     ) -> dict[str, str]:
-        """Begin to compute a prompt, and give at once what its decode engine has to be told.
+        """Begin to compute a prompt, and return at once the parameters for its decode engine (`handoff`).
 
-        room: where the decode engine is told beforehand (`bootstrap_room`). dp_rank: see `RequestOptions`.
+        room: `bootstrap_room`, if the decode engine gets its parameters from elsewhere. dp_rank: see `RequestOptions`.
         """
         params = handoff(self.address, room)
         page_size = self.engine.core.scheduler.config.page_size
@@ -85,7 +88,7 @@ class PrefillServer:
         return params
 
     def cancel(self, transfer: str) -> None:
-        """Give up a prompt, by the name that `prefill` gave."""
+        """Cancel a prompt by the transfer name that `prefill` returned."""
         self.engine.post(CancelTransfer(transfer), None)
 
     def warm_up(self, progress: Progress | None = None) -> None:
@@ -93,7 +96,7 @@ class PrefillServer:
         self.engine.warm_up(progress)
 
     def shutdown(self) -> None:
-        """End the connections and the engine."""
+        """Close the connections and shut the engine down."""
         self.endpoint.withdraw(_SERVICE)
         for peer in list(self._decoders):
             peer.close()
@@ -103,7 +106,7 @@ class PrefillServer:
             self.endpoint.close()
 
     def _take(self, request: Request) -> None:
-        """Greet a decode engine, or pass on what it asks for."""
+        """Greet a decode engine, or pass its message to the engine."""
         peer, message = request.peer, request.body
         if not isinstance(message, Greeting):
             if peer in self._decoders:
@@ -124,9 +127,9 @@ class PrefillServer:
 
 
 class RemoteLinks:
-    """Makes the links of a decode engine to prefill engines in other processes.
+    """A decode engine's links to prefill engines in other processes.
 
-    chunks: by which chunks are pulled. space: as in `Greeting`. owns_endpoint: whether the endpoint of `chunks` is closed with the links.
+    chunks: pulls chunks. space: as in `Greeting`. owns_endpoint: whether the endpoint of `chunks` is closed with the links.
     """
 
     def __init__(self, chunks: RemoteChunks, space: dict[str, Any], *, owns_endpoint: bool = False):
@@ -135,11 +138,11 @@ class RemoteLinks:
         chunks.endpoint.serve(_SERVICE, self._take, roles=(LISTENER,), kind=ToDecode)
 
     def link_to(self, address: str) -> RemoteLink:
-        """Make the link to a prefill engine; a `UserError` where the address is none."""
+        """Make the link to a prefill engine; a `UserError` if the address is malformed."""
         return RemoteLink(address, self)
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         self.chunks.close()
         if self._owns_endpoint:
             self.chunks.endpoint.close()
@@ -151,28 +154,28 @@ class RemoteLinks:
 
 
 class RemoteLink(PrefillLink):
-    """A prefill engine of another process. It connects when it is asked for something, and again after a loss."""
+    """A link to a prefill engine of another process. It connects with the first message, and again after a loss."""
 
     def __init__(self, address: str, links: RemoteLinks):
         split_address(address)
         self.address, self._links = address, links
         self._lock = threading.Lock()
-        self._outbox: list[ToPrefill] = []  # until it is connected
+        self._outbox: list[ToPrefill] = []  # messages until it is connected
         self._is_connecting = self._is_closed = False
         self._peer: Peer | None = None
 
     @property
     def is_idle(self) -> bool:
-        """As of `PrefillLink`."""
+        """As in `PrefillLink`."""
         return self._peer is None and not self._is_connecting
 
     def send(self, message: ToPrefill) -> None:
-        """Queue a message. Without a connection, a thread makes one; a flush alone waits until something else needs one."""
+        """Send or queue a message. A thread connects if necessary, except for a flush, which waits for the next other message."""
         with self._lock:
             if self._peer is not None:
                 self._peer.send(_SERVICE, message)
             elif self._is_closed or isinstance(message, ReleaseChunk):
-                return  # with the connection, prefill has dropped its chunks
+                return  # prefill drops its chunks when the connection ends
             elif isinstance(message, FlushPages) and not self._is_connecting:
                 self._outbox = [message]
             else:
@@ -182,11 +185,11 @@ class RemoteLink(PrefillLink):
                     start_thread("transfer connection", self._connect, name="dsjax-transfer", on_failure=self._fail)
 
     def pull(self, number: int, device: Any, address: str = "") -> Chunk:
-        """Pull a chunk to this device."""
+        """Pull a chunk to a device."""
         return self._links.chunks.pull(address, number, device)
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         with self._lock:
             self._is_closed, self._outbox = True, []
             if self._peer is not None:
@@ -202,7 +205,7 @@ class RemoteLink(PrefillLink):
                 del self._links.of[peer]
                 peer.close()
                 raise
-        except Exception as error:  # whatever it is: what was asked for must not wait for an answer
+        except Exception as error:  # of any kind: requests must not wait for an answer that never comes
             self._fail(error)
             return
         with self._lock:
@@ -214,9 +217,9 @@ class RemoteLink(PrefillLink):
         peer.on_lost(lambda: self._lost(peer))
 
     def _fail(self, error: Exception) -> None:
-        """Give up what was asked for until now. The next request has another connection tried."""
+        """Fail all queued requests. The next request tries to connect again."""
         with self._lock:
-            # The next connection still has to bring this: the prefill engine has pages that nobody may find any more.
+            # Keep a flush for the next connection: the prefill engine still has pages that must not be found.
             self._outbox = [message for message in self._outbox if isinstance(message, FlushPages)][:1]
             self._is_connecting = False
         reason = f"the prefill engine at {self.address} cannot be reached: {str(error) or 'it does not answer'}"
@@ -231,8 +234,8 @@ class RemoteLink(PrefillLink):
 
 
 def handoff(address: str, room: int | None = None) -> dict[str, str]:
-    """Say what a decode engine has to be told of a prompt that a prefill engine computes for it: where, and under which name.
+    """Return the parameters with which a decode engine fetches a prompt: the prefill engine's address and the transfer's name.
 
-    room: `bootstrap_room`, where both sides are told at the same time; None: a new name.
+    room: `bootstrap_room`, if both sides get the request at the same time; None: a new name.
     """
     return {"address": address, "transfer": f"room-{room}" if room is not None else uuid.uuid4().hex}

@@ -1,4 +1,4 @@
-"""`PrefillService`: the part of an engine's core that computes prompts for other engines, and keeps their pages until they are pulled."""
+"""`PrefillService`: the engine plugin that computes prompts for decode engines and keeps their pages until they are pulled."""
 
 import itertools
 import logging
@@ -37,14 +37,14 @@ Keepers = Callable[[Executor], Sequence[Keeper]]
 
 _MOST_RECENT = 4096
 _LOOK_SECONDS = 0.25
-"""How often buffers are looked at, and decode is told what is under way; more often with a short timeout."""
+"""Seconds between two checks of the buffers and two reports to decode engines; fewer with a short timeout."""
 
 
 class PageSends(PageSource):
-    """Holds pages from when they are sealed until the plan that copies them into a chunk.
+    """Holds pages from their sealing until a plan copies them into a chunk (KV transfer unit).
 
-    sends: under way, by name, which is their request's id. waiting: of each rank (the transfer, number of its first page, pages), in the
-    order of their sealing.
+    sends: transfers in progress, by their request's id. waiting: for each rank `(transfer, number of the first page, pages)`, in the
+    order of sealing.
     """
 
     def __init__(self, buffers: SendBuffers, sends: Mapping[str, PageSend]):
@@ -53,17 +53,17 @@ class PageSends(PageSource):
         self._sent: list[list[tuple[int, int]]] = []  # (chunk, page)
 
     def bind(self, ranks: Sequence[RankPages]) -> None:
-        """Begin with these ranks."""
+        """Start with these ranks and nothing waiting."""
         self.ranks = ranks
         self.waiting = [deque() for _ in ranks]
         self._sent = [[] for _ in ranks]
 
     def has_work(self) -> bool:
-        """Whether pages wait, and there is room for a chunk of them."""
+        """Whether pages wait and their rank has room for a chunk."""
         return any(waiting and self._buffers.room(rank) > 0 for rank, waiting in enumerate(self.waiting))
 
     def transfers_waiting(self) -> set[str]:
-        """Names of the transfers with pages that wait."""
+        """Names of the transfers whose pages wait."""
         return {send.transfer for waiting in self.waiting for send, _, _ in waiting}
 
     def sealed(self, rank: int, request: Request) -> None:
@@ -78,7 +78,7 @@ class PageSends(PageSource):
             pages = request.pages[send.next : end]
             self.ranks[rank].pool.hold(pages)
             waiting = self.waiting[rank]
-            if waiting and waiting[-1][0] is send:  # what has found no room goes into one chunk with what follows it
+            if waiting and waiting[-1][0] is send:  # pages that wait share a chunk with the pages after them
                 waiting[-1][2].extend(pages)
             else:
                 waiting.append((send, send.next, pages))
@@ -90,25 +90,25 @@ class PageSends(PageSource):
             send.next += 1
 
     def begin_rank(self, rank: int, now: float) -> None:
-        """Put pages into chunks, as far as there is room. They are copied before anything else of this plan."""
+        """Assign waiting pages to chunks while there is room. The copy runs before the rest of this plan."""
         waiting, pool = self.waiting[rank], self.ranks[rank].pool
         while waiting and self._buffers.room(rank) > 0:
             send, first, pages = waiting.popleft()
-            some, rest = pages[:CHUNK_PAGES], pages[CHUNK_PAGES:]
+            chunk, rest = pages[:CHUNK_PAGES], pages[CHUNK_PAGES:]
             if rest:
-                waiting.appendleft((send, first + len(some), rest))
-            number = self._buffers.begin(rank, send, first, len(some))
-            self._sent[rank] += [(number, page) for page in some]
-            pool.release(some)
+                waiting.appendleft((send, first + len(chunk), rest))
+            number = self._buffers.begin(rank, send, first, len(chunk))
+            self._sent[rank] += [(number, page) for page in chunk]
+            pool.release(chunk)
 
     def commands(self) -> Iterable[tuple[CommandTurn, Command]]:
-        """Copy pages into chunks."""
+        """Yield the command that copies the assigned pages into chunks."""
         sent, self._sent = self._sent, [[] for _ in self.ranks]
         if any(sent):
             yield CommandTurn.SEND, SendPages([int32s(itertools.chain.from_iterable(pairs)) for pairs in sent])
 
     def drop(self, send: PageSend) -> None:
-        """Send nothing more of a transfer."""
+        """Release the waiting pages of a transfer."""
         for rank, waiting in enumerate(self.waiting):
             for waiting_send, _, pages in waiting:
                 if waiting_send is send:
@@ -117,22 +117,26 @@ class PageSends(PageSource):
 
 
 class PrefillCounts(NamedTuple):
-    """Tokens of prompts computed since the start, and seconds in which it computed."""
+    """Prompt tokens computed since the start, and the seconds spent on them."""
 
     tokens: int = 0
     seconds: float = 0.0
 
 
 class PrefillService(Attachment):
-    """Belongs to the engine's thread.
+    """Computes prompts for decode engines; runs in the engine's thread.
+
+    A transfer begins with a `PrefillRequest`. Its sealed pages go into chunks, each chunk is offered to the decode engine, and the
+    transfer ends when all chunks are pulled and released.
 
     Args:
-        timeout: seconds after which a buffer that nobody has pulled is dropped, and its transfer with it.
-        keepers: gives which process keeps the buffers of each of an executor's ranks; None: this one, all.
+        timeout: seconds after which an unpulled chunk is dropped together with its transfer.
+        keepers: returns the process that keeps the chunks of each of an executor's ranks; None: this process keeps all.
 
     Attributes:
-        buffers: the pages that wait to be pulled. counts: replaced after each step, so that any thread may read them.
-        flush_core: flushes the core's prefix cache, when a decode engine's was flushed.
+        buffers: the chunks that wait to be pulled.
+        counts: replaced after each step, so that any thread can read it.
+        flush_core: flushes the core's prefix cache when a decode engine flushes its own.
         reason: why transfers fail when the engine ends.
     """
 
@@ -148,9 +152,9 @@ class PrefillService(Attachment):
         self.reason = "the prefill engine has ended"
         self._look_seconds = min(_LOOK_SECONDS, timeout / 4)
         self._executor: Executor | None = None
-        # Of transfers that have ended, with the name of the last page: who has the prompt may ask after the end.
+        # Ended transfers and the names of their last pages: a request with the prompt can arrive after the end.
         self._recent: OrderedDict[tuple[str, bytes], None] = OrderedDict()
-        self._told_at = 0.0  # when decode was told what is under way
+        self._told_at = 0.0  # time of the last report to decode engines
 
     @property
     def num_jobs(self) -> int:
@@ -159,23 +163,23 @@ class PrefillService(Attachment):
 
     @property
     def look_seconds(self) -> float | None:
-        """As of `Attachment`: as long as there are transfers."""
+        """As in `Attachment`: set while there are transfers."""
         return self._look_seconds if self._sends else None
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
-        """Begin with empty buffers."""
+        """Start with empty buffers, which this executor fills."""
         self._executor = executor
         self.buffers.reset(self._keepers(executor))
         executor.extension(ChunkPort).send_chunks(self.buffers.ready)
 
     def scheduled(self, scheduler: Scheduler) -> None:
-        """Fail the transfers of the scheduler before."""
+        """Fail the transfers of the previous scheduler."""
         super().scheduled(scheduler)
         for name in list(self._sends):
             self._end(name, "the mesh of the prefill side has changed")
 
     def begin_step(self, now: float) -> None:
-        """Drop what was not pulled in time, and tell decode what is under way."""
+        """Drop chunks that were not pulled in time, and tell decode engines which transfers are in progress."""
         for send in self.buffers.expire():
             self._end(send.transfer, "its pages were not pulled in time")
         gone = self.buffers.take_gone()
@@ -184,7 +188,7 @@ class PrefillService(Attachment):
         self._tell_under_way(now)
 
     def after_step(self, seconds: float, plan: StepPlan, updates: list[Update]) -> None:
-        """End requests whose pages are all sent or about to be: their last token is decode's to compute."""
+        """End requests whose pages are all handed over: the decode engine computes the last token."""
         tokens, before = self.counts
         self.counts = PrefillCounts(tokens + plan.num_prompt_tokens, before + seconds)
         ended = []
@@ -197,7 +201,7 @@ class PrefillService(Attachment):
             if send.is_complete and send.request.status is not Status.FINISHED:
                 self._abort(send)
                 ended.append(name)
-        self._forget_done(ended)  # decode may have released the last chunk before this step was entered
+        self._forget_done(ended)  # decode may already have released the last chunk
 
     def close(self, failed: bool) -> None:
         """Fail every transfer."""
@@ -205,7 +209,7 @@ class PrefillService(Attachment):
             self._end(name, self.reason, aborts=False)
 
     def enter(self, message: ToPrefill, receive: Receive | None) -> None:
-        """Carry out a message."""
+        """Carry out a message of a decode engine, or of this process (receive: None)."""
         if isinstance(message, PrefillRequest):
             self._begin(message, receive)
         elif isinstance(message, CancelTransfer):
@@ -219,7 +223,7 @@ class PrefillService(Attachment):
                 self._forget_done(list(self._sends))
 
     def leave(self, receive: Receive) -> None:
-        """Cancel all transfers of a decode engine that is gone."""
+        """Cancel all transfers of a lost decode engine."""
         for name in [name for name, send in self._sends.items() if send.receive == receive]:
             self._end(name)
 
@@ -228,7 +232,7 @@ class PrefillService(Attachment):
             send.tell(offer)
 
     def _begin(self, ask: PrefillRequest, receive: Receive | None) -> None:
-        """Begin a transfer, or join the one of this name."""
+        """Begin a transfer, or join the transfer of this name."""
         tokens = [] if len(ask.tokens) % 4 else list(from_int32s(ask.tokens))
         objection = self._objection(ask, tokens)
         if objection:
@@ -263,12 +267,12 @@ class PrefillService(Attachment):
             self._end(ask.transfer, str(error))
 
     def _join(self, send: PageSend, ask: PrefillRequest, names: Sequence[bytes], receive: Receive | None) -> None:
-        """Give a decode engine the transfer of this name, if it has the pages asked for and nobody else has it."""
+        """Give a decode engine the transfer of this name, if no other engine has it and it covers the requested pages."""
         last = min(ask.end, send.end) - 1
         if send.request.page_hashes[last] != names[last]:
             self._refuse(ask, receive, "another prompt is under way under this name")
         elif receive is None:
-            return  # its decode engine has asked already
+            return  # its decode engine has already asked
         elif send.receive is not None and not _is_of(send, receive):
             self._refuse(ask, receive, "another engine has asked for it under this name")
         elif not send.first <= ask.first < ask.end <= send.end or (send.windows and ask.end < send.end):
@@ -280,13 +284,13 @@ class PrefillService(Attachment):
                     receive(buffer.offer)
 
     def _refuse(self, ask: PrefillRequest, receive: Receive | None, reason: str) -> None:
-        """Compute nothing, and say why: decode computes its prompt itself."""
+        """Refuse a request and say why. The decode engine then computes the prompt itself."""
         _log.warning("The prompt of transfer %r is not computed here: %s.", ask.transfer, reason)
         if receive is not None:
             receive(TransferFailed(ask.transfer, reason))
 
     def _cancel(self, message: CancelTransfer, receive: Receive | None) -> None:
-        """End a transfer for its owner: this process, its decode engine, or before there is one, who names its last page."""
+        """End a transfer for its owner: this process, its decode engine, or, while it has none, a sender that names its last page."""
         send = self._sends.get(message.transfer)
         if send is None:
             self._remember(message.transfer, message.page)
@@ -294,7 +298,7 @@ class PrefillService(Attachment):
             self._end(message.transfer)
 
     def _objection(self, ask: PrefillRequest, tokens: list[int]) -> str:
-        """Say why this cannot be computed: it may come from another process."""
+        """Return why a request cannot be computed, or "". Requests from other processes are not trusted."""
         page_size, vocabulary = self.scheduler.config.page_size, self._executor.limits.vocab_size
         if not 0 <= ask.first < ask.end or len(tokens) != ask.end * page_size + 1:
             return f"pages {ask.first} to {ask.end} of {page_size} tokens are asked for with {len(tokens)} tokens"
@@ -303,7 +307,7 @@ class PrefillService(Attachment):
         return ""
 
     def _tell_under_way(self, now: float) -> None:
-        """Tell decode which transfers are queued, computed or waiting: a long queue is not a dead engine."""
+        """Tell decode engines which transfers are queued, computed or waiting, so that a long queue does not look like a dead engine."""
         if now - self._told_at < self._look_seconds:
             return
         self._told_at = now
@@ -316,7 +320,7 @@ class PrefillService(Attachment):
             receive(TransfersUnderWay(names))
 
     def _forget_done(self, names: Iterable[str]) -> None:
-        """Forget those of these transfers whose pages are all computed, sent, and released."""
+        """Forget the named transfers whose pages are all computed, sent and released."""
         waiting = self.source.transfers_waiting()
         for name in names:
             send = self._sends.get(name)
@@ -325,7 +329,7 @@ class PrefillService(Attachment):
                 self._forget(name)
 
     def _end(self, name: str, reason: str = "", aborts: bool = True) -> None:
-        """End a transfer and drop its chunks. reason: why it fails, for its decode engine; empty if that need not be told."""
+        """End a transfer and drop its chunks. reason: why it fails, sent to its decode engine; empty: send nothing."""
         send = self._forget(name)
         if send is None:
             return
@@ -353,7 +357,7 @@ class PrefillService(Attachment):
 
 
 def _is_of(send: PageSend, receive: Receive | None) -> bool:
-    """Whether a transfer is this receiver's. None: this process, which may end what it has begun."""
+    """Whether a receiver may act on a transfer: its decode engine, or this process (None)."""
     return receive is None or send.receive == receive
 
 

@@ -1,4 +1,4 @@
-"""What one call of a kernel computes and moves, written into the call, so that whoever reads a compiled program can price it."""
+"""``KernelCost``: operations and bytes of a kernel call, stored in the call, so that the dry run can price compiled programs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dsjax.kernels.pallas import pl
 class KernelCost:
     """Operations and bytes of one call on one device.
 
-    flops: of matrix products, a multiply-add counting two, of all tiles that are computed. dtype: of the products' operands, by
-    HLO's name. bytes: of main memory read and written; what tiles side by side read again from the device's cache counts once.
-    assumed: whether the figures take a length for granted that only the requests or the routing tell.
+    flops: of the matrix products of all computed tiles; a multiply-add counts two. dtype: the operands' dtype by HLO's name.
+    bytes: read and written in main memory; repeated reads by neighbouring tiles, from the device's cache, count once.
+    assumed: whether the figures assume lengths that only the requests or the routing determine.
     """
 
     flops: float
@@ -24,7 +24,7 @@ class KernelCost:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """For ``pallas_call``: XLA keeps it in the custom call (`serialized_metadata`)."""
+        """Metadata for ``pallas_call``, which XLA keeps in the custom call (`serialized_metadata`)."""
         return {
             "cost_flops": f"{self.flops:.0f}",
             "cost_bytes": f"{self.bytes:.0f}",
@@ -34,7 +34,7 @@ class KernelCost:
 
     @property
     def estimate(self) -> pl.CostEstimate:
-        """Give it to JAX, and to schedulers that read it there."""
+        """The cost estimate for ``pallas_call``, which XLA's schedulers read."""
         return pl.CostEstimate(flops=int(self.flops), bytes_accessed=int(self.bytes), transcendentals=0)
 
 
@@ -44,8 +44,8 @@ def hlo_dtype(dtype) -> str:
 
 
 def expected_tiles(mean_load: float, tile: int) -> float:
-    """Mean number of tiles that an expert's pairs fill or begin, where their number is Poisson's: the sum of P(pairs > k × tile)."""
-    # P(N = n) in logarithms: at mean loads in the thousands exp(-mean_load) is no number.
+    """Mean number of tiles for an expert's pairs, if their number has a Poisson distribution: the sum of P(pairs > k × tile)."""
+    # P(N = n) in logarithms: exp(-mean_load) underflows at mean loads in the thousands.
     most = math.ceil(mean_load + 12 * math.sqrt(mean_load) + 12)
     return sum(
         math.ceil(n / tile) * math.exp(n * math.log(mean_load) - mean_load - math.lgamma(n + 1))
@@ -54,5 +54,5 @@ def expected_tiles(mean_load: float, tile: int) -> float:
 
 
 def power(size: float) -> int:
-    """The least power of two that holds ``size``, and at least the 16 that a tensor core takes."""
+    """The least power of two that is at least ``size`` and 16, the least that a tensor core takes."""
     return max(16, 1 << math.ceil(math.log2(max(size, 1))))

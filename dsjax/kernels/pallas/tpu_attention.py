@@ -1,4 +1,4 @@
-"""Absorbed MLA over the paged latent cache on TPUs, for decodes, drafts being verified and chunks of prompts alike (Mosaic, by Pallas).
+"""Absorbed MLA over the paged latent cache on TPUs, for decodes, verified drafts and chunks of prompts (Pallas, Mosaic).
 
 A program takes a tile of (token, head) pairs of one row, which all read the same latents. The cache stays in main memory: pages of a
 block of positions are copied into the core's own memory, looked up in the row's table, while the block before them is multiplied; the
@@ -24,14 +24,14 @@ from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype, power
 from dsjax.kernels.pallas.order import MESH, ROWS, KernelOrder
 
 NOTHING = -1e30
-"""The score of what is not seen: finite, so that the difference of two of them is a number."""
+"""Score of an invisible position; finite, so that the difference of two such scores is not NaN."""
 LANES = 128
-"""Numbers of a register's row: widths of a cache's entries are multiples of it."""
+"""Lanes of a vector register; the widths of cache entries are multiples of it."""
 MOST_TABLE_ENTRIES = 2**17
-"""Page numbers of one call, which lie in the core's scalar memory: half of its MiB. Rows beyond them are further calls."""
+"""Most page numbers of one call: they take half of the core's 1 MiB of scalar memory. More rows are split into several calls."""
 
 FIXED_ROWS = 256
-"""(Token, head) pairs of a program where every shape has the same: about what a v6e multiplies while it reads the context for them."""
+"""(Token, head) pairs of a program with `fixed` tiles: about what a v6e multiplies while it reads their context."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class TpuAttentionTiles:
 
     @classmethod
     def of(cls, pairs: int) -> TpuAttentionTiles:
-        """For rows of so many pairs: no larger than a row needs."""
+        """Tiles for rows of so many pairs, no larger than a row needs."""
         return cls(rows=min(512, power(pairs)))
 
 
 def refuses(page_size: int, cache_dtype: np.dtype) -> str:
-    """Why the kernel cannot read a cache of such pages; empty where it can."""
+    """Return why the kernel cannot read a cache of such pages, or ""."""
     if np.dtype(cache_dtype).itemsize == 1:
         return "attention's kernel for TPUs reads no FP8 cache: the plain form does"
     sublanes = 32 // np.dtype(cache_dtype).itemsize  # rows of a tile of the core's memory, which copies do not cut
@@ -80,7 +80,7 @@ def latent_attention(
         is 0. filled: which slots of the cache hold an entry; a token sees those and its own. None: all.
     scale: of the scores. Scores, weights and sums are float32; weights are rounded to the queries' dtype before they multiply the
         latents, as in the plain form.
-    fixed: tiles of as many pairs, and blocks of as many positions, for every shape: also where a row's table has no room for them.
+    fixed: use tiles and blocks of the same size for every shape, even if a row's table is shorter (batch-invariant sums).
     """
     R, C, H, M = q_latent.shape
     if R * tables.shape[1] > MOST_TABLE_ENTRIES and R > 1:
@@ -183,7 +183,7 @@ def _kernel(
     @pl.when((row == 0) & (tile == 0))
     def _():
         state_ref[0], state_ref[1] = 0, 0
-        for buffer in buffers:  # so that what no page has come to is a number, which a weight of 0 makes nothing
+        for buffer in buffers:  # so that slots without a page are not NaN, and a weight of 0 removes them
             buffer[...] = jnp.zeros_like(buffer)
 
     turned = tile + 1 == programs[1]
@@ -246,7 +246,7 @@ def _kernel(
 
 
 def widened(values: Array, stored: np.dtype, dtype) -> Array:
-    """Values whose bits mean ``stored``, in ``dtype``."""
+    """Cast values to ``dtype``, reading their bits as ``stored``."""
     values = values if values.dtype == stored else lax.bitcast_convert_type(values, stored)
     return values.astype(dtype)
 
@@ -254,8 +254,8 @@ def widened(values: Array, stored: np.dtype, dtype) -> Array:
 def attention_cost(
     R: int, C: int, H: int, widths: list[int], context: int, dtype, stored_bytes: int, tiles: TpuAttentionTiles
 ) -> KernelCost:
-    """Cost of rows whose last token is the last of ``context`` positions: each tile goes over the blocks up to its own last token, of which
-    it copies the pages from main memory, for itself alone."""
+    """Cost of rows whose last token is the last of ``context`` positions. Each tile copies the pages of all blocks up to its own last token
+    from main memory."""
     programs = -(-C * H // tiles.rows)
     last = np.minimum((np.arange(1, programs + 1) * tiles.rows - 1) // H, C - 1)
     seen = np.minimum(context - C + last + 1, context)

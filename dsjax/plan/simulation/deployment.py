@@ -8,24 +8,26 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.plan.candidate import Candidate, transfer_seconds, transfers_at_once
 from dsjax.plan.instance import Instance
 from dsjax.plan.network import exposed_transfer
-from dsjax.plan.simulation.admission import Lobby
 from dsjax.plan.simulation.service import Decoder, Served, SimulatedEngine, StepPrices
 
 _PAGE = 16
 """Slots of a page, as `dsjax serve` has them by default."""
+_HOLD_STEPS = 50
+"""Steps for which prompts are held back at most: `attention_dp_config.timeout_iters` of TensorRT-LLM."""
 
 
 class _Clocked:
     """An instance that begins a step whenever it has work and none is running.
 
     ahead: a step is planned when the one before begins, so that what arrives during one step waits for the next one too, unless
-    there is none. lobby: where prompts wait that the engine keeps from its scheduler; None where it keeps none. until: the end of the
-    running step. requests: running and waiting.
+    there is none. together: prompts wait until there are so many of them, a DP rank has no request, or `_HOLD_STEPS` have passed. until:
+    the end of the running step. requests: running and waiting.
     """
 
-    def __init__(self, instance: SimulatedEngine | Decoder, ahead: bool = False, lobby: Lobby | None = None):
-        self.instance, self.until, self._ahead, self._lobby = instance, math.inf, ahead, lobby
-        self._arrived, self._planned, self.requests = list[Served](), list[Served](), 0
+    def __init__(self, instance: SimulatedEngine | Decoder, ahead: bool = False, together: int = 1):
+        self.instance, self.until, self._ahead, self._together = instance, math.inf, ahead, together
+        self._arrived, self._planned, self._held = list[Served](), list[Served](), list[Served]()
+        self.requests = self._waited = 0
 
     def add(self, served: Served, now: float) -> None:
         self.requests += 1
@@ -34,8 +36,6 @@ class _Clocked:
             self._begin(now)
         elif self._ahead:
             self._arrived.append(served)
-        elif self._lobby is not None:
-            self._planned.append(served)
         else:
             self.instance.add(served)
 
@@ -51,8 +51,13 @@ class _Clocked:
         return done
 
     def _admit(self, arrived: list[Served]) -> None:
-        for served in arrived if self._lobby is None else self._lobby.admit(self.instance, arrived):
+        self._held += arrived
+        if 0 < len(self._held) < self._together and self._waited < _HOLD_STEPS - 1 and self.instance.all_ranks_busy:
+            self._waited += 1
+            return
+        for served in self._held:
             self.instance.add(served)
+        self._held, self._waited = [], 0
 
     def _begin(self, now: float) -> None:
         self.until = math.inf if self.instance.idle else now + self.instance.begin(now)
@@ -67,12 +72,12 @@ class Service:
 
     def __init__(self, candidate: Candidate, longest: int):
         decode, tokens, seqs = candidate.decode, candidate.prefill_tokens, max(1, math.ceil(candidate.batch))
-        drafts, made = decode.options.drafts, decode.options.tokens_a_step
+        made = decode.options.tokens_a_step
         self._moving: list[tuple[float, int, Served]] = []
         if candidate.mode == "aggregated":
-            lobby = Lobby(decode.options.engine, decode.replicas, tokens + seqs, 1 + drafts)
             engine = _engine(decode, candidate.batch, tokens, longest)
-            self._decode = self._prefill = [_Clocked(engine, decode.ahead, None if lobby.is_open else lobby)]
+            together = decode.replicas if decode.options.engine.holds_prompts else 1
+            self._decode = self._prefill = [_Clocked(engine, True, together)]
             return
         prefill = candidate.prefill
         # The prefill side holds a step's prompts and those before them in the queue, no more.
@@ -82,8 +87,7 @@ class Service:
         ]
         prices = _prices(decode)
         self._decode = [
-            _Clocked(Decoder(prices, decode.replicas, seqs=seqs, made=made), decode.ahead)
-            for _ in range(candidate.count)
+            _Clocked(Decoder(prices, decode.replicas, seqs=seqs, made=made), True) for _ in range(candidate.count)
         ]
         ways = transfers_at_once(prefill, candidate.prefill_count, decode, candidate.count)
         self._transfer = transfer_seconds(decode, prefill)
@@ -144,7 +148,7 @@ def _engine(
         prefix_caching=instance.workload.prefix_hit > 0,
     )
     scheduler, made = Scheduler(config, instance.replicas), 1.0 if one_token else options.tokens_a_step
-    return SimulatedEngine(_prices(instance), scheduler, cache, one_token, made, options.engine.mixes)
+    return SimulatedEngine(_prices(instance), scheduler, one_token, made, options.engine.mixes)
 
 
 def _prices(instance: Instance) -> StepPrices:

@@ -27,8 +27,6 @@ FIELDS = {
 }
 """Kind of blind prediction → field of `calibrated_report`. Blind rounds played public benchmarks, which start all users at once
 (`tools/plan_data/replay.py`), and were predicted by `reported`."""
-_AGREES = 0.2
-"""A mean that is off by more than this share of the mean-value answer is a disagreement."""
 
 
 @dataclass(frozen=True)
@@ -105,18 +103,6 @@ class SimulationOutcome(Waits):
         """Requests a second that kept every objective."""
         return self.kept * self.requests_per_s
 
-    def disagreements(self) -> list[str]:
-        """Where the simulation and the mean-value answer part, in words."""
-        messages = []
-        for name, spread, figure in (("TTFT", self.ttft, self.mean_ttft), ("TPOT", self.tpot, self.mean_tpot)):
-            ratio = spread.mean / figure if spread else 1.0
-            if abs(ratio - 1) > _AGREES:
-                inside = "inside" if figure.low <= spread.mean <= figure.high else "outside"
-                messages.append(
-                    f"mean {name} {spread.mean * 1e3:,.1f} ms is {ratio:.2f} × the mean-value answer, {inside} its interval"
-                )
-        return messages
-
     def to_json(self) -> dict[str, Any]:
         """Stable fields; seconds and requests a second."""
         return {
@@ -133,7 +119,6 @@ class SimulationOutcome(Waits):
             "goodput_requests_per_s": self.goodput,
             "share_within_objectives": self.kept,
             "mean_value": {"ttft_s": as_json(self.mean_ttft), "tpot_s": as_json(self.mean_tpot)},
-            "disagreements": self.disagreements(),
         }
 
 

@@ -1,4 +1,4 @@
-"""`dsjax plan simulate` on the terminal: a table of loads, and where the mean-value answer is contradicted."""
+"""`dsjax plan simulate` on the terminal: a table of loads, with the mean-value answer beside each mean."""
 
 import dataclasses
 import sys
@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
+from dsjax.plan.rules import refuse
 from dsjax.plan.simulation.outcome import SimulationOutcome, Spread, calibrated_report, loads, simulate
 from dsjax.plan.workload import Objective
 from dsjax.tables import table
@@ -34,11 +34,7 @@ def simulations(
     """
     outcomes, work = [], candidate.decode.workload
     kept = candidate.throughput / work.output.mean
-    if work.rate is not None and work.rate > _FLOOD * kept:
-        raise UserError(
-            f"--request-rate {work.rate:g}: {candidate.name()}, the nearest there is, keeps up with {kept:.3g} requests a second, "
-            f"so that queues would grow for as long as it is played; give {kept:.3g} or less"
-        )
+    refuse("flood", rate=work.rate, flood=_FLOOD, kept=kept, name=candidate.name())
     choices = {"num_requests": num_requests, "seed": seed, "warmup": warmup, "at_once": at_once}
     with Progress(console=Console(file=sys.stderr), transient=True) as bar:
         for load in loads(candidate, burstiness, at_once):
@@ -82,9 +78,6 @@ def show_simulation(console: Console, candidate: Candidate, outcomes: list[Simul
     if classes:
         names = ("<class", "load", "requests", "TTFT", "TPOT", "end to end")
         console.print(table("by class of request; milliseconds: P50/P95/P99", names, classes))
-    for one in outcomes:
-        for text in one.disagreements():
-            console.print(f"{one.load}: {text}", style="yellow", highlight=False)
 
 
 _COLUMNS = ("TTFT", "mean", "TPOT", "mean", "ITL", "tokens/s", "goodput", "SLO")

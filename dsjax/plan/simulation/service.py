@@ -144,12 +144,10 @@ class SimulatedEngine:
 
     prices: StepPrices
     scheduler: Scheduler
-    cache_tokens: int  # of a DP rank
     one_token: bool = False
     made: float = 1.0  # tokens that a decode step yields for a request on average, more than one with drafts
     mixes: bool = True
     gaps: list[tuple[float, float, int]] = field(default_factory=list)
-    had_prompts: bool = False  # whether the last step computed any
     _plan: StepPlan | None = None
     _stalled: float = 0.0
     _serving: dict[str, Served] = field(default_factory=dict)
@@ -158,6 +156,11 @@ class SimulatedEngine:
     def idle(self) -> bool:
         """Whether it has no request."""
         return not self._serving
+
+    @property
+    def all_ranks_busy(self) -> bool:
+        """Whether every DP rank has a running request."""
+        return all(rank.running for rank in self.scheduler.ranks)
 
     def add(self, served: Served) -> None:
         """Queue a request."""
@@ -171,7 +174,6 @@ class SimulatedEngine:
     def begin(self, now: float) -> float:
         """Start a step; give its seconds."""
         self._plan = self.scheduler.schedule(now)
-        self.had_prompts = any(rank.prefills for rank in self._plan.ranks)
         ranks = [_work(rank, self._waits(rank)) for rank in self._plan.ranks]
         seconds = self.prices.seconds(ranks)
         if decodes := sum(work.decodes for work in ranks):

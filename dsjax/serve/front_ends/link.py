@@ -38,7 +38,7 @@ class FrontEnd:
 
 
 class Links(Protocol):
-    """All front ends, as the engine that they share knows them."""
+    """All front ends, as the engine that they share and its server know them."""
 
     links: list[FrontEnd]
 
@@ -47,6 +47,12 @@ class Links(Protocol):
 
     def fail(self) -> None:
         """Tell all that the engine has failed: each tells its clients, and ends."""
+
+    async def abort(self, request_id: str | None) -> int:
+        """End the requests of an id, or all, wherever they are; give how many there were."""
+
+    async def gather(self) -> None:
+        """Ask all for their counters."""
 
     async def end(self) -> None:
         """Have all close their doors and end; whoever takes too long is killed."""

@@ -1,7 +1,7 @@
 """What only an administrator may do. `Keys` has checked the key before a request comes here."""
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -18,9 +18,6 @@ from dsjax.serve.routes.status import expert_load
 from dsjax.serve.sampling_fields import StrictModel
 from dsjax.serve.schemas import Aborted, ExpertLoad, Profiled, Rebalance, Scaled, State, errors
 from dsjax.serve.serving import Serving
-
-if TYPE_CHECKING:  # it brings JAX in
-    from dsjax.engine.setup.facts import EngineFacts
 
 RequestId = Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARACTERS + 16)]
 
@@ -136,21 +133,18 @@ def admin_routes(serving: Serving) -> APIRouter:
                 f"{wanted}: not possible, and the server continues on {generations.facts.mesh}: {generations.failure}"
             )
             raise ApiError(400, reason, param="mesh", code="mesh_unavailable")
-        return _scaled(generations.facts, generations.number, generations.counts.last_seconds)
+        facts = generations.facts
+        return {
+            "generation": generations.number,
+            "mesh": facts.mesh,
+            "expert_mesh": facts.expert_mesh,
+            "devices": facts.num_devices,
+            "processes": facts.num_processes,
+            "cache_tokens": facts.cache_tokens,
+            "seconds": generations.counts.last_seconds,
+        }
 
     return router
-
-
-def _scaled(facts: "EngineFacts", generation: int, seconds: float) -> Scaled:
-    return {
-        "generation": generation,
-        "mesh": facts.mesh,
-        "expert_mesh": facts.expert_mesh,
-        "devices": facts.num_devices,
-        "processes": facts.num_processes,
-        "cache_tokens": facts.cache_tokens,
-        "seconds": seconds,
-    }
 
 
 def _rebalance(core: EngineCore) -> dict[str, Any] | None:

@@ -14,11 +14,7 @@ from dsjax.serve.bounds import MAX_NAME_CHARACTERS
 from dsjax.serve.chat import ChatAnswer
 from dsjax.serve.chat_fields import ChatRequest
 from dsjax.serve.chat_prompt import render_prompt
-from dsjax.serve.connections import (
-    EventStream,
-    JsonResponse,
-    unless_client_leaves,
-)
+from dsjax.serve.connections import EventStream, JsonResponse, unless_client_leaves
 from dsjax.serve.guards import StrictRoute, request_id_of
 from dsjax.serve.responses_answer import NamedEvents, ResponsesAnswer
 from dsjax.serve.responses_request import ResponsesRequest

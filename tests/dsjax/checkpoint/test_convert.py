@@ -76,6 +76,16 @@ def test_there_and_back_is_exact_to_the_byte(checkpoints, orbax, tmp_path, weigh
     assert (back / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.parametrize("form", ["hf", "orbax"])
+def test_the_encoder_of_the_model_s_prompts_comes_along(checkpoints, tmp_path, form):
+    """A DeepSeek-V4 has no chat template: its encoder beside the weights shows which reasoning efforts its prompts know."""
+    source = shutil.copytree(checkpoints("bf16")[0], tmp_path / "source")
+    (source / "encoding").mkdir()
+    (source / "encoding" / "encoding_dsv4.py").write_text("EFFORTS = {}\n")
+    made = convert_checkpoint(source, tmp_path / "made", to=form)
+    assert (made / "encoding" / "encoding_dsv4.py").read_text() == "EFFORTS = {}\n"
+
+
 @pytest.mark.parametrize(
     ("weights", "changed", "dtype"), [("bf16", "e_score_correction_bias", ml_dtypes.bfloat16), ("f32", "", np.float16)]
 )

@@ -100,15 +100,6 @@ async def test_closing_a_stream_frees_its_pages_within_two_steps(engine, executo
 
 
 @in_loop()
-async def test_a_wrong_prompt_among_several_queues_none(engine, executor):
-    with pytest.raises(PromptError):
-        await engine.submit("r", [[1], [9999]], FINAL)
-    assert engine.num_unfinished == 0
-    await engine.shutdown()
-    assert executor.steps == 0
-
-
-@in_loop()
 async def test_seeds_are_drawn_in_the_order_of_arrival_whichever_prompt_is_prepared_first(engine, executor):
     """A long prompt is prepared in a thread, which here waits until the short one that came later has been prepared."""
     prepare, second = engine._inputs.prepare, threading.Event()

@@ -1,6 +1,6 @@
 """From prompt to output, without threads and without JAX.
 
-These are the tests of `core.py` and `text/outputs.py` too.
+These are the tests of `core.py`, `stats.py` and `text/outputs.py` too.
 """
 
 from types import SimpleNamespace
@@ -9,11 +9,13 @@ import pytest
 from fake_executor import FakeExecutor, expected_tokens
 from tiny_tokenizer import EOS, tiny_tokenizer
 
+from dsjax.engine.contract.executor import RankResults, RowResult
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.engine import EngineParts, LLMEngine
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.schedule.scheduler_config import AdmissionError
 from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.stats import DraftCounts
 from dsjax.engine.text.input_processor import PromptError
 from dsjax.errors import UserError
 
@@ -117,35 +119,6 @@ def test_a_stop_token_names_itself_and_its_text_is_kept_only_when_asked():
         assert (output.text, output.stop_reason, output.finish_reason) == (text, stop_id, "stop")
 
 
-def test_min_tokens_defers_stop_strings_and_end_of_sequence():
-    output = generate(make_engine(model=scripted("aXbXc"), eos=[1]), max_tokens=20, min_tokens=3, stop=["X"])
-    assert output.text == "aXb"
-    output = generate(make_engine(model=scripted("a"), eos=[1]), max_tokens=20, min_tokens=4)
-    assert len(output.token_ids) > 4
-
-
-def test_n_completions_sample_with_consecutive_seeds():
-    engine = make_engine(num_ranks=2)
-    params = SamplingParams(n=3, seed=11, max_tokens=5, output_kind=OutputKind.FINAL_ONLY)
-    engine.add_request("r", [3, 4], params)
-    output = finish(engine)["r"]
-    assert [o.index for o in output.outputs] == [0, 1, 2]
-    assert [o.token_ids for o in output.outputs] == [expected_tokens([3, 4], 5, seed=11 + i) for i in range(3)]
-    assert output.finished
-
-
-def test_requests_without_a_seed_draw_different_ones_reproducibly():
-    texts = []
-    for _ in range(2):
-        engine = make_engine()
-        for name in "ab":
-            engine.add_request(name, [3, 4], SamplingParams(max_tokens=8))
-        outputs = finish(engine)
-        texts.append((outputs["a"].outputs[0].token_ids, outputs["b"].outputs[0].token_ids))
-    assert texts[0] == texts[1]
-    assert texts[0][0] != texts[0][1]
-
-
 def test_abort_gives_a_last_output_and_frees_pages_when_the_step_under_way_is_done():
     engine = make_engine()
     engine.add_request("r", [1, 2, 3], SamplingParams(n=2, max_tokens=50))
@@ -163,7 +136,6 @@ def test_abort_gives_a_last_output_and_frees_pages_when_the_step_under_way_is_do
     [
         ([], {}, PromptError, "empty"),
         ([1, 300], {}, PromptError, "token 1 is 300, expected an integer from 0 to 299"),
-        ([-1], {}, PromptError, "is -1"),
         ([True], {}, PromptError, "is True"),
         ({"text": "a"}, {}, PromptError, "expected prompt or prompt_token_ids"),
         ([1] * 120, {"max_tokens": 30}, AdmissionError, "maximum context length of this model is 128"),
@@ -216,3 +188,8 @@ def test_an_interrupt_before_the_mesh_changes_leaves_it_and_another_change_may_b
     assert asked == []
     del engine.core.executor.wait
     assert finish(engine)["r"].outputs[0].token_ids == expected_tokens([1, 2], 3)
+
+
+def test_prompts_and_rows_without_drafts_count_no_draft():
+    result = RankResults([RowResult((5,))], [RowResult((5, 6), num_drafts=2)])
+    assert DraftCounts.of([result]) == DraftCounts(0, 0, 0, ())

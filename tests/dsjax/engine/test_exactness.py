@@ -123,13 +123,6 @@ def test_a_prompts_last_token_alone_is_computed_as_the_prompt_is(ask, alone):
 
 
 @pytest.mark.slow
-def test_an_answer_that_is_computed_again_after_a_preemption_is_computed_as_an_answer_is(ask, alone):
-    found = ask("dp=1", [(1, 0), (1, 0), (4, 0), (4, 0), (4, 0)], Sizes(pages=MOST_PAGES + 1))
-    assert sum(got.preemptions for got in found)
-    assert found == [alone(1, 0)] * 2 + [alone(4, 0)] * 3
-
-
-@pytest.mark.slow
 def test_what_a_turn_made_is_the_same_as_prompt_of_the_next_with_one_form_for_both(ask):
     """With `batch_invariant`, whether an answer's pages are cached or computed again, the next turn is the same."""
     (first,) = ask("dp=1", [(5, 0)], batch_invariant=True)

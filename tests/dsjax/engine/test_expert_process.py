@@ -5,7 +5,6 @@ in this process, each with its own devices' arrays, and speak over the loopback 
 """
 
 import contextlib
-import logging
 import socket
 import threading
 import time
@@ -18,7 +17,7 @@ from processes import free_port
 from waits import until
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine.afd import expert_link, remote_experts
+from dsjax.engine.afd import remote_experts
 from dsjax.engine.afd.layer_programs import OnHost
 from dsjax.engine.afd.messages import ExpertLinks
 from dsjax.engine.expert_process import load_experts
@@ -37,14 +36,11 @@ SIZES = {
 }
 """Prompts in the form of decodes, so that what stands in the cache has one value, whichever of the two computed it."""
 MESHES = {"attention_mesh": "dp=2", "expert_mesh": "ep=4", "dtype": "float32"}
-SHARED = {"expert_mesh": "ep=6", "redundant_experts": 4}
-"""What three processes share, which have two devices each."""
+EPLB = {"num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "payback": 0}
+SHARED = {"expert_mesh": "ep=6", "enable_eplb": True, "eplb_config": EPLB}
+"""What three processes share, which have two devices each, and between which experts move."""
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=0)
-PROMPTS = [
-    {"prompt_token_ids": [5, 9, 33, 2, 71]},
-    {"prompt_token_ids": [8, 8, 60]},
-    {"prompt_token_ids": list(range(2, 30))},
-]
+PROMPTS = [{"prompt_token_ids": tokens} for tokens in ([5, 9, 33, 2, 71], [8, 8, 60], list(range(2, 30)))]
 
 
 @pytest.fixture(scope="module")
@@ -136,35 +132,6 @@ def test_a_further_round_sends_the_cells_that_are_left_alone(monkeypatch):
     assert [call.prepare()[1][:, 0].tolist() for call in calls] == [[0, 1, 2], [0]]
 
 
-@pytest.mark.slow  # compiles two engines
-def test_experts_that_go_and_come_back_cost_no_request_and_change_no_bit(
-    experts, attention, expected, monkeypatch, caplog
-):
-    address = free_address()
-    process = experts(address)
-    llm = attention(address)
-    assert made(llm) == expected
-    assert not any(".moe.experts." in path for path in llm.executor.params)
-    first, comers = process.num_calls, []
-
-    def compute(*arguments):  # in the midst of a layer the process goes; another one comes while the step waits
-        if process.num_calls == first + 3:
-            process.close()
-            comers.append(experts(address))
-        return original(*arguments)
-
-    original = process._compute
-    monkeypatch.setattr(process, "_compute", compute)
-    with caplog.at_level(logging.WARNING, logger=expert_link.__name__):
-        assert made(llm) == expected  # in part from pages of the cache, which has stayed
-    assert len(comers) == 1
-    assert comers[0].num_calls > 0
-    [counts] = llm.executor.extension(ExpertLinks).counts
-    assert counts.losses >= 1
-    assert counts.last_gap > 0
-    assert "the call is made again" in caplog.text
-
-
 @pytest.mark.slow  # compiles two engines and loads five processes' experts
 def test_three_processes_share_fp8_experts_and_each_may_go_by_itself(
     checkpoint, experts, attention, kernels, monkeypatch
@@ -177,7 +144,9 @@ def test_three_processes_share_fp8_experts_and_each_may_go_by_itself(
     processes = [start(rank) for rank in range(3)]
     llm = attention(several, **options)
     assert llm.executor.model.is_exact
+    places = [process._writer.rows.copy() for process in processes]
     assert made(llm) == expected
+    assert all((process._writer.rows != rows).any() for process, rows in zip(processes, places, strict=True))
     held = [process.side.params["moe_layers.moe.experts.down.weight"].shape[1] for process in processes]
     assert held == [12, 12, 12]
     counts = llm.executor.extension(ExpertLinks).counts
@@ -196,6 +165,8 @@ def test_three_processes_share_fp8_experts_and_each_may_go_by_itself(
         coming.join()
     assert [counts.losses > 0 for counts in llm.executor.extension(ExpertLinks).counts] == [False, True, True]
     assert len(comers) == 2
+    for comer in comers:  # experts are where they are now
+        np.testing.assert_array_equal(comer._writer.rows, processes[0]._writer.rows)
 
 
 def come_back(processes, start, stop):

@@ -9,21 +9,6 @@ from dsjax.engine.interrupts import deferred_interrupts
 
 
 @pytest.mark.usefixtures("interrupts_are_raised")
-def test_an_interrupt_of_a_step_that_does_not_end_is_raised_when_it_comes_again():
-    came = []
-
-    @deferred_interrupts()
-    def interrupted_twice():
-        for _ in range(2):
-            signal.raise_signal(signal.SIGINT)
-            came.append("and waits")
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted_twice()
-    assert came == ["and waits"]
-
-
-@pytest.mark.usefixtures("interrupts_are_raised")
 @pytest.mark.parametrize("asked", [True, False])
 def test_one_interrupt_is_raised_where_it_is_asked_for_or_at_the_end(asked):
     came = []

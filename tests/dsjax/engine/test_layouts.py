@@ -29,13 +29,6 @@ HOST_EMBEDDING = {"embedding_location": "host"}
 PREEMPTED = {"cache_tokens": 100}  # half of what the prompts and their tokens take; what is computed again is a prompt
 FP8_PRODUCTS = {"weights": "fp8", "activation_scheme": "dynamic"}
 FP8_CACHE = {"kv_cache_dtype": "fp8"}
-NVFP4_ROWS = {"weights": "nvfp4-bf16", "activation_scheme": "nvfp4", "redundant_experts": 4}
-INT4 = {"weights": "int4-bf16", "redundant_experts": 4}
-MXFP4_MOVING = {
-    "weights": "mxfp4-bf16",
-    "enable_eplb": True,
-    "eplb_config": {"num_redundant_experts": 2, "window_size": 4, "step_interval": 4, "payback": 0},
-}
 EVERY_TOKEN = {"every_token": True}  # the logits at every position of a prompt too
 
 USUAL, TURNED = PAIRS
@@ -59,14 +52,10 @@ RUNS = [
     ("v3", "dp=2,tp=4", "padded", "A_CC", "CC", PLAIN | BY_DATA | EVERY_TOKEN),
     ("v3", "dp=4,tp=8", "hierarchical", *USUAL, MIXED | BY_DATA | HOST_EMBEDDING | EVERY_TOKEN),
     ("v3", "dp=8,ep=2", "gather", *USUAL, FUSED | CHUNKS),
-    ("v3, no dense layer", "dp=32", "hierarchical", *ABSORBED, {}),
     ("v3, no dense layer", "tp=8,ep=1", "gather", *ABSORBED, EVERY_TOKEN),
     ("v3, no dense layer", "dp=12", "ragged", *ABSORBED, {"redundant_experts": 4, "ep_dispatch_algorithm": "static"} | CHUNKS),
     ("v3.2", "tp=8", "padded", "A_CC_ME", "A_CC_ME", FP8_CACHE | PREEMPTED | {"index_scores": "fp8"}),
     ("v3.2", "dp=2,tp=2+ep=8", "auto", "A_CC_ME", "A_CC_ME", FP8_CACHE | MIXED | HOST_EMBEDDING | {"index_scores": "fp8"}),
-    ("v3, FP4", "dp=2", "ragged", *USUAL, MXFP4_MOVING),
-    ("v3, FP4", "dp=2,tp=2", "padded", *USUAL, NVFP4_ROWS),
-    ("v3, FP4", "dp=2,tp=2", "gather", *USUAL, INT4),
 ]  # fmt: skip
 NUMBERS = (*CHANGES_NUMBERS, *FP8_PRODUCTS, *FP8_CACHE)
 """Options that one device must have too, to compute the same numbers."""

@@ -21,7 +21,11 @@ class ServedGroup:
 
     def __init__(self, options: dict, **more):
         options = {"served_model_name": "tiny", "port": 0, "admin_api_key": "admin"} | options
-        flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+        flags = [
+            text
+            for name, value in options.items()
+            for text in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
+        ]
         self.group = Group(["-m", "dsjax.serve", *flags], 2, **more)
 
     def wait_until_ready(self) -> None:

@@ -60,16 +60,6 @@ def test_who_waits_for_an_answer_of_a_generation_that_is_over_or_of_a_process_th
         two[0].agreement.ask("experts")
 
 
-def test_nothing_is_kept_of_questions_that_were_answered(two):
-    for number in range(1, 20):
-        for _ in range(5):
-            second = two[1].agreement.tell("pages", number)
-            two[0].agreement.ask("pages")
-            second.result(60)
-        begin(two, number)
-    assert not two[0].agreement._gathers
-
-
 def test_a_load_of_a_generation_with_a_lost_process_or_with_a_successor_does_not_go_on(two):
     first, second = two
     for group in (first, second):

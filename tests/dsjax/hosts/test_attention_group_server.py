@@ -1,4 +1,6 @@
-"""A server with two attention processes: others take over as experts, and an attention process is lost, comes back, and leaves."""
+"""A server with two attention processes, which overlap batches, and experts that move for both: others take over as experts, and an
+attention process is lost, comes back, and leaves.
+"""
 
 import signal
 import threading
@@ -18,6 +20,12 @@ from dsjax.engine.setup.args import EngineArgs
 pytestmark = pytest.mark.slow
 
 TOKENS = 8
+MOVING = {
+    "enable_dbo": True,  # and experts that move
+    "dbo_prefill_token_threshold": 4,
+    "enable_eplb": True,
+    "eplb_config": '{"num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "payback": 0}',
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +45,12 @@ class Served(ServedGroup):
         sides = {"attention_mesh": "dp=4", "expert_mesh": "ep=4", "afd_address": f"127.0.0.1:{free_port()}"}
         self.checkpoint, self.sides = checkpoint, sides
         self.experts = self.start_experts()
-        super().__init__({"model": checkpoint, "afd_role": "attention"} | sides | SIZES, timeout=300, stuck=240)
+        options = {"model": checkpoint, "afd_role": "attention"} | sides | SIZES | MOVING
+        super().__init__(options, timeout=300, stuck=240)
 
     def start_experts(self, **other):
         """Start a process with experts; other: than those of now."""
-        options = self.sides | other | SIZES
+        options = self.sides | other | SIZES | MOVING
         return load_experts(EngineArgs(model=str(self.checkpoint), afd_role="expert", **options))
 
     def texts(self) -> list[str]:
@@ -115,6 +124,7 @@ def test_another_side_of_experts_takes_over_on_all_attention_processes_while_ans
         assert served.texts() == alone
         assert 0 < experts.num_products < experts.num_calls, "both attention processes call, and are computed together"
         assert served.metric("dsjax_generation") == 0
+        assert served.metric("dsjax_eplb_rebalances_total") > 0
         assert served.metric("dsjax_compilations_after_warm_up_total") == 0
     finally:
         served.experts.close()

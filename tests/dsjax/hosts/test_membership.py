@@ -25,34 +25,6 @@ def three(monkeypatch):
     return groups(3)
 
 
-def test_those_that_ask_to_leave_at_once_are_told_of_once(three):
-    leader, told = three[0], []
-    leader.on_change = told.append
-    for each in three[1:]:
-        each.leader.request("leave", kind=bool)
-    until(lambda: told)
-    assert (told, leader.leavers) == ([None], True)
-    assert {member.process_id for member in leader.take_leavers()} == {1, 2}
-    assert (leader.take_leavers(), leader.leavers) == ([], False)
-
-
-def test_one_that_is_kept_hears_why_and_one_that_has_no_part_that_it_may_go(three):
-    leader, second, third = three
-    asked = second.leader.request("leave", kind=bool)
-    until(lambda: leader.leavers)
-    leader.keep(leader.take_leavers()[0], "it is needed")
-    with pytest.raises(RefusedError, match="it is needed"):
-        asked.result(60)
-    leader.announce(Announcement(1, [0, 1]))
-    asked = [each.leader.request("leave", kind=bool) for each in (second, third)]
-    until(lambda: len(leader._asked_to_leave) == 2)
-    for member in leader.take_leavers():
-        leader.excuse(member)
-    assert [one.result(60) for one in asked] == [False, True], "the second waits for a generation without it"
-    assert leader.live_ids == [0]
-    assert leader.take_ended() == {1, 2}
-
-
 def test_a_process_that_comes_back_waits_until_jax_has_forgotten_the_one_before_and_is_told_of_when_it_is_ready(
     three, monkeypatch
 ):
@@ -60,10 +32,13 @@ def test_a_process_that_comes_back_waits_until_jax_has_forgotten_the_one_before_
     monkeypatch.setattr("dsjax.hosts.coordination.wait_until_forgotten", waited.append)
     leader.on_change = told.append
     leader.announce(Announcement(4, [0, 1, 2]))
+    leader._door.wanted = "dp=2"
     three[2].endpoint.close()
     until(lambda: len(told) == 1)
     back = enter(three[2].options)
     assert (waited, back.generation, back._response.here) == ([2], 5, [0, 1])
+    assert back.wanted == "dp=2"  # what it should compile for
+    assert back._response.service == leader._response.service
     assert leader.live_ids == [0, 1]
     time.sleep(0.05)
     assert len(told) == 1, "it has no programs yet"
@@ -131,14 +106,6 @@ def test_a_loss_is_told_of_though_another_process_has_come_under_the_id_before_a
     assert lost == [member]
 
 
-def test_one_that_was_left_out_and_comes_back_is_left_out_no_more(three):
-    """In a container it may have the same pid as before."""
-    leader, member = three[0], three[0].members[2]
-    leader.links.left_out[2] = member.pid, "the link is cut"
-    leader.replace(member)
-    assert leader.links.left_out == {}
-
-
 def test_a_member_that_asks_twice_to_leave_is_answered_and_harms_nobody(three):
     leader, second = three[0], three[1]
     asked = [second.leader.request("leave", kind=bool) for _ in range(2)]
@@ -149,9 +116,11 @@ def test_a_member_that_asks_twice_to_leave_is_answered_and_harms_nobody(three):
     assert asked[1].result(60) is False
 
 
-def test_one_that_has_left_and_comes_back_is_counted_on_again(three):
+def test_one_that_has_left_or_was_left_out_and_comes_back_is_counted_on_again(three):
     leader, member = three[0], three[0].members[1]
     super(type(leader), leader).excuse(member)
+    leader.links.left_out[1] = member.pid, "the link is cut"  # in a container it may have the same pid as before
     assert leader.live_ids == [0, 2]
     leader.replace(member)
     assert leader.live_ids == [0, 1, 2]
+    assert leader.links.left_out == {}

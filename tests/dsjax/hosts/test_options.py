@@ -1,5 +1,7 @@
 """Where a process finds its place: options, LeaderWorkerSet, what JAX knows; and what cannot be."""
 
+from unittest.mock import MagicMock
+
 import pytest
 
 from dsjax.addresses import join_address, split_address
@@ -53,11 +55,8 @@ def test_slurm_is_found_as_jax_finds_it(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("127.0.0.1:1234", 4, None), "--process-id missing"),
-        ((None, 4, 1), "--coordinator-address missing"),
         (("127.0.0.1:1234", None, None), "--num-processes and --process-id missing"),
         (("127.0.0.1:1234", 4, 4), "--process-id is 4 and --num-processes 4; expected an id from 0 to 3"),
-        (("127.0.0.1", 4, 1), "--coordinator-address is '127.0.0.1', expected HOST:PORT"),
         (("127.0.0.1:99999", 4, 1), "--coordinator-address is '127.0.0.1:99999', expected HOST:PORT"),
         (("192.0.2.1:1234", 2, 0), "--coordinator-address: '192.0.2.1' is no address of this host"),
         (("no.such.host.invalid:1", 2, 0), "--coordinator-address: 'no.such.host.invalid' is no name or address"),
@@ -83,14 +82,8 @@ def test_a_host_address_must_be_this_hosts_own():
 
 def test_a_group_beyond_loopback_needs_a_cluster_key(monkeypatch, tmp_path):
     monkeypatch.delenv("DSJAX_CLUSTER_KEY", raising=False)
-    for given in (("192.0.2.1:1234", 2, 1), ("no.such.host.invalid:1", 2, 1)):
-        with pytest.raises(
-            UserError, match=r"--cluster-key-file FILE or in the environment variable DSJAX_CLUSTER_KEY"
-        ):
-            find(*given)
-    (tmp_path / "key").write_text("k" * 31)
-    with pytest.raises(UserError, match="has 31 characters, expected 32"):
-        find("127.0.0.1:1234", 2, 1, cluster_key_file=str(tmp_path / "key"))
+    with pytest.raises(UserError, match="in the environment variable DSJAX_CLUSTER_KEY"):
+        find("192.0.2.1:1234", 2, 1)
     (tmp_path / "key").write_text("k" * 32)
     options = find("192.0.2.1:1234", 2, 1, cluster_key_file=str(tmp_path / "key"))
     assert options.coordinator == ("192.0.2.1", 1234)
@@ -100,28 +93,15 @@ def test_a_group_beyond_loopback_needs_a_cluster_key(monkeypatch, tmp_path):
 @pytest.fixture
 def names(monkeypatch):
     """A host that knows names as its file of hosts says, has all addresses that a test wants, and is reached from the last one given."""
-    known = {"node0": "127.0.1.1", "node1": "10.0.0.1"}
-    real_resolve, real_socket = options.socket.getaddrinfo, options.socket.socket
+    known, resolve = {"node0": "127.0.1.1", "node1": "10.0.0.1"}, options.socket.getaddrinfo
 
-    class Probe:
-        source = None
-
-        def __init__(self, *_):
-            pass
-
-        __enter__ = lambda self: self  # noqa: E731
-        __exit__ = lambda self, *_: None  # noqa: E731
-        bind = connect = lambda self, address: None
-
-        def getsockname(self):
-            return (Probe.source, 0)
-
-    def use(source=None):
-        Probe.source = source
+    def use(source):
+        opened = MagicMock()
+        opened.return_value.__enter__.return_value.getsockname.return_value = (source, 0)
         monkeypatch.setattr(
-            options.socket, "getaddrinfo", lambda host, *a, **k: real_resolve(known.get(host, host), *a, **k)
+            options.socket, "getaddrinfo", lambda host, *a, **k: resolve(known.get(host, host), *a, **k)
         )
-        monkeypatch.setattr(options.socket, "socket", Probe if source or source == "" else real_socket)
+        monkeypatch.setattr(options.socket, "socket", opened)
 
     return use
 
@@ -132,13 +112,11 @@ def names(monkeypatch):
         ("node0:1", 0, None, "", "--coordinator-address is 'node0', 127.0.1.1 on this host, which others cannot reach"),
         ("node1:1", 0, "node0", "", "--host-address is 'node0', 127.0.1.1 on this host, which others cannot reach"),
         ("10.0.0.1:1", 1, "127.0.0.1", "", "is '127.0.0.1', which others cannot reach: it is the loopback"),
-        ("10.0.0.1:1", 1, "::1", "", "--host-address is '::1', which others cannot reach"),
         ("10.0.0.1:1", 1, "169.254.3.4", "", "a link-local address holds on one link"),
         ("[fe80::1]:1", 0, None, "", "--coordinator-address is 'fe80::1', which others cannot reach: a link-local"),
         ("10.0.0.1:1", 1, None, "169.254.3.4", "this host is at 169.254.3.4 on the way to '10.0.0.1'"),
         ("node0:1", 1, None, "127.0.0.1", "this host is at 127.0.0.1 on the way to 'node0'"),
         ("0.0.0.0:1", 0, None, "", "it stands for all addresses of this host"),
-        ("[::]:1", 0, None, "", "it stands for all addresses of this host"),
         ("10.0.0.1:1", 1, "::ffff:127.0.0.1", "", "it is the loopback interface's"),
     ],
 )

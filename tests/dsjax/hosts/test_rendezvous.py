@@ -102,19 +102,16 @@ def test_no_other_process_is_given_the_port_of_jax_s_service_while_it_starts(mon
     assert coordination.start_service(group_of(2)[0])[0] == "the service"
 
 
-def test_a_missing_process_is_named_by_all_that_came():
-    processes = group_of(4, timeout=3)
-    found = messages(hold([processes[0], processes[2]]))
-    assert found[0] == found[1]
-    assert "processes 1, 3 of 4 did not come to 127.0.0.1:" in found[0]
-    assert "within 3 s (--start-timeout); here: 0 (" in found[0]
-
-
-def test_process_0_says_whom_it_waits_for_again_and_again(caplog, monkeypatch):
+def test_a_missing_process_is_named_by_all_that_came_and_by_process_0_again_and_again_while_it_waits(
+    caplog, monkeypatch
+):
     monkeypatch.setattr(rendezvous, "_FIRST_REPORT_SECONDS", 0.1)
     monkeypatch.setattr(rendezvous, "_REPORT_SECONDS", 0.2)
     processes = group_of(4, timeout=2)
-    hold([processes[0], processes[2]])
+    found = messages(hold([processes[0], processes[2]]))
+    assert found[0] == found[1]
+    assert "processes 1, 3 of 4 did not come to 127.0.0.1:" in found[0]
+    assert "within 2 s (--start-timeout); here: 0 (" in found[0]
     said = [record.getMessage() for record in caplog.records if "Waiting at" in record.getMessage()]
     host = JoinRequest.of(processes[0], 0).host
     expected = f"Waiting at {processes[0].coordinator_text} for processes 1, 3 of 4; here: 0 ({host}), 2 ({host})"
@@ -133,8 +130,6 @@ def test_without_process_0_each_says_where_it_looked():
     ("name", "value", "shown"),
     [
         ("the version of dsjax", "1.1", "has the version of dsjax 1.1, process 0 has 1.0"),
-        ("--mesh", "dp=8", "has --mesh dp=8, process 0 has dp=4"),
-        ("the checkpoint fingerprint", "cd34", "has the checkpoint fingerprint cd34, process 0 has ab12"),
         ("--kernels", "plain", "has --kernels plain, process 0 has not set"),
     ],
 )
@@ -169,10 +164,7 @@ def test_one_that_cannot_be_in_the_group_is_refused_alone_and_the_group_goes_on_
     assert came.wait(60)
     for wrong, message in (
         (processes[1], "both have --process-id 1; give each its own"),
-        (
-            dataclasses.replace(processes[1], num_processes=4),
-            "has --num-processes 4, process 0 has 3; give all the same",
-        ),
+        (dataclasses.replace(processes[1], num_processes=4), "has --num-processes 4, process 0 has 3; give all"),
         (dataclasses.replace(processes[1], process_id=3), "came, but ids go from 0 to 2"),
     ):
         (found,) = messages(hold([wrong]))
@@ -213,19 +205,6 @@ def held(processes: list[HostOptions], left: list) -> list[HostGroup]:
     groups = sorted(opened, key=lambda group: group.options.process_id)
     groups[0].on_change = left.append
     return groups
-
-
-def test_a_member_that_goes_is_seen_at_once_and_may_come_back_under_its_id(forgotten):
-    processes, left = group_of(3), []
-    groups = held(processes, left)
-    groups[0]._door.wanted = "dp=2"
-    groups[1].endpoint.close()
-    until(lambda: len(left) == 1)
-    back = enter(processes[1], lambda: ALIKE)
-    assert [member.process_id for member in back.members] == [0, 1, 2]
-    assert (back.generation, back._response.here) == (1, [0, 2])
-    assert back.wanted == "dp=2"  # what it should compile for
-    assert back._response.service == groups[0]._response.service
 
 
 def test_another_process_under_the_id_of_a_member_that_lives_is_refused_alone():

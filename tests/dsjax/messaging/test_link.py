@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import zmq
 from deployments import KEY
 
 from dsjax.messaging import Link, LinkListener, NotAMemberError, PeerLostError
@@ -133,16 +132,6 @@ def test_what_a_listener_has_sent_before_it_ends_is_received(listener, link):
         assert link.receive(SECONDS).header == bytes([number])
     with pytest.raises(PeerLostError):
         link.receive(SECONDS)
-
-
-def test_a_listener_can_have_its_links_encrypted_whatever_the_deployment_says(ends):
-    listener = LinkListener(ends[0], encrypted=True)
-    link = Link(ends[1], listener.address, listener.ticket, "one", encrypted=True)
-    link.send(b"there")
-    assert listener.receive(SECONDS).header == b"there"
-    assert listener._socket.mechanism == link._socket.mechanism == zmq.CURVE
-    listener.close()
-    link.close()
 
 
 def test_an_endpoint_ends_though_a_link_is_open(ends, listener, link):

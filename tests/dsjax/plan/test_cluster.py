@@ -1,9 +1,14 @@
-"""Cluster files: the bundled ones hold together, the user's are checked."""
+"""Cluster files: the bundled ones hold together, the user's are checked; hosts of two kinds."""
+
+import dataclasses
 
 import pytest
 
 from dsjax.errors import UserError
 from dsjax.plan.cluster import bundled_clusters, load_cluster
+from dsjax.plan.search import search
+from dsjax.plan.workload import Objective, Pins, PlanOptions
+from sharding.mesh import MeshSpec
 
 GOOD = """
 name = "two"
@@ -58,3 +63,27 @@ def test_cards_are_shared_by_the_devices_of_a_host(tmp_path):
 def test_a_wrong_file_says_what_is_wrong(tmp_path, change, message):
     with pytest.raises(UserError, match=message):
         loaded(tmp_path, GOOD.replace(*change))
+
+
+def test_hosts_of_another_kind_are_read(tmp_path):
+    prefill = '[prefill]\nhardware = "h200"\nhosts = 3\n'
+    found = loaded(tmp_path, GOOD + prefill).prefill
+    assert (found.hardware.key, found.num_devices, found.network_gbps) == ("h200", 24, 100)
+    with pytest.raises(UserError, match=r"prefill is .* unknown field `latency_us`"):
+        loaded(tmp_path, GOOD + prefill + "latency_us = 3\n")
+
+
+def test_prompts_are_computed_on_the_hosts_that_are_for_them(ask):
+    pins = Pins(MeshSpec.parse("dp=8"), MeshSpec.parse("dp=16"))
+    options = PlanOptions(modes=("separated",), redundant=0, pins=pins)
+    bounds = Objective(ttft=3, tpot=0.05)
+    with pytest.raises(UserError, match=r"--prefill-mesh dp=8 is no layout that fits here"):
+        search(ask("h800-16-h20-16", prompt=4096, output=1000, objective=bounds, options=options))
+    pins = dataclasses.replace(pins, prefill_mesh=MeshSpec.parse("dp=16"))
+    question = ask(
+        "h800-16-h20-16", prompt=4096, output=1000, objective=bounds, options=dataclasses.replace(options, pins=pins)
+    )
+    two = search(question).winner
+    assert (two.prefill.cluster.hardware.key, two.decode.cluster.hardware.key) == ("h800", "h20")
+    assert two.name() == "1 × dp=16 h800 | 1 × dp=16 h20"
+    assert two.devices == 32

@@ -6,9 +6,9 @@ import pytest
 
 from dsjax.config import load_config
 from dsjax.plan.candidate import aggregated
-from dsjax.plan.cold_start import cold_start, host_bytes, read_share, recovery, storage_rate
+from dsjax.plan.cold_start import cold_start, host_bytes, recovery, storage_rate
 from dsjax.plan.engine import find_engine
-from dsjax.plan.figure import Kind, spread
+from dsjax.plan.figure import Kind
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.manifests import checkpoint_bytes
@@ -67,14 +67,6 @@ def test_storage_is_the_file_s_or_an_assumption_that_the_cards_bound(ask):
     slow = instance(ask, "dp=32", network_gbps=1.0, nics_per_host=1)
     assert storage_rate(slow.cluster) == pytest.approx(0.125e9)
     assert cold_start(slow).kinds & Kind.ASSUMPTION
-
-
-def test_survivors_read_what_they_did_not_hold():
-    alone, share = spread(lambda: [read_share(2), read_share(4)])
-    assert alone == alone.low == alone.high == 0.5, "one survivor keeps its half"
-    assert share == 0.75
-    assert share.low == pytest.approx(1 / 3), "a host in the middle is lost, and the others keep their order"
-    assert share.high == 1
 
 
 def _instance(ask, mesh, **options):

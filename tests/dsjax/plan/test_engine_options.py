@@ -12,10 +12,11 @@ from importlib import resources
 import pytest
 
 from dsjax.plan.engine import find_engine
-from dsjax.plan.launch import LAUNCHED, documented, launch
+from dsjax.plan.launch import LAUNCHED, launch
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.operations import FLASHINFER_FP8_RATE
 from dsjax.plan.precision import precision
+from dsjax.plan.rules import documented
 from dsjax.plan.workload import PlanOptions
 
 STILL_WRITTEN = {
@@ -30,8 +31,8 @@ def accepted(engine):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def without_deepgemm_and_deepep():
-    return dataclasses.replace(find_engine("sglang"), gathers=True, fp8_rate=FLASHINFER_FP8_RATE)
+def without_deepgemm():
+    return dataclasses.replace(find_engine("sglang"), fp8_rate=FLASHINFER_FP8_RATE)
 
 
 def every_launch(ask, engine):
@@ -41,7 +42,7 @@ def every_launch(ask, engine):
         {"drafts": 1},
         {"precision": precision("nvfp4", "fp8")},
         {"precision": precision("fp8", "fp8"), "overlap": "on"},
-        *({"engine": without_deepgemm_and_deepep()} for _ in range(engine == "sglang")),
+        *({"engine": without_deepgemm()} for _ in range(engine == "sglang")),
     )
     layouts = (
         ("h200-16", "dp=16", 32),

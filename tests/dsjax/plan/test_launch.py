@@ -89,7 +89,7 @@ def test_what_an_engine_cannot_say_stands_in_the_recipe(ask):
     assert unfit("sglang", hybrid, 8, load_hardware("h100"), precision("fp8")) is None
 
 
-def test_sglang_without_an_all_to_all_gathers_every_ranks_tokens_and_overlaps_no_half_batches():
+def test_sglang_is_told_the_kernel_of_its_fp8_products_that_was_priced():
     def planned(**options):
         args = PlanArgs(
             cluster="b200-8", engine="sglang", mode="aggregated", mesh="dp=8", max_concurrency=64, **options
@@ -98,12 +98,6 @@ def test_sglang_without_an_all_to_all_gathers_every_ranks_tokens_and_overlaps_no
         return winner, words_of(launches("sglang", "deepseek-v3", winner)[0].commands()[0])
 
     usual, _ = planned()
-    gathered, command = planned(moe_a2a_backend="none")
-    assert command["--moe-a2a-backend"] == "none"
-    assert "--deepep-mode" not in command
-    assert gathered.tpot > usual.tpot
-    with pytest.raises(UserError, match="does not overlap two half batches"):
-        planned(moe_a2a_backend="none", two_batch_overlap="on")
     slower, command = planned(fp8_gemm_backend="flashinfer_trtllm")
     assert command["--fp8-gemm-backend"] == "flashinfer_trtllm"
     assert slower.ttft > usual.ttft

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import msgspec
 import pytest
 from step_models import step_model
 from typer.testing import CliRunner
@@ -71,8 +72,12 @@ def path(body, tmp_path):
     return found
 
 
+def read(body):
+    return msgspec.convert({"path": "m.json", **body}, Measured)
+
+
 def model(demo, body, **changes):
-    measured = Measured("m.json", body)
+    measured = read(body)
     options = {"skew": UNIFORM, "measured": measured, **changes}
     cluster = find_cluster(None, measured)
     layout = parse_layout("dp=1", 0, demo)
@@ -105,7 +110,7 @@ def test_without_a_module_s_rows_the_published_table_stays(demo, body):
 
 def test_attention_is_interpolated_in_rows_and_whole_blocks(demo, body):
     """The file's times are proportional to rows × positions, so that straight lines are exact; 200 positions are 2 blocks of 128."""
-    find = Measured("m", body).attention
+    find = read(body).attention
     for rows, context, blocks in ((8, 127, 1), (8, 200, 2), (64, 895, 7), (1, 511, 4)):
         found = find("A_CC_ME", rows, 1, context, times=5, places=0)
         straight = 5 * 1e-8 * rows * blocks * 128
@@ -146,7 +151,7 @@ def test_the_longest_context_of_a_batch_is_what_the_loop_runs_to(demo, body):
 
 def test_heads_over_tp_keep_the_published_times(demo, body):
     """What was timed has all heads; only what is whole on every device is taken."""
-    measured = Measured("m.json", body)
+    measured = read(body)
     cluster = dataclasses.replace(load_cluster("h100-32"), hosts=1)
     arguments = (
         demo,
@@ -162,9 +167,9 @@ def test_heads_over_tp_keep_the_published_times(demo, body):
 
 
 def test_a_file_of_another_device_is_refused_and_this_machine_is_the_one_that_was_timed(body):
-    mine = Measured("m.json", body)
+    mine = read(body)
     h200, other = (
-        Measured("m.json", body | {"device": body["device"] | device})
+        read(body | {"device": body["device"] | device})
         for device in ({"name": "NVIDIA H200", "platform": "gpu", "hardware": "h200"}, {"name": "Another CPU, 4 cores"})
     )
     assert find_cluster("h200-8", h200).name == "h200-8"
@@ -184,11 +189,14 @@ def test_a_file_of_another_device_is_refused_and_this_machine_is_the_one_that_wa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda body: "[]", "its format is 'list'"),
-        (lambda body: json.dumps(body | {"format": "another"}), "'another'"),
-        (lambda body: json.dumps(body | {"rows": [body["rows"][0] | {"median_s": "1"}]}), "row 0"),
-        (lambda body: json.dumps(body | {"rows": 5}), "rows is 5"),
-        (lambda body: json.dumps({k: v for k, v in body.items() if k != "device"}), "no device"),
+        (lambda body: "[]", "Expected `object`, got `array`"),
+        (lambda body: json.dumps(body | {"format": "another"}), "Invalid enum value 'another' - at `\\$.format`"),
+        (
+            lambda body: json.dumps(body | {"rows": [body["rows"][0] | {"median_s": "1"}]}),
+            r"got `str` - at `\$.rows\[0\].median_s`",
+        ),
+        (lambda body: json.dumps(body | {"rows": 5}), "Expected `array`, got `int`"),
+        (lambda body: json.dumps({k: v for k, v in body.items() if k != "device"}), "missing required field `device`"),
         (
             lambda body: json.dumps(body | {"widths": body["widths"] | {"hidden_size": 7168}}),
             r"hidden_size 7168 \(here 256\)",

@@ -3,6 +3,7 @@
 import json
 import re
 from importlib import resources
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -14,7 +15,6 @@ from dsjax.plan.engine import ENGINES
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.manifests import needs_compute_domain
-from dsjax.plan.measured import Measured
 from dsjax.plan.network import deepep_exchange
 from dsjax.plan.operator_tables import BUNDLED
 from dsjax.plan.own_cluster import find_cluster, with_tables
@@ -79,7 +79,7 @@ def test_every_mode_plans_with_an_own_file(tmp_path, of, mode):
 def test_every_engine_plans_and_simulates_with_an_own_file(tmp_path, engine):
     words = ["--cluster", str(write(tmp_path)), "--engine", engine, "--max-concurrency", "16", "--output", "20"]
     words += ["--mesh", "tp=8,ep=1"]
-    for command in (["--sweep", "bandwidth=50,100"], ["simulate", "--num-prompts", "20"]):
+    for command in (["--explain", "plan"], ["simulate", "--num-prompts", "20"]):
         done = CliRunner().invoke(app, ["plan", *command, *words], catch_exceptions=False)
         assert done.exit_code == 0, done.output
         assert "winner, never measured:" in done.output
@@ -87,8 +87,9 @@ def test_every_engine_plans_and_simulates_with_an_own_file(tmp_path, engine):
 
 @pytest.mark.parametrize("key", ["h200", None])
 def test_modules_measured_on_an_own_device_stand_for_its_cluster(tmp_path, key):
-    body = {"device": {"name": "Our GPU", "platform": "cuda", "memory_bytes": 1, "hardware": key, "count": 8}}
-    assert find_cluster(str(write(tmp_path)), Measured("m.json", body)).hardware.name == "Our GPU"
+    device = {"name": "Our GPU", "platform": "cuda", "memory_bytes": 1, "hardware": key, "count": 8}
+    measured = SimpleNamespace(device=SimpleNamespace(**device), path="m.json")
+    assert find_cluster(str(write(tmp_path)), measured).hardware.name == "Our GPU"
 
 
 def test_an_own_device_in_a_rack_is_joined_over_nvlink(tmp_path):

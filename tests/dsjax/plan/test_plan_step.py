@@ -1,12 +1,12 @@
 """The model of a step: arithmetic that can be checked, and no resource of which more is worse."""
 
+import json
 from pathlib import Path
 
 import pytest
 from step_models import step_model
 
 from dsjax.plan.cluster import load_cluster
-from dsjax.plan.compiled import read_dry_run
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.network import all_reduce, deepep_exchange, hosts_of_a_token, own_exchange, xla_collective
 from dsjax.plan.precision import PRECISIONS
@@ -32,17 +32,6 @@ def test_one_device_and_one_replica_exchange_nothing(model):
     alone = model("tp=8,ep=1", cluster="h200-8").decode_parts(8, 1000)
     assert alone["dispatch"] == 0
     assert alone["tensor-parallel sums"] > 0
-
-
-def test_gathered_tokens_cost_a_sum_over_all_ranks_each_way_and_half_of_one_in_decode(v3):
-    cluster, layout = load_cluster("h200-8"), parse_layout("dp=8", 0, v3)
-    step = step_model(v3, cluster, layout, PRECISIONS["fp8"], gathers=True)
-    for work, share in ((RankWork(prompts=512, pairs=512 * 500), 1.0), (RankWork(512, 512 * 500), 0.5)):
-        parts = step.step([work])
-        each = all_reduce(cluster, 8, share * 8 * 512 * v3.hidden_size * 2) * v3.num_moe_layers
-        assert parts["dispatch"] == parts["combine"] == pytest.approx(each)
-    alone = step_model(v3, cluster, parse_layout("tp=8,ep=1", 0, v3), PRECISIONS["fp8"], gathers=True)
-    assert alone.decode_parts(512, 500)["dispatch"] == 0
 
 
 def test_cached_prompts_cost_attention_but_no_projections(model):
@@ -81,8 +70,9 @@ def half_a_sum(cluster, tp, each):
 
 def test_dsjax_gathers_scatters_and_gathers_over_tp_in_each_layer_with_experts(v3):
     """The program of `dry_runs/tp8-decode.json` has these three of a layer, beside the sums of attention and of shared experts."""
-    program = read_dry_run(Path(__file__).parent / "dry_runs" / "tp8-decode.json")
-    times = {(one.kind, one.dispatches): one.times for one in program.collectives if one.kind != "all-reduce"}
+    program = json.loads((Path(__file__).parent / "dry_runs" / "tp8-decode.json").read_text())
+    others = [one for one in program["collectives"] if one["kind"] != "all-reduce"]
+    times = {(one["kind"], "/dispatch/" in one["op_name"]): one["times"] for one in others}
     kinds = ("all-gather", True), ("reduce-scatter", True), ("all-gather", False)
     assert times == dict.fromkeys(kinds, v3.num_moe_layers)
     cluster, row = load_cluster("h200-8"), 2.0 * v3.hidden_size

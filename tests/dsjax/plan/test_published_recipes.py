@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 
 from dsjax.cli.main import app
 from dsjax.engine.experts.eplb import EplbConfig
-from dsjax.plan.launch import documented
 from dsjax.plan.recipe import read_recipe
+from dsjax.plan.rules import documented
 from sharding import MeshSpec
 from tools.make_deploy import published, sides_of
 

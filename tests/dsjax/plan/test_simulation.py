@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from dsjax.cli import app
 from dsjax.engine.schedule.scheduler import Scheduler
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.errors import UserError
 from dsjax.plan.candidate import aggregated, prefill_pool, separated, transfer_seconds
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.engine import PUBLISHED, find_engine
@@ -25,7 +26,7 @@ from dsjax.plan.simulation import deployment
 from dsjax.plan.simulation.outcome import Spread, simulate
 from dsjax.plan.simulation.service import Decoder, OfferedLoad, Served, SimulatedEngine, StepPrices, requests
 from dsjax.plan.step import RankWork
-from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
+from dsjax.plan.workload import Lengths, Objective, PlanOptions, RequestClass, Workload
 
 pytestmark = pytest.mark.slow  # all together
 
@@ -117,26 +118,6 @@ def test_steps_are_played_at_the_pace_of_programs(step_model):
     assert slow == pytest.approx(5 * usual)
 
 
-def test_a_captured_step_of_few_tokens_waits_for_fewer_launches(step_model):
-    prices = StepPrices([step_model("tp=8,ep=1", captured=1024)])
-    few, more = ([RankWork(prompts=tokens, pairs=tokens * 50.5)] for tokens in (100, 1100))
-    eager = StepPrices([step_model("tp=8,ep=1")])
-    assert prices.seconds(few) < 0.5 * eager.seconds(few)
-    assert prices.seconds(more) == eager.seconds(more)
-
-
-def test_a_step_with_a_few_cached_positions_is_absorbed_as_a_whole_where_the_engine_does_so(step_model):
-    usual, absorbs = (StepPrices([step_model("tp=8,ep=1", absorbs_below=below)]) for below in (0, 8192))
-
-    def seconds(prices, cached):
-        return prices.seconds([RankWork(prompts=30_000, pairs=30_000 * 3500.5, cached=cached)])
-
-    assert seconds(absorbs, 0) == seconds(usual, 0)
-    assert seconds(absorbs, 9000) == seconds(usual, 9000)
-    # Attention with 576 + 512 values a pair and not 192 + 128.
-    assert seconds(absorbs, 3000) > 1.15 * seconds(usual, 3000)
-
-
 def test_all_ranks_wait_for_the_one_with_a_prompt(step_model):
     prices = StepPrices([step_model("dp=8")])
     idle, prompt = RankWork(decodes=32, context=64_000), RankWork(32, 64_000, prompts=2000, pairs=2000 * 1000.5)
@@ -164,7 +145,7 @@ def test_a_request_grows_by_what_a_step_makes(separated_from_prefill):
         one = Decoder(prices, 1, seqs=8, made=2.5)
     else:
         config = SchedulerConfig(8, 4096, 4096, 4096, 16, 513, 4096, prefix_caching=False)
-        one = SimulatedEngine(prices, Scheduler(config, 1), 8192, made=2.5)
+        one = SimulatedEngine(prices, Scheduler(config, 1), made=2.5)
     one.add(Served(0, 0.0, 1000, 0, 1000))
     while not one.idle:
         one.begin(0.0)
@@ -177,7 +158,7 @@ def test_a_request_grows_by_what_a_step_makes(separated_from_prefill):
 def test_the_cache_fills_with_what_steps_make():
     prices = Recorded()
     config = SchedulerConfig(8, 4096, 4096, 4096, 16, 201, 3200, prefix_caching=False)
-    engine = SimulatedEngine(prices, Scheduler(config, 1), 3200, made=2.5)
+    engine = SimulatedEngine(prices, Scheduler(config, 1), made=2.5)
     for number in range(2):
         engine.add(Served(number, 0.0, 1000, 0, 1000))
     while not engine.idle:
@@ -199,6 +180,36 @@ def test_lengths_and_gaps_have_the_moments_that_were_asked_for():
     assert outputs.mean() == pytest.approx(300, rel=0.03)
     assert gaps.mean() == pytest.approx(0.1, rel=0.04)
     assert gaps.std() / gaps.mean() == pytest.approx(2**0.5, rel=0.05)
+
+
+TWO = Workload.of_classes([RequestClass.parse("short=0.8,512:0.2,64"), RequestClass.parse("long=0.2,4096,128")])
+
+
+def test_a_mixture_has_the_moments_of_what_is_drawn_from_it():
+    source = requests(OfferedLoad(10.0, None), TWO, 10**6, seed=0)
+    drawn = [next(source) for _ in range(20_000)]
+    prompts = np.array([one.prompt for one in drawn])
+    # 20,000 draws: standard errors below 1 %.
+    assert prompts.mean() == pytest.approx(TWO.input.mean, rel=0.03)
+    assert prompts.std() / prompts.mean() == pytest.approx(TWO.input.variation, rel=0.03)
+    assert np.mean([one.kind == "long" for one in drawn]) == pytest.approx(0.2, abs=0.01)
+    assert {one.prompt for one in drawn if one.kind == "long"} == {4096}
+
+
+def test_classes_are_played_together_and_shown_apart(candidate):
+    found = candidate()
+    mixed = dataclasses.replace(found, decode=dataclasses.replace(found.decode, workload=TWO, steps={}))
+    seen = simulate(mixed, OfferedLoad(1.0, None), Objective(), num_requests=60)
+    assert seen.classes["short"].ttft.p50 < seen.classes["long"].ttft.p50
+    assert seen.classes["short"].requests + seen.classes["long"].requests == 60
+
+
+def test_a_class_that_cannot_be_read_is_refused():
+    for text in ("short", "a=0.5,10", "a=2,10,10", "=1,2,3", "a:b=1,2,3"):
+        with pytest.raises(UserError, match="--class"):
+            RequestClass.parse(text)
+    with pytest.raises(UserError, match="expected 1 in all"):
+        Workload.of_classes([RequestClass.parse("short=0.5,512,64")])
 
 
 def test_prompts_that_fill_a_step_each_wait_as_the_queue_of_one_server_says(candidate):
@@ -278,7 +289,30 @@ def test_overload_queues_and_goodput_counts_those_within_both_objectives(candida
     assert flooded.ttft.p50 > 5 * calm.ttft.p50
     assert flooded.kept < 0.5
     assert flooded.goodput < calm.goodput
-    assert any("mean TTFT" in text and "outside" in text for text in flooded.disagreements())
+    assert flooded.ttft.mean > 5 * flooded.mean_ttft.high, "no steady state is as late"
+
+
+def test_an_engine_that_mixes_none_lets_decodes_wait_for_prompts(candidate):
+    def played(mixes):
+        found = candidate(variation=0.06, concurrency=16.0, engine=dataclasses.replace(PUBLISHED, mixes=mixes))
+        return simulate(found, OfferedLoad(None, 16), Objective(), num_requests=160, warmup=0, at_once=True), found
+
+    (mixing, answer), (apart, longer) = played(True), played(False)
+    assert apart.tpot.mean > mixing.tpot.mean
+    assert apart.ttft.p50 < mixing.ttft.p50, "prompts are computed without the decodes"
+    assert apart.itl.p99 > mixing.itl.p99
+    assert longer.tpot > answer.tpot
+
+
+def test_an_engine_that_holds_prompts_back_answers_later_and_its_steps_have_prompts_less_often(candidate):
+    def played(holds):
+        found = candidate(
+            "dp=8", 2, variation=0.06, concurrency=16.0, engine=dataclasses.replace(PUBLISHED, holds_prompts=holds)
+        )
+        return simulate(found, OfferedLoad(None, 16), Objective(), num_requests=160, warmup=0, at_once=True)
+
+    assert played(True).ttft.p50 > 2 * played(False).ttft.p50
+    assert played(True).tpot.mean < played(False).tpot.mean
 
 
 def test_a_prefix_that_all_share_is_computed_once(candidate):

@@ -1,4 +1,7 @@
-"""Anthropic's Messages API tells the same conversation as chat: `anthropic_request.py`, `anthropic_answer.py`, and its own client."""
+"""Anthropic's Messages API tells the same conversation as chat: `anthropic_request.py`, `anthropic_answer.py`.
+
+Its own client is in `tools/clients/test_anthropic.py`.
+"""
 
 import json
 
@@ -250,26 +253,8 @@ def test_the_key_comes_as_anthropic_s_clients_send_it(start):
     assert server.post(URL, BODY, headers={"x-api-key": "secret"}).status_code == 200
 
 
-def test_the_unmodified_client_talks_to_it(start):
-    anthropic = pytest.importorskip("anthropic")
-    server = start("why</think>Look." + CALL)
-    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
-    asked = {"model": "tiny", "max_tokens": 200, "messages": [HELLO], "tools": [TOOL]}
-    message = client.messages.create(**asked)
-    with client.messages.stream(**asked) as stream:
-        text = "".join(stream.text_stream)
-        streamed = stream.get_final_message()
-    assert text == "Look."
-    for each in (message, streamed):
-        assert [block.type for block in each.content] == ["thinking", "text", "tool_use", "tool_use"]
-        assert (each.content[2].input, each.stop_reason) == ({"city": "Bonn"}, "tool_use")
-        assert each.usage.output_tokens == message.usage.output_tokens
-    results = [{"type": "tool_result", "tool_use_id": block.id, "content": "19 °C"} for block in message.content[2:]]
-    history = [HELLO, {"role": "assistant", "content": message.content}, {"role": "user", "content": results}]
-    server.executor.script = "</think>Both 19 °C."
-    answer = client.messages.create(**asked | {"messages": history})
-    assert answer.content[-1].text == "Both 19 °C."
-    counted = client.messages.count_tokens(model="tiny", messages=history, tools=[TOOL])
-    assert counted.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
-    with pytest.raises(anthropic.NotFoundError, match="does not exist"):
-        client.messages.create(**asked | {"model": "other"})
+def test_a_thread_is_refused_so_that_the_client_sends_the_whole_conversation(start):
+    """Anthropic's client, whose tool runner asks for a thread first, goes by these details."""
+    refused = start("a").post(URL, BODY | {"thread": {"type": "create"}})
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert (refused.status_code, refused.json()["error"]["details"]) == (400, details)

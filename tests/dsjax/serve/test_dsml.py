@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from pathlib import Path
 
 import httpx
 import openai
@@ -15,7 +16,7 @@ from scripted_executor import ScriptedExecutor
 from tiny_tokenizer import CONFIG, tiny_backend
 
 from dsjax.engine.contract.structured_params import StructuredOutputs
-from dsjax.engine.text.prompt_encoder import DSML, ENCODERS
+from dsjax.engine.text.prompt_encoder import ASSISTANT, DSML, ENCODERS, EOS, THINK, THINK_END
 from dsjax.engine.text.structured import GrammarCompiler
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.chat_prompt import conversation_prompt
@@ -41,12 +42,13 @@ def block(*calls: str) -> str:
     return f"<{DSML}function_calls>\n{''.join(calls)}{END}"
 
 
-def parse(text: str, cuts=(), form=V32) -> dict:
+def parse(text: str, cuts=(), form=V32, splitter: ReasoningSplitter | None = None) -> dict:
     """The message that the pieces make, without ids, which are new each time."""
-    parser = MessageParser(None, form.parser(128), True)
+    parser = MessageParser(splitter, form.parser(128), True)
     places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
     pieces = [parser.push(text[a:b]) for a, b in itertools.pairwise(places)] + [parser.push("", finished=True)]
     whole = MessagePiece(
+        reasoning="".join(piece.reasoning for piece in pieces),
         content="".join(piece.content for piece in pieces),
         tool_calls=[delta for piece in pieces for delta in piece.tool_calls],
     ).message()
@@ -68,6 +70,34 @@ def test_what_the_encoder_writes_the_parser_reads_at_every_cut(form):
     for cut in range(len(text)):
         assert parse(text, [cut], form) == expected
     assert parse(text, range(len(text)), form) == expected
+
+
+ALL_GOLDENS = json.loads((Path(__file__).parents[1] / "engine/text/prompt_goldens.json").read_text("utf-8"))
+GOLDENS = [golden for golden in ALL_GOLDENS if any(message.get("tool_calls") for message in golden["messages"])]
+
+
+def turns(golden: dict) -> list[tuple[bool, str, dict]]:
+    """Each of the assistant's turns in a golden prompt: whether it thinks, its text, and the message that it was made of."""
+    said = [part.split(ASSISTANT)[-1].split("</function_results>\n\n")[-1] for part in golden["prompt"].split(EOS)[:-1]]
+    thinks = [text.startswith(THINK) for text in said]
+    told = [message for message in golden["messages"] if message["role"] == "assistant"]
+    return list(zip(thinks, (text.removeprefix(THINK).removeprefix(THINK_END) for text in said), told, strict=True))
+
+
+@pytest.mark.parametrize("golden", GOLDENS, ids=lambda golden: f"{golden['encoder']}: {golden['claim']}")
+def test_each_turn_of_a_conversation_with_tools_is_read_from_deepseek_s_prompt_at_every_cut(golden):
+    form = DSML_FORMATS[golden["encoder"]]
+    for thinks, text, message in turns(golden):
+        start = Section.REASONING if thinks else Section.CONTENT
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        for cuts in (*([cut] for cut in range(len(text) + 1)), range(len(text))):
+            read = parse(text, cuts, form, ReasoningSplitter(start, None, dict.fromkeys(form.openings)))
+            assert read.get("reasoning") == (message["reasoning_content"] if thinks else None)
+            assert (read["content"] or "") == (message.get("content") or "")
+            assert [name for name, _ in calls_of(read)] == [call["name"] for call in calls]
+            assert [json.loads(given) for _, given in calls_of(read)] == [
+                json.loads(call["arguments"]) for call in calls
+            ]
 
 
 @pytest.mark.parametrize(

@@ -121,10 +121,10 @@ def test_a_follower_of_an_attention_side_shows_its_own_links_to_processes_with_e
     headless = Headless(HostOptions(("127.0.0.1", 1), 2, 1, "127.0.0.1"), ServeOptions())
     client, line = TestClient(headless.app()), 'dsjax_expert_process_calls_total{process="1",expert_process="0"} 7'
     assert "dsjax_follower_ready" in client.get("/metrics").text, "without keys everybody may read"
-    headless._follower = SimpleNamespace(phase="loading", group=None, commands=0, steps=0, executor=None)
+    headless.work = SimpleNamespace(phase="loading", group=None, commands=0, steps=0, executor=None)
     assert "dsjax_expert_process_calls_total{" not in client.get("/metrics").text
     links = {ExpertLinks: SimpleNamespace(counts=[LinkCounts(True, 0, 0.0, 7, 100, 200)])}
-    headless._follower.executor = SimpleNamespace(extension=links.get)
+    headless.work.executor = SimpleNamespace(extension=links.get)
     assert line in client.get("/metrics").text
 
 

@@ -7,8 +7,8 @@ import pytest
 import yaml
 from live_server import wait_until
 
+from dsjax.engine.device.process import device_memory
 from dsjax.serve.metrics import Metrics
-from dsjax.serve.metrics_parts import device_memory
 
 BODY = {"prompt": [[5, 6, 7], [8, 9]], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 

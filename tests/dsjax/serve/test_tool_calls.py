@@ -24,7 +24,6 @@ from dsjax.serve.tool_calls import (
     MessagePiece,
     ToolCallParser,
     ToolFormat,
-    tool_grammar,
 )
 
 V3, V31, KIMI = FORMATS["deepseek_v3"], FORMATS["deepseek_v31"], FORMATS["kimi_k2"]
@@ -160,7 +159,7 @@ TOKENIZERS = {"tokens": tool_tokenizer(), "special tokens": tool_tokenizer(speci
 
 def takes(tokenizer, form: ToolFormat, text: str, tools=TOOLS, several: bool = True, **options) -> bool:
     """Whether the grammar takes every token of the text, and may then end."""
-    grammar = tool_grammar(form, tools, tokenizer, several=several, **options)
+    grammar = form.grammar(tools, tokenizer, several=several, **options)
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,))
     constraint = compiler.compile(StructuredOutputs(grammar=grammar))
     for token in tokenizer.encode(text, add_special_tokens=False):

@@ -58,15 +58,6 @@ def meet(process, number):
     return process.wait(number)
 
 
-def test_all_go_on_together_with_the_greatest_number(pool, processes):
-    for numbers in ((1, 1, 1), (1, 3, 2), (4, 1, 1)):
-        assert list(pool.map(meet, processes, numbers)) == [max(numbers)] * 3
-    assert [process.leads for process in processes] == [True, False, False]
-    assert [(process.number, process.count, process.name) for process in processes] == [
-        (number, 3, b"side 0") for number in range(3)
-    ]
-
-
 def test_one_that_is_late_is_waited_for_at_that_layer_by_all(pool, processes):
     """It may have told of a layer that the others are at, and is told of the next one before it has looked."""
     first = [pool.submit(meet, process, 0) for process in processes[:2]]
@@ -105,26 +96,20 @@ def test_what_is_no_word_is_an_error(pool, processes):
         waits.result(60)
 
 
-def test_where_one_cannot_be_reached_the_others_say_so(pool):
+@pytest.mark.parametrize(("silent", "why"), [(0, "nobody answers at 127.0.0.1:1"), (2, "process 2 has gone away")])
+def test_one_that_cannot_be_reached_or_is_lost_is_not_waited_for(pool, silent, why):
+    """Each process connects to those before it."""
     three = groups(3)
-    made = [pool.submit(joined, group) for group in three[1:]]
-    three[0].agreement.tell("attention side", b"side")
-    three[0].agreement.tell("attention processes", ["127.0.0.1:1", b"a ticket"])  # where nobody listens
+    others = [group for group in three if group is not three[silent]]
+    made = [pool.submit(joined, group) for group in others]
+    listener = LinkListener(three[silent].endpoint)  # of one that calls nobody
+    address = listener.address if silent else "127.0.0.1:1"
+    three[silent].agreement.tell("attention side", b"side")
+    three[silent].agreement.tell("attention processes", [address, listener.ticket])
+    for group in others if silent else ():
+        group.lost[silent] = GroupError(why)
     for one in made:
-        with pytest.raises(GroupError, match=r"nobody answers at 127.0.0.1:1"):
-            one.result(60)
-
-
-def test_one_that_is_lost_is_not_waited_for(pool):
-    three = groups(3)
-    made = [pool.submit(joined, group) for group in three[:2]]
-    listener = LinkListener(three[2].endpoint)  # of one that calls nobody
-    three[2].agreement.tell("attention side", b"side")
-    three[2].agreement.tell("attention processes", [listener.address, listener.ticket])
-    for group in three[:2]:
-        group.lost[2] = GroupError("process 2 has gone away")
-    for one in made:
-        with pytest.raises(GroupError, match="process 2 has gone away"):
+        with pytest.raises(GroupError, match=why):
             one.result(60)
 
 

@@ -2,12 +2,7 @@
 
 import contextlib
 import itertools
-import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 
 import msgspec
 import numpy as np
@@ -198,66 +193,6 @@ def test_what_a_process_could_not_do_is_an_error_with_its_reason():
         assert own.counts.connected
 
 
-def test_a_process_that_has_gone_is_not_connected_though_nobody_calls_it():
-    with contextlib.closing(Experts()) as process, linked(process.port) as own:
-        ask(own).result(60)
-        assert own.counts.connected
-        process.close()
-        until(lambda: not own.counts.connected)
-        assert own.counts.losses == 0, "a loss is one of a call"
-
-
-STOPPED = """
-import sys
-sys.path[:0] = sys.argv[1:]
-from test_expert_link import Experts
-print(Experts().port, flush=True)
-"""
-
-
-@pytest.fixture
-def stopping():
-    """A process with experts that can be stopped, and its address."""
-    with subprocess.Popen([sys.executable, "-c", STOPPED, *sys.path], stdout=subprocess.PIPE) as process:
-        yield process, f"127.0.0.1:{int(process.stdout.readline())}"
-        process.kill()
-
-
-def test_a_stopped_process_is_lost_within_the_heartbeat_and_is_called_again_when_it_goes_on(stopping, caplog):
-    process, address = stopping
-    with contextlib.closing(Endpoint("127.0.0.1", KEY, silence=2.0)) as endpoint:
-        own = ExpertLink(endpoint, address, lambda: Open({}, b"", b"one"), patience=60)
-        call(own)[0].result(60)
-        process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-        began, (done, _) = time.monotonic(), call(own, 1)
-        until(lambda: "has gone" in caplog.text)
-        assert time.monotonic() - began < 4
-        with pytest.raises(UserError, match=r"does not answer.*ask again when it is there"):
-            check_reachable(endpoint, address)
-        process.send_signal(signal.SIGCONT)
-        done.result(60)
-        own.close()
-
-
-def test_a_process_is_looked_for_beside_a_call_that_is_under_way():
-    with contextlib.closing(Endpoint("127.0.0.1", KEY)) as endpoint, contextlib.closing(Experts()) as process:
-        address = f"127.0.0.1:{process.port}"
-        check_reachable(endpoint, address)
-        process.close()
-        with pytest.raises(UserError, match=f"no expert process answers at {address} .* ask again when it is there"):
-            check_reachable(endpoint, address)
-
-
-def test_who_was_there_before_the_link_is_waited_for_though_it_refuses():
-    with contextlib.closing(Experts(opens=refuse)) as process:
-        with linked(process.port) as first, pytest.raises(UserError, match="refuses: the checkpoint cannot be read"):
-            first.connect()
-        gone = pytest.raises(ExpertsGoneError, match=r"for 0.5 s .*the checkpoint cannot be read")
-        with linked(process.port, patience=0.5) as later, gone:
-            later.connect(known=True)
-
-
 @pytest.mark.parametrize(("refuses", "reason"), [(True, "the checkpoint cannot be read"), (False, "--afd-role expert")])
 def test_who_refuses_or_stays_away_for_too_long_ends_the_call_with_the_reason(refuses, reason):
     with left(patience=0.5) as (own, port), contextlib.ExitStack() as refusing:
@@ -280,3 +215,12 @@ def test_where_nobody_is_there_yet_one_is_waited_for(caplog):
         until(lambda: "it is waited for" in caplog.text)
         with contextlib.closing(Experts(port)):
             done.result(60)
+
+
+def test_a_process_is_looked_for_beside_a_call_that_is_under_way():
+    with contextlib.closing(Endpoint("127.0.0.1", KEY)) as endpoint, contextlib.closing(Experts()) as process:
+        address = f"127.0.0.1:{process.port}"
+        check_reachable(endpoint, address)
+        process.close()
+        with pytest.raises(UserError, match=f"no expert process answers at {address} .* ask again when it is there"):
+            check_reachable(endpoint, address)

@@ -156,14 +156,6 @@ def test_a_process_at_another_place_than_the_attention_side_thinks_is_refused(re
     assert not refusal()
 
 
-def test_a_side_with_other_options_is_refused_with_both_values(process, endpoint):
-    peer = endpoint.connect(process.endpoint.address, "attention")
-    space = process._space | {"dtype": "bfloat16"}
-    error = failure(lambda: peer.request(OPEN, Open(space, b"", b"other"), kind=Opened).result(SECONDS))
-    peer.close()
-    assert "differ in dtype 'float32' here and 'bfloat16' there" in error
-
-
 def test_experts_are_placed_for_a_side_that_is_alone(process, enter, refusal):
     rows = process._writer.rows.copy()
     other = np.roll(rows[0], 1)
@@ -219,43 +211,34 @@ def test_a_slot_whose_writing_has_failed_half_way_holds_nobody_and_is_written_an
         np.testing.assert_array_equal(np.asarray(value), before[path])
 
 
-def test_a_connection_of_an_earlier_generation_is_late_and_moves_no_experts_back(process, enter, refusal):
-    rows = process._writer.rows.copy()
+@pytest.mark.parametrize(
+    ("opened", "later", "says"),
+    [
+        ({"generation": 2}, {"generation": 1}, "generation 1 of the attention side, which goes on with generation 2"),
+        # The side that is prepared knows nothing of experts that are moved meanwhile on the one of now.
+        ({}, {"change": 1}, "it is already on a side of experts that this attention side is connected to"),
+    ],
+    ids=["an earlier generation", "another side, whatever its address is called"],
+)
+def test_a_connection_that_is_late_or_of_another_side_is_refused_and_moves_no_experts_back(
+    process, enter, refusal, opened, later, says
+):
+    side, rows = says[:9].encode(), process._writer.rows.copy()
     moved = np.roll(rows, 1, axis=1)
-    attention = enter(b"group", rows=moved, generation=2)
-    refused = refusal(b"group", rows=rows, generation=1)
-    assert "generation 1 of the attention side, which goes on with generation 2" in refused
+    attention = enter(side, rows=moved, **opened)
+    assert says in refusal(side, rows=rows, **later)
     np.testing.assert_array_equal(process._writer.rows, moved)
     attention.close()
     until(lambda: not process.num_connections)
-    assert not refusal(b"another", rows=rows)  # whose generations are its own
+    assert not refusal(b"not " + side, rows=rows, **later)
 
 
-def test_a_process_of_the_side_of_now_is_on_no_other_side_whatever_its_address_is_called(process, enter, refusal):
-    """The side that is prepared knows nothing of experts that are moved meanwhile on the one of now."""
-    rows = process._writer.rows.copy()
-    attention = enter(b"scales", rows=np.roll(rows, 1, axis=1))
-    refused = refusal(b"scales", rows=rows, change=1)
-    assert "it is already on a side of experts that this attention side is connected to" in refused
-    np.testing.assert_array_equal(process._writer.rows, np.roll(rows, 1, axis=1))
-    attention.close()
-    until(lambda: not process.num_connections)
-    assert not refusal(b"scales", rows=rows, change=2)
-
-
-def test_a_new_generation_ends_what_waits_for_a_process_of_the_one_before(process, enter):
-    first, _ = (enter(b"hangs", process=number, processes=2, generation=1) for number in range(2))
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_process_that_leaves_is_waited_for_no_more_and_none_when_a_new_generation_begins(process, enter, leaves):
+    first, second = (enter(b"hangs", process=number, processes=2, generation=1) for number in range(2))
     first.send(Call("moe_layers", 0, 8, 8, NOT_FILLED))
     assert first.link.receive(0.5) is None
-    enter(b"hangs", generation=2)
-    assert not first.answer()
-
-
-def test_a_process_that_leaves_is_waited_for_no_more(process, enter):
-    first, second = (enter(b"leaves", process=number, processes=2) for number in range(2))
-    first.send(Call("moe_layers", 0, 8, 8, NOT_FILLED))
-    assert first.link.receive(0.5) is None
-    second.close()
+    second.close() if leaves else enter(b"hangs", generation=2)
     assert not first.answer()
 
 
@@ -309,23 +292,31 @@ def test_of_two_processes_of_a_side_with_different_sizes_that_come_at_once_one_i
     assert "and others of this generation are of" in refused
 
 
-def test_a_side_that_compiles_does_not_hold_up_the_calls_of_another(process, enter, monkeypatch):
-    compiling, go_on, original = threading.Event(), threading.Event(), process.side.compile
+def test_a_side_that_compiles_and_one_that_opens_do_not_hold_up_the_calls_of_another(process, enter, monkeypatch):
+    begun, go_on = threading.Semaphore(0), threading.Event()
 
-    def compile_slowly(*arguments):
-        compiling.set()
-        assert go_on.wait(SECONDS)
-        return original(*arguments)
+    def slowly(original):
+        def run(*arguments):
+            begun.release()
+            assert go_on.wait(SECONDS)
+            return original(*arguments)
+
+        return run
 
     serving, warming = enter(b"serves"), enter(b"warms up")
     assert not serving.call(Call("moe_layers", 0, 8, 8, NOT_FILLED))
-    monkeypatch.setattr(process.side, "compile", compile_slowly)
-    warmed = warming.peer.request(COMPILE, Compile("moe_layers", 4, 16))
-    assert compiling.wait(SECONDS)
-    warming.send(Call("moe_layers", 0, 2, 4, NOT_FILLED))  # which no program is there for either
-    assert not serving.call(Call("moe_layers", 0, 8, 8, NOT_FILLED, 1))
-    go_on.set()
-    assert warmed.result(SECONDS) is None
+    monkeypatch.setattr(process.side, "compile", slowly(process.side.compile))
+    monkeypatch.setattr(process, "_check", slowly(process._check))
+    with ThreadPoolExecutor(1) as pool:
+        warmed = warming.peer.request(COMPILE, Compile("moe_layers", 4, 16))
+        assert begun.acquire(timeout=SECONDS)
+        entered = pool.submit(enter, b"opens")
+        assert begun.acquire(timeout=SECONDS)
+        warming.send(Call("moe_layers", 0, 2, 4, NOT_FILLED))  # which no program is there for either
+        assert not serving.call(Call("moe_layers", 0, 8, 8, NOT_FILLED, 1))
+        go_on.set()
+        assert warmed.result(SECONDS) is None
+        entered.result(SECONDS)
     assert not warming.answer()
 
 
@@ -341,24 +332,6 @@ def test_a_program_that_could_not_be_compiled_is_an_error_and_is_compiled_when_i
         assert attention.ask(Compile("moe_layers", 2, 8)) == "RuntimeError: out of memory"
         assert attention.call(call) == "RuntimeError: out of memory"
     assert not attention.call(msgspec.structs.replace(call, number=1))
-
-
-def test_a_side_that_opens_does_not_hold_up_the_calls_of_another(process, enter, monkeypatch):
-    opening, go_on, original = threading.Event(), threading.Event(), process._check
-
-    def check_slowly(opened):
-        opening.set()
-        assert go_on.wait(SECONDS)
-        original(opened)
-
-    serving = enter(b"serves")
-    monkeypatch.setattr(process, "_check", check_slowly)
-    with ThreadPoolExecutor(1) as pool:
-        entered = pool.submit(enter, b"opens")
-        assert opening.wait(SECONDS)
-        assert not serving.call(Call("moe_layers", 0, 8, 8, NOT_FILLED))
-        go_on.set()
-        entered.result(SECONDS)
 
 
 def test_a_side_hears_why_its_experts_cannot_be_read(process, refusal, monkeypatch):
@@ -403,13 +376,10 @@ def test_an_unknown_stack_of_experts_and_a_layer_that_it_has_not_are_refused_in_
 ):
     attention = enter()
     assert attention.call(Call(stack, layer, 8, 8, NOT_FILLED)) == says
+    assert "there is no stack of experts 'nothing', only moe_layers" in attention.ask(Compile("nothing", 8, 8))
     assert not attention.ask(Compile("moe_layers", 8, 8))
     [record] = [record for record in caplog.records if says in record.getMessage()]
     assert (record.levelname, record.exc_info) == ("WARNING", None)
-
-
-def test_nobody_compiles_for_an_unknown_stack(enter):
-    assert "there is no stack of experts 'nothing', only moe_layers" in enter().ask(Compile("nothing", 8, 8))
 
 
 def test_rows_for_which_there_is_no_memory_are_answered_and_the_connection_stays(process, enter, monkeypatch):

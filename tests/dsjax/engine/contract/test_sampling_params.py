@@ -79,14 +79,8 @@ def test_numpy_s_numbers_and_arrays_are_taken_as_python_s():
         allowed_token_ids=[np.int16(6)],
         logit_bias={np.int64(7): np.float32(1.5)},
     )
-    numbers = [
-        params.n,
-        params.temperature,
-        params.top_k,
-        params.seed,
-        *params.stop_token_ids,
-        *params.allowed_token_ids,
-    ]
+    numbers = [params.n, params.temperature, params.top_k, params.seed, *params.stop_token_ids]
+    numbers += params.allowed_token_ids
     assert numbers == [2, 0.5, 3, -3, 4, 5, 6]
     assert {type(number) for number in numbers} == {int, float}
     assert [(type(token), type(bias)) for token, bias in params.logit_bias.items()] == [(int, float)]

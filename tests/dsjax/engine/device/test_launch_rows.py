@@ -101,7 +101,6 @@ def test_rules_are_active_only_while_they_change_something():
     ("sampling", "more", "draws", "scored"),
     [
         ({}, {}, False, False),
-        ({"temperature": 0.5}, {}, True, False),
         ({"temperature": 0.5, "logprobs": 2}, {}, True, True),
         ({"logprobs": 0}, {}, False, True),
         ({"presence_penalty": 0.5}, {}, True, False),

@@ -1,4 +1,7 @@
-"""Pages that were sent ahead of a step are placed where its command says, each from the first store that has it."""
+"""Pages that were sent ahead of a step are placed where its command says, each from the first store that has it.
+
+These are the tests of `device/access.py` too.
+"""
 
 from types import SimpleNamespace
 

@@ -5,7 +5,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
-from published_logits import distribution
 
 from dsjax.engine.contract.sampling_params import MAX_LOGPROBS
 from dsjax.engine.device.sampler import NONE_ALLOWED, SlotSampling, Wanted, _threshold, _uniform, greedy, sample, score
@@ -58,6 +57,20 @@ def sampled(logits, rows_of_requests, changed=None):
 def draw(count=DRAWS, logits=LOGITS, **params):
     """So many tokens, each with a seed of its own."""
     return sampled(np.broadcast_to(logits, (1, count, V)), [[Row(seed=s, **params) for s in range(count)]])[0]
+
+
+def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """How probable each token is: temperature, min-p, then top-k, then the smallest set that reaches top-p."""
+    scaled = logits.astype(np.float64) / temperature
+    probs = np.exp(scaled - scaled.max())
+    probs[probs < min_p] = 0
+    order = np.argsort(-probs)
+    if top_k > 0:
+        probs[order[top_k:]] = 0
+    probs /= probs.sum()
+    reached = np.cumsum(probs[order])
+    probs[order[1:][reached[:-1] >= top_p]] = 0
+    return probs / probs.sum()
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,6 @@ CONFIG = ModelConfig.from_dict(TINY)
         (0, 3, "dp=8", {"dp=6": (0, 1, 4, 5, 6, 7), "dp=4": (0, 1, 6, 7), "dp=2": (0, 1)}),
         # After /scale to three of the four: the one that stands by takes the place of one that goes, and then there are fewer.
         (0, 1, "dp=6", {"dp=6": (0, 1, 4, 5, 6, 7)}),
-        (0, 2, "dp=6", {"dp=6": (0, 1, 4, 5, 6, 7), "dp=4": (0, 1, 6, 7)}),
     ],
 )
 def test_each_mesh_that_losses_may_lead_to_is_a_candidate_once(own, losses, wanted, found):

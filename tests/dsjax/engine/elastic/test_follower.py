@@ -51,18 +51,10 @@ def test_a_follower_goes_from_generation_to_generation_and_stands_by_in_one_with
     assert group.follower.executor is group.loaded[1]
     # The stream of a generation begins anew, and so do the results that were collected.
     assert group.loaded[1].in_order() == [("launch", step(2))]
+    group.announce(3, 0)
+    until(lambda: group.dropped == [1, 3])  # weights, for a mesh without this process
     group.end()
     assert group.error is None
-
-
-def test_weights_are_dropped_for_a_mesh_without_this_process():
-    group = Group()
-    until(lambda: group.loaded)
-    group.announce(1, 0, 1)
-    group.announce(2, 0)
-    until(lambda: group.dropped)
-    group.end()
-    assert group.dropped == [2]
 
 
 def test_the_record_is_read_everywhere_when_as_many_results_are_collected(group):
@@ -219,7 +211,7 @@ def test_two_hundred_changes_of_the_mesh_leave_nothing_behind(group):
         change(number, 0)
     size = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    until(lambda: state() == before)
+    until(lambda: all(now <= then for now, then in zip(state(), before, strict=True)))
     assert len(second._inboxes) <= 1
     assert sum(inbox.qsize() for inbox in second._inboxes.values()) == second._announced.qsize() == 0
     assert not leader.agreement._gathers
@@ -371,11 +363,9 @@ def test_a_member_may_come_back_while_its_loss_is_looked_at(group):
     ("phase", "generation", "served", "code"),
     [
         ("loading", 0, False, 0),  # the group has not served, and ends with this process
-        ("warming up", 0, False, 0),
         ("compiling ahead", 2, False, 0),  # nobody counts on it yet
         ("loading", 2, False, None),  # a mesh is being made with it
         ("standing by", 2, False, None),
-        ("ready", 0, True, None),
         ("loading", 1, True, None),
     ],
 )

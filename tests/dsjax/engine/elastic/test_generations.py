@@ -175,43 +175,6 @@ def test_tokens_that_were_entered_before_something_behind_them_failed_are_given(
     assert len(serving.generations.errors) == 1
 
 
-def test_an_error_that_nothing_survives_is_raised_as_it_was():
-    executor = FakeExecutor()
-    executor.fail_at_step = 1
-    engine = LLMEngine(executor.parts())
-    engine.add_request("0", PROMPTS["0"], SamplingParams(temperature=0, max_tokens=20))
-    engine.step()
-    with pytest.raises(RuntimeError, match="the fake device is lost"):
-        engine.step()
-
-
-def test_a_request_that_the_smaller_cache_cannot_hold_ends_with_that_error_and_one_without_max_tokens_is_shortened():
-    executor = FakeExecutor(pages_per_rank=33)
-    generations = FakeGenerations([FakeExecutor(pages_per_rank=5)])
-    engine = LLMEngine(executor.parts(generations=generations))
-    params = {"temperature": 0, "ignore_eos": True, "output_kind": OutputKind.FINAL_ONLY}
-    engine.add_request("long", [1] * 10, SamplingParams(max_tokens=40, **params))
-    engine.add_request("open", [2] * 3, SamplingParams(max_tokens=None, **params))
-    engine.add_request("short", [3], SamplingParams(max_tokens=4, **params))
-    engine.step()
-    engine.scale("smaller")
-    outputs = {}
-    while engine.has_unfinished():
-        outputs |= {output.request_id: output.outputs[0] for output in engine.step()}
-    assert outputs["long"].finish_reason == "error"
-    assert outputs["long"].error == "no_room_on_the_new_mesh"
-    assert (
-        "the server's mesh has changed, and the prompt has 10 tokens and max_tokens is 40"
-        in outputs["long"].stop_reason
-    )
-    assert outputs["open"].finish_reason == "length"
-    assert outputs["open"].token_ids == expected_tokens([2] * 3, 17 - 3)
-    assert outputs["short"].token_ids == expected_tokens([3], 4)
-    # And what comes later is refused by the new size.
-    with pytest.raises(UserError, match="the cache of a rank holds 16"):
-        engine.add_request("later", [1] * 10, SamplingParams(max_tokens=40, **params))
-
-
 EXACT = FEW_SHAPES | {"kernels": "native"}
 MOVING = {
     "enable_eplb": True,  # which rests on one device
@@ -289,9 +252,7 @@ def test_a_model_goes_up_and_down_in_the_middle_of_requests_which_get_the_bits_o
     assert featured._generations.number == before + 4
     assert not on_device(featured.executor.params["embed.weight"].sharding)
     assert running.answers() == alone
-    with pytest.raises(
-        MeshError, match=r"mesh dp=4096 wants 4096 devices, and this server has \d+; ask for a mesh of at most so many"
-    ):
+    with pytest.raises(MeshError, match=r"mesh dp=4096 wants 4096 devices, and this server has \d+; ask for a mesh"):
         featured.scale("dp=4096")
     with pytest.raises(MeshError, match="heads are not divisible by tp=3"):
         featured.scale("tp=3")

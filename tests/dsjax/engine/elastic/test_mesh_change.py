@@ -32,7 +32,6 @@ def config(experts=32, heads=8):
 @pytest.mark.parametrize(
     ("wanted", "devices", "expected"),
     [
-        ("dp=32", 32, "dp=32"),
         ("dp=32", 24, "dp=24"),
         ("dp=4,tp=8", 31, "dp=3,tp=8"),
         ("dp=4,tp=2,ep=4", 6, "dp=3,tp=2"),
@@ -51,10 +50,7 @@ def test_too_few_devices_for_one_dp_rank_are_named():
 
 
 def test_a_mesh_with_stages_is_refused_by_several_processes_and_not_taken_for_one_without():
-    with pytest.raises(
-        MeshError,
-        match="can change only to a mesh without stages; leave pp out, or start the engine with --mesh pp=2,dp=2",
-    ):
+    with pytest.raises(MeshError, match="can change only to a mesh without stages; leave pp out, or start the engine"):
         check_mesh(Args(), config(), "f32", MeshSpec.parse("pp=2,dp=2"), [None] * 4, several_processes=True)
 
 

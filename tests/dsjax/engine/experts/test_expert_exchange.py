@@ -116,16 +116,3 @@ def stage_one(llm: LLM, row: np.ndarray) -> str | None:
     moves = next(exchange_rounds(slots.physical_to_logical[1], row, ranks=slots.ranks, experts=slots.per_exchange))
     command = StageExperts(1, int32s(int(slot) for pair in moves for slot in pair))
     return llm.executor.collect(llm.executor.launch(command)).error
-
-
-def test_the_modules_experts_and_fp8_with_their_scales_move_alike(checkpoint):
-    speculation = {"method": "mtp", "num_speculative_tokens": 1}
-    llm = load(checkpoint, "dp=4", dispatch="padded", weights="fp8", speculative_config=speculation)
-    try:
-        before = experts(llm)
-        assert any(path.startswith("mtp.") for path in before)
-        assert any(path.endswith(".scale") for path in before)
-        move_all(llm, 50)
-        assert_same(experts(llm), before)
-    finally:
-        llm.shutdown()

@@ -18,8 +18,7 @@ from dsjax.engine.contract.commands import Clear, RankStep, Step, int32s
 from dsjax.engine.pipeline.pipeline_executor import PipelineExecutor
 from dsjax.engine.setup.facts import StageFacts
 from dsjax.engine.setup.stages import OwnStages
-from dsjax.errors import UserError
-from sharding import MeshError, MeshSpec
+from sharding import MeshSpec
 
 OPTIONS = SIZES | {
     "mesh": "pp=2",
@@ -210,12 +209,3 @@ def test_a_flush_forgets_the_cache_of_all_stages(stages):
     assert all(np.asarray(stage.state.cache["latent"]).any() for stage in stages.executor.stages)
     stages.engine.flush_prefix_cache()
     assert not any(np.asarray(stage.state.cache["latent"]).any() for stage in stages.executor.stages)
-
-
-def test_what_does_not_fit_is_said_before_anything_is_loaded(checkpoint):
-    with pytest.raises(UserError, match="more stages than the model has layers, which are 3"):
-        LLM(str(checkpoint), mesh="pp=4")
-    with pytest.raises(UserError, match="add up to the model's 3"):
-        LLM(str(checkpoint), mesh="pp=2", pp_layer_partition="3,3")
-    with pytest.raises(MeshError, match="attention heads are not divisible by tp=3"):
-        LLM(str(checkpoint), mesh="pp=2,tp=3")

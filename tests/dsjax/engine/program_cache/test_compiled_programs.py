@@ -28,20 +28,6 @@ def in_threads(*works) -> None:
             done.result()
 
 
-def test_what_another_process_compiles_is_waited_for_and_not_traced(tmp_path):
-    mesh = mesh_of([0, 1, 2, 3])
-    first, second = programs_in(tmp_path, mesh), programs_in(tmp_path, mesh)
-    turn = first.shelf.turn(("a",))
-
-    def compile_late():
-        time.sleep(0.3)
-        first.shelf.compile(("a",), lowered(mesh))
-        turn.close()
-
-    in_threads(compile_late, lambda: second.get(("a",), never_lowered))
-    assert run_on(second.compiled["a",], mesh)
-
-
 @pytest.mark.parametrize("end", ["without a program", "not at all"])
 def test_a_turn_that_ends_without_a_program_or_not_at_all_is_another_ones(tmp_path, monkeypatch, end):
     mesh = mesh_of([0, 1, 2, 3])

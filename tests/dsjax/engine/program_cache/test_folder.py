@@ -33,32 +33,20 @@ def test_what_was_written_is_read_by_whoever_opens_the_folder(folder, tmp_path):
 @pytest.mark.parametrize(
     "harm",
     [
-        lambda content: content[:-1],
-        lambda content: content[:20],
-        lambda content: b"",
-        lambda content: content[:-1] + bytes([content[-1] ^ 1]),
-        lambda content: b"another kind of 1\n" + content[18:],
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        lambda path: path.write_bytes(path.read_bytes()[:20]),
+        lambda path: path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])),
+        lambda path: path.write_bytes(b"another kind of 1\n" + path.read_bytes()[18:]),
+        lambda path: path.write_bytes(path.with_name(f"{OTHER}.program").read_bytes()),
+        lambda path: path.chmod(0o666),
     ],
-    ids=["cut", "cut in its head", "empty", "a bit", "another format"],
+    ids=["cut", "cut in its head", "a bit", "another format", "another one's", "others can write to it"],
 )
-def test_what_is_not_whole_is_not_read(folder, harm):
-    folder.write(NAME, b"program")
-    path = folder.path / f"{NAME}.program"
-    path.write_bytes(harm(path.read_bytes()))
+def test_what_is_not_whole_or_not_its_owners_alone_is_not_read(folder, harm):
+    for name in (NAME, OTHER):
+        folder.write(name, name.encode())
+    harm(folder.path / f"{NAME}.program")
     assert folder.read(NAME) is None
-
-
-def test_a_program_under_another_ones_name_is_not_read(folder):
-    folder.write(NAME, b"program")
-    (folder.path / f"{NAME}.program").rename(folder.path / f"{OTHER}.program")
-    assert folder.read(OTHER) is None
-
-
-def test_what_others_can_write_is_not_read(folder, caplog):
-    folder.write(NAME, b"program")
-    (folder.path / f"{NAME}.program").chmod(0o666)
-    assert folder.read(NAME) is None
-    assert "is not read: others can write to it (mode 0666)" in caplog.text
 
 
 def test_a_store_that_is_no_folder_or_that_others_can_write_to_keeps_nothing(tmp_path, caplog):

@@ -96,15 +96,6 @@ def test_a_program_is_kept_in_memory_only_where_the_folder_does_not_have_it(tmp_
     jax.tree.map(np.testing.assert_array_equal, run_on(other.find("on disk"), second), expected)
 
 
-def test_what_cannot_be_described_is_not_kept(tmp_path):
-    mesh, library = mesh_of([0, 1, 2, 3]), ProgramLibrary(ProgramFolder.inside(tmp_path))
-    shelf = Shelf(library, mesh, (lambda: "a closure",))
-    assert run_on(shelf.compile("key", lowered(mesh)), mesh)
-    assert shelf.find("key") is None
-    assert list((tmp_path / "programs").iterdir()) == []
-    assert not library.in_memory
-
-
 def test_a_file_that_names_what_is_no_more_is_compiled_anew(tmp_path, caplog):
     mesh = mesh_of([0, 1, 2, 3])
     folder = ProgramFolder.inside(tmp_path)
@@ -132,10 +123,15 @@ def test_turns_are_for_programs_that_are_kept(tmp_path):
 def test_whatever_keeps_programs_from_having_a_name_a_start_goes_on(tmp_path, monkeypatch, caplog):
     mesh = mesh_of([0, 1, 2, 3])
     monkeypatch.setattr(program_library.identity, "of_process", lambda client: 1 / 0)
+    library = ProgramLibrary(ProgramFolder.inside(tmp_path))
     with caplog.at_level("INFO"):
-        shelf = Shelf(ProgramLibrary(ProgramFolder.inside(tmp_path)), mesh, ("model",))
-    assert run_on(shelf.compile("key", lowered(mesh)), mesh)
+        shelves = Shelf(library, mesh, ("model",)), Shelf(library, mesh, (lambda: "a closure",))
     assert "not kept whole: ZeroDivisionError" in caplog.text
+    for shelf in shelves:
+        assert run_on(shelf.compile("key", lowered(mesh)), mesh)
+        assert shelf.find("key") is None
+    assert list((tmp_path / "programs").iterdir()) == []
+    assert not library.in_memory
 
 
 def test_sources_that_have_changed_meanwhile_leave_no_program(tmp_path, monkeypatch):

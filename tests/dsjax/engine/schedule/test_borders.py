@@ -13,7 +13,6 @@ from dsjax.engine.schedule.pages import PagePool, extend_hashes, window_name
 from dsjax.engine.schedule.request import Request, Status, StepPlan
 from dsjax.engine.schedule.scheduler import Scheduler
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.engine.schedule.step_writer import StepWriter
 
 G = 128
 
@@ -82,26 +81,17 @@ def test_a_conversation_goes_on_at_the_last_page_of_its_answer():
     assert run(of, request("next", [*first.token_ids, 1, 2, 3])) == [699 // G * G], "the last token is never computed"
 
 
-def test_a_shared_beginning_hits_from_its_third_use():
+@pytest.mark.parametrize(("overwritten", "expected"), [(True, [0, 0, 896, 896]), (False, [0, 896, 896])])
+def test_a_shared_beginning_hits_from_its_third_use_and_sooner_where_nobody_has_overwritten_it(overwritten, expected):
     of = scheduler(kept=10)
     shared = request("shared", 1000).token_ids
-    ends = [request(str(index), 900).token_ids for index in range(4)]
-    assert run(of, request("a", shared + ends[0])) == [0]
-    overwrite_what_is_not_kept(of.ranks[0].pool)
-    found = [run(of, request(str(index), shared + end))[0] for index, end in enumerate(ends[1:])]
-    assert found == [0, 896, 896]
-
-
-def test_a_border_where_a_request_went_on_is_kept():
-    of = scheduler(kept=10)
-    shared = request("shared", 1000).token_ids
-    ends = [request(str(index), 900).token_ids for index in range(3)]
+    ends = [request(str(index), 900).token_ids for index in range(len(expected))]
     found = []
     for index, end in enumerate(ends):
         found += run(of, request(str(index), shared + end))
-        if index:
+        if index or overwritten:
             overwrite_what_is_not_kept(of.ranks[0].pool)
-    assert found == [0, 896, 896], "the first time it was only found because nobody had overwritten it"
+    assert found == expected
 
 
 @pytest.mark.parametrize(
@@ -143,13 +133,6 @@ def test_window_pages_are_given_back_behind_confirmed_tokens_alone():
     assert given_back == 2
 
 
-def test_a_preempted_request_goes_back_to_its_last_border():
-    of = scheduler(slots=2, pages=10)  # nine pages: not enough for both to the end
-    older, newer = request("a", 500, 400), request("b", 500, 400)
-    assert run(of, older, newer) == [0, 0]
-    assert (newer.num_preemptions, newer.admissions) == (1, 2)
-
-
 def test_window_pages_that_are_not_kept_go_first_and_are_found_until_then():
     pool = PagePool(2, G, num_windows=5)
     evicted = []
@@ -168,26 +151,3 @@ def test_window_pages_that_are_not_kept_go_first_and_are_found_until_then():
         pool.allocate(1, windows=True)
         assert before - set(pool._page_of) == {name}
     assert evicted == [b"c", b"a"], "what is not kept goes to no tier"
-
-
-def test_window_pages_stand_in_a_ring_behind_the_page_table():
-    of = scheduler(chunk=256, slots=1)
-    columns = window_columns(256, G)
-    assert columns == (256 + 253) // 128 + 1
-    writer, ring = StepWriter(1, G, (50, columns)), {}
-    of.add(one := request("a", 3000))
-    under_way = []
-    while of.num_unfinished:
-        plan = of.schedule()
-        for change in writer.write(plan).ranks[0].pages:
-            if change.first >= 50:
-                assert all(page > 1000 for page in change.pages), "numbers of window pages follow those of the others"
-                ring |= dict(enumerate(change.pages, change.first - 50))
-        row = plan.ranks[0].prefills[0]
-        for position in range(max(0, row.start - G + 1), row.start + row.length):
-            assert ring[position // G % columns] == one.window_pages[position // G - one.first_window]
-        under_way.append(plan)
-        oldest = under_way[0].ranks[0].prefills[0]
-        assert one.first_window * G <= max(0, oldest.start - G + 1), "a step under way reads it"
-        while len(under_way) == 2 or (row.sampled and under_way):
-            of.update(under_way[0], results(under_way.pop(0)))

@@ -172,24 +172,13 @@ def test_a_thread_that_rests_ends_it_in_time(monkeypatch):
 
 
 def test_a_page_source_forgets_one_that_waits_and_hears_of_it_again(engine):
-    class Source(PageSource):
-        def __init__(self):
-            self.told: list[str] = []
-
-        def added(self, request):
-            self.told.append(f"added {request.request_id}")
-
-        def ended(self, request):
-            self.told.append(f"ended {request.request_id}")
-
-    source = Source()
+    source, told = PageSource(), []
+    source.added, source.ended = (lambda one, what=what: told.append(what) for what in ("added", "ended"))
     large, small = (FakeExecutor(pages_per_rank=SIZES[size]).config for size in ("large", "small"))
     scheduler = Scheduler(large, 1, source=source)
     scheduler.add(long := engine.request("long", *LONG))
-    smaller, refused = scheduler.successor(small, 1)
-    assert [one for one, _ in refused] == [long]
-    smaller, refused = smaller.successor(small, 1, [long])
-    larger, none = smaller.successor(large, 1, [long])
-    assert not none
-    assert source.told == ["added long", "ended long", "added long"]
-    assert larger.num_unfinished == 1
+    for config, parked in ((small, []), (small, [long]), (large, [long])):
+        scheduler, refused = scheduler.successor(config, 1, parked)
+        assert [one for one, _ in refused] == ([long] if config is small else [])
+    assert told == ["added", "ended", "added"]
+    assert scheduler.num_unfinished == 1

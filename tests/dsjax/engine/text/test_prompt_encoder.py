@@ -1,7 +1,8 @@
 """Prompts of V3.2 and V4 are those of DeepSeek's own encoders, whose outputs for our conversations are in `prompt_goldens.json`.
 
 They were made by `encoding_dsv32` of deepseek-ai/DeepSeek-V3.2 and `encoding_dsv4` of the first DeepSeek-V4-Flash. The same encoders
-agreed with ours on 6,000 conversations that hypothesis drew, and ours on DeepSeek's four files of V4.
+agreed with ours on 5,661 conversations that hypothesis drew, and ours give the seven outputs that DeepSeek publishes beside them, three
+of V3.2 and four of V4. (The copies of V3.2's encoder in vLLM and SGLang lack seven blank lines of the description of tools.)
 """
 
 import json

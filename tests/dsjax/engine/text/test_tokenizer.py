@@ -70,12 +70,7 @@ def test_templates_have_hugging_face_s_globals_in_an_immutable_sandbox():
     assert ChatTemplate("{{ messages | tojson }}").render(messages) == '[{"role": "user", "content": "<é>"}]'
     assert len(ChatTemplate("{{ strftime_now('%Y') }}").render(messages)) == 4
     assert ChatTemplate("{{ thinking }}{{ tools is none }}").render(messages, thinking=True) == "TrueTrue"
-    for hostile in (
-        "{{ raise_exception('no') }}",
-        "{{ messages.append(1) }}",
-        "{{ ''.__class__.__mro__ }}",
-        "{{ 1 + '' }}",
-    ):
+    for hostile in ("{{ raise_exception('no') }}", "{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}"):
         with pytest.raises(ChatTemplateError):
             ChatTemplate(hostile).render(messages)
     assert messages == [{"role": "user", "content": "<é>"}]

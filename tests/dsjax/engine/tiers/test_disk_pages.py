@@ -175,15 +175,6 @@ def test_what_one_run_wrote_the_next_one_finds_though_the_end_came_meanwhile(tmp
     second.pages.close()
 
 
-def test_deleting_comes_after_what_was_to_be_written_before(tmp_path, disk):
-    for number in range(6):
-        disk.pages.write(number, name(number), page(number))
-    disk.pages.drop(False, [name(2)])
-    disk.pages.drop(True, [])
-    disk.write(7)
-    assert files(tmp_path).list().names == [name(7)]
-
-
 def test_what_an_earlier_run_left_goes_first_as_far_as_the_bytes_demand(tmp_path):
     """Others' pages before its own, and what was used longest ago before what was used since."""
     other, own_files = files(tmp_path, SPACE | {"fingerprint": "g"}), files(tmp_path)

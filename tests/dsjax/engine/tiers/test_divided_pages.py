@@ -1,7 +1,6 @@
 """Pages that several executors have parts of are whole on the disk, or not there, and each gets its own part back."""
 
 import time
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from test_disk_pages import SHAPES, SPACE, name, page, same
 from dsjax.engine.tiers.disk_pages import DiskPages
 from dsjax.engine.tiers.divided_pages import DividedPages
 from dsjax.engine.tiers.page_folder import PageFiles, PageFolder
-from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
 
 
 def part_of(number, part):
@@ -115,14 +113,3 @@ def test_a_number_that_is_forgotten_and_used_again_brings_the_new_page_to_all(di
     disk.read(2, 5)
     first, last = (part.take(0, 5) for part in disk.parts)
     assert np.array_equal(np.concatenate([first["latent"], last["latent"]]), page(2)["latent"])
-
-
-def test_every_executor_looks_after_its_own_part_when_reports_are_asked_for(disk):
-    reporters = [Mock(**{"page_reports.return_value": PageReports([], [])}) for _ in range(2)]
-    disk.pages.reporters = reporters
-    assert disk.pages.extension(PageReporter) is disk.pages
-    assert disk.pages.extension(DiskPages) is None
-    disk.write(1)
-    first, last = (reporter.page_reports.call_count for reporter in reporters)
-    assert first == last > 0
-    assert disk.last.reports() == PageReports([], [])

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import zmq
-from event_subscriber import Subscriber, hashes_of
+from event_subscriber import hashes_of
 from fake_executor import FakeExecutor
 from waits import until
 from zmq import auth
@@ -75,27 +75,6 @@ def run(engine, *prompts, together=False):
         engine.add(Request(name, list(tokens), len(tokens), SamplingParams(temperature=0), 2, 0))
         while engine.has_unfinished and not (together and number + 1 < len(prompts)):
             engine.step()
-
-
-def test_a_page_is_followed_through_the_tiers():
-    told = Subscriber(1, 4)
-    engine = core(told, host_pages_per_rank=4, disk_pages=100)
-    engine.executor.disk_takes = 0
-    first = list(range(40))
-    run(engine, first)
-    where = lambda: [medium for medium, known in told.blocks[0].items() if hashes_of(first, 4)[3] in known]  # noqa: E731
-    assert where() == ["GPU"]
-    assert told.tokens[hashes_of(first, 4)[3]] == (hashes_of(first, 4)[2], (12, 13, 14, 15))
-    assert told.tokens[hashes_of(first, 4)[0]] == (None, (0, 1, 2, 3))
-    run(engine, range(100, 156), range(200, 256))
-    told.check(engine.scheduler)
-    assert where() == ["CPU_TIER2"]
-    run(engine, [*first, 7])
-    told.check(engine.scheduler)
-    assert where() == ["GPU", "CPU_TIER2"]
-    engine.flush_prefix_cache()
-    assert where() == []
-    told.check(engine.scheduler)
 
 
 @pytest.fixture
@@ -246,9 +225,7 @@ def test_a_port_that_is_taken_is_refused(tmp_path):
         ({"replay_endpoint": "5558"}, "replay_endpoint"),
         ({"buffer_steps": 0}, "an integer of at least 1"),
         ({"enable_kv_cache_events": "yes"}, "true or false"),
-        ({"bind": "no"}, "true or false"),
         ({"curve_key_file": "key"}, "CURVE needs both"),
-        ({"curve_clients": "keys"}, "CURVE needs both"),
         ({"curve_key_file": 1, "curve_clients": "keys"}, "expected a path"),
     ],
 )
@@ -259,38 +236,28 @@ def test_a_configuration_that_cannot_be_is_refused(given, says):
 
 # Who may read events, and what a stranger can cause.
 
-OPEN = [
-    {"endpoint": "tcp://*:5557"},
-    {"endpoint": "tcp://0.0.0.0:5557", "bind": True},
-    {"endpoint": "tcp://10.0.0.1:5557", "bind": True},
-    {"endpoint": "tcp://[::]:5557"},
-    {"endpoint": "tcp://eth0:5557", "bind": True},
-    {"replay_endpoint": "tcp://*:5558"},
-    {"replay_endpoint": "tcp://10.0.0.1:5558"},
-]
-CLOSED = [
-    {},
-    {"endpoint": "tcp://127.0.0.2:6000", "bind": True},
-    {"endpoint": "tcp://[::1]:6000"},
-    {"endpoint": "ipc:///tmp/x", "replay_endpoint": "tcp://127.0.0.1:5558"},
-    {"endpoint": "tcp://router.example:5557"},  # connected to: the operator has named who reads
-    {"endpoint": "tcp://127.0.0.1:6000"},
-]
 
-
-@pytest.mark.parametrize("given", OPEN)
-def test_a_socket_that_other_machines_reach_is_refused_unless_it_is_protected_or_meant(given):
+@pytest.mark.parametrize(
+    ("given", "is_open"),
+    [
+        ({"endpoint": "tcp://*:5557"}, True),
+        ({"endpoint": "tcp://10.0.0.1:5557", "bind": True}, True),
+        ({"endpoint": "tcp://[::]:5557"}, True),
+        ({"endpoint": "tcp://eth0:5557", "bind": True}, True),
+        ({"replay_endpoint": "tcp://10.0.0.1:5558"}, True),
+        ({}, False),
+        ({"endpoint": "tcp://[::1]:6000"}, False),
+        ({"endpoint": "ipc:///tmp/x", "replay_endpoint": "tcp://127.0.0.1:5558"}, False),
+        ({"endpoint": "tcp://router.example:5557"}, False),  # connected to: the operator has named who reads
+    ],
+)
+def test_a_socket_that_other_machines_reach_is_refused_unless_it_is_protected_or_meant(given, is_open):
     events = {"enable_kv_cache_events": True}
-    with pytest.raises(UserError, match="allow_unauthenticated"):
+    with pytest.raises(UserError, match="allow_unauthenticated") if is_open else contextlib.nullcontext():
         KvEventsConfig.parse(events | given)
     KvEventsConfig.parse(events | given | {"allow_unauthenticated": True})
     KvEventsConfig.parse(events | given | {"curve_key_file": "key", "curve_clients": "keys"})
     KvEventsConfig.parse(given)  # nothing is published
-
-
-@pytest.mark.parametrize("given", CLOSED)
-def test_a_socket_of_this_machine_and_one_that_connects_need_no_protection(given):
-    KvEventsConfig.parse({"enable_kv_cache_events": True} | given)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +265,6 @@ def test_a_socket_of_this_machine_and_one_that_connects_need_no_protection(given
     [
         ({}, True),
         ({"bind": False}, False),
-        ({"endpoint": "tcp://*:1"}, True),
         ({"endpoint": "tcp://[::]:1"}, True),
         ({"endpoint": "ipc://x"}, True),
         ({"endpoint": "tcp://127.0.0.1:1"}, False),
@@ -391,21 +357,6 @@ def fill(told, count):
     until(lambda: len(told._kept[0]) >= count)
 
 
-def test_a_replay_goes_as_fast_as_its_client_reads_while_publishing_goes_on(publisher, client):
-    told, config = publisher()
-    fill(told, 3000)
-    slow = client("DEALER", config.replay_endpoint, rcvhwm=1)
-    slow.send_multipart([b"", bytes(8)])
-    until(lambda: told._under_way[0])
-    told.publish(0, PAGES)
-    until(lambda: len(told._kept[0]) == 3001)  # although the client reads nothing
-    numbers = []
-    while (frames := slow.recv_multipart())[1] != b"\xff" * 8:
-        numbers.append(int.from_bytes(frames[1], "big"))
-    assert numbers == list(range(len(numbers)))
-    assert len(numbers) >= 3000
-
-
 def test_few_replays_are_under_way_at_once_and_a_place_is_free_again_when_a_client_has_gone(
     publisher, client, monkeypatch, caplog
 ):
@@ -437,14 +388,3 @@ def test_a_stranger_s_oversized_frame_ends_its_connection_unread(publisher, clie
     other = client("DEALER", config.replay_endpoint)
     while not replay(other, 0):
         pass
-
-
-def test_requests_that_are_none_are_told_of_once(publisher, client, caplog):
-    told, config = publisher()
-    stranger = client("DEALER", config.replay_endpoint)
-    for _ in range(200):
-        stranger.send_multipart([b"x"] * 4)
-    told.publish(0, [])
-    while not replay(stranger, 0):
-        pass
-    assert caplog.text.count("a request for a replay has 5 frames") == 1

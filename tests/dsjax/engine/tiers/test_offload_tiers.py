@@ -100,16 +100,6 @@ def test_tokens_are_those_without_a_tier_however_long_the_disk_takes_and_pages_c
             assert sum(rank.hits["disk"] for rank in engine.scheduler.ranks) > 40
 
 
-def test_requests_whose_pages_are_kept_give_way_to_one_that_needs_room():
-    """Each of these needs most of the device's pages, and a beginning of it lies below."""
-    engine = core(host_pages_per_rank=60)
-    prompts = [[n] * 4 + list(range(n, n + 44)) for n in range(0, 200, 40)]
-    for turn in range(4):
-        outputs = run(engine, [(turn * 10 + i, tokens) for i, tokens in enumerate(prompts)])
-        assert list(outputs.values()) == [expected_tokens(tokens, 6) for tokens in prompts]
-    assert tiers(engine).host[0].counts().fetched > 20
-
-
 def test_pages_that_come_after_a_flush_do_not_keep_their_request_waiting():
     """It needs all of the device's pages, and those that were on their way are found by nobody any more."""
     engine = core(host_pages_per_rank=60)
@@ -245,17 +235,6 @@ def test_an_end_does_not_wait_for_a_disk_that_hangs(monkeypatch):
     first.executor.disk_takes = None
     first.shutdown()
     assert first.executor.closed
-
-
-def test_a_disk_that_fails_costs_the_hits_and_nothing_else():
-    engine = core(disk_pages=200, host_pages_per_rank=3)
-    for turn in range(8):
-        engine.executor.reads_fail = engine.executor.writes_fail = turn % 2 == 1
-        prompts = begin_alike(turn)
-        assert list(run(engine, prompts).values()) == [expected_tokens(tokens, 6) for _, tokens in prompts]
-    counts = tiers(engine).disk.counts()
-    assert counts.failed_reads
-    assert counts.failed_writes
 
 
 def test_flushing_empties_the_disk_and_wakes_who_waits_for_it():

@@ -144,6 +144,4 @@ class TransferMachine(RuleBasedStateMachine):
 
 
 TransferMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-
-
 TestTransferMachine = TransferMachine.TestCase

@@ -1,0 +1,51 @@
+"""Rules that are data: files of `configs/engines`, whose conditions, values and texts are Jinja over facts."""
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jinja2
+
+from dsjax.errors import UserError
+from dsjax.toml_files import read_toml
+
+
+def comment(text: str) -> str:
+    """A text as lines of comment in YAML or a shell; what a user has named may have several."""
+    return "\n".join(f"# {line}".rstrip() for line in text.splitlines() or [""])
+
+
+_JINJA = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+_JINJA.filters |= {"json": json.dumps, "comment": comment, "indented": functools.partial(json.dumps, indent=2)}
+template = functools.cache(_JINJA.from_string)
+_expression = functools.cache(functools.partial(_JINJA.compile_expression, undefined_to_none=False))
+
+
+@functools.cache
+def documented(engine: str) -> Mapping[str, Any]:
+    """`configs/engines/ENGINE.toml`."""
+    return read_toml("engine", "engines", engine)
+
+
+def _holds(rule: Mapping[str, str], facts: Mapping[str, Any]) -> bool:
+    return "if" not in rule or bool(_expression(rule["if"])(**facts))
+
+
+def written(engine: str, table: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Name → value of the options of `configs/engines/ENGINE.toml` whose condition holds."""
+    rules = documented(engine).get(table, {})
+    return {name: _expression(r.get("value", "''"))(**facts) for name, r in rules.items() if _holds(r, facts)}
+
+
+def said(engine: str, table: str, facts: Mapping[str, Any]) -> list[str]:
+    """Texts of the rules of `configs/engines/ENGINE.toml` whose condition holds."""
+    rules = documented(engine).get(table, ())
+    return [template(rule["text"]).render(facts) for rule in rules if _holds(rule, facts)]
+
+
+def refuse(table: str, **facts: Any) -> None:
+    """Raise `UserError` with the text of the first rule of a table of `configs/engines/refusals.toml` whose condition holds."""
+    if texts := said("refusals", table, {"infinity": math.inf, **facts}):
+        raise UserError(texts[0])
