@@ -53,12 +53,33 @@ def v4_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     return made
 
 
+def guessing(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors changed so that the MTP module often, but not always, guesses what the model says.
+
+    What layers add is scaled down, so that the next token depends mostly on the one before. The module's projection passes that one's
+    embedding on, and its norm and its sum of streams are the model's.
+    """
+    module = f"model.layers.{config.num_hidden_layers}."
+    small = ("o_b_proj.weight", "w2.weight", "shared_experts.down_proj.weight", "h_proj.weight")
+    changed = {
+        name: values * np.float32(1 / 128) if name.endswith(small) else values for name, values in tensors.items()
+    }
+    changed[f"{module}e_proj.weight"] = np.eye(config.hidden_size, dtype=np.float32)
+    changed[f"{module}enorm.weight"] = np.ones(config.hidden_size, np.float32)
+    changed[f"{module}shared_head.norm.weight"] = tensors["model.norm.weight"]
+    for part in ("base", "scale", "fn"):
+        changed[f"{module}hc_head.hc_{part}"] = tensors[f"model.hc_head.hc_{part}"]
+    return changed
+
+
 def write_v4_checkpoint(directory: Path, layers: str, **changes) -> Path:
     """A checkpoint of such a model in this directory, with the demo's tokenizer."""
     demo = Path(__file__).parents[1] / "configs" / "models" / "demo"
     vocabulary = json.loads((demo / "config.json").read_text())["vocab_size"]
     config = ModelConfig.from_dict(v4_config(layers, **{"vocab_size": vocabulary} | changes))
     tensors = v4_tensors(config)
+    if config.num_nextn_predict_layers:
+        tensors = guessing(config, tensors)
     specs = {name: TensorSpec(values.dtype, values.shape) for name, values in tensors.items()}
     write_file(directory / "model.safetensors", specs, tensors.__getitem__)
     (directory / "config.json").write_text(json.dumps(config.to_dict()))

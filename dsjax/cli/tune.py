@@ -70,7 +70,7 @@ def tune(
     cache_dtype = assembly.cache_dtype(args, dtype)
     heads = config.num_attention_heads // spec.tp_size
     setting = tuning.AttentionSetting(config, heads, cache_dtype, args.page_size, context)
-    drafts = args.speculation.num_speculative_tokens if args.speculation else 0
+    drafts = args.num_drafts
     todo += setting.find(counts, args.prefill_chunk, drafts)
     table = TileTable.read(output) if output.exists() else TileTable(device.device_kind)
     if table.device != device.device_kind:

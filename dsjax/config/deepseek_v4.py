@@ -1,7 +1,10 @@
 """What `config.json` of a DeepSeek-V4 says beside the fields that all families share, in DeepSeek's spelling and in transformers'."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from dsjax.config.checks import check_integer, check_mapping, check_number, reject, required
@@ -17,6 +20,15 @@ KINDS = {
 """Kinds of attention → transformers' `layer_types`: a window alone; beside it entries with an overlap, of which an indexer chooses; and
 beside it all entries without overlap."""
 RATES = (4, 128)
+REFUSED = {
+    "batch_invariant": "its attention has no kernels",
+    "mla_prefill": "it has no MLA",
+    "mla_decode": "it has no MLA",
+    "index_scores": "its index keys are scored in the dtype of computation",
+    "kv_cache_dtype": "its cache cannot be FP8 yet",
+    "expert_mesh": "experts on devices of their own know plain addition as residual alone",
+}
+"""Options of an engine that it cannot have, and why (`dsjax/engine/setup/combinations.py`)."""
 _LATER = ("dspark_", "engram_", "kv_source_layer", "index_source_layer", "candidate_", "text_config", "vision_config")
 """How the names of fields begin that later releases of the family have, and that would change the arithmetic."""
 _INTEGERS = ("o_groups", "o_lora_rank", "sliding_window", "hc_mult", "hc_sinkhorn_iters")
@@ -31,7 +43,8 @@ class DeepseekV4:
     attention: of each layer, a key of `KINDS`. rates: tokens to an entry in "csa" and "hca" layers. compress_rope: rotation in these two;
     a layer with a window alone has the model's `rope`. num_hash_layers: first layers, whose experts follow from a token's id.
     o_groups, o_lora_rank: of the output projection. hc_mult, hc_sinkhorn_iters, hc_eps: streams of the residual, rounds that make their
-    mixing matrix doubly stochastic, and what each divisor is raised by.
+    mixing matrix doubly stochastic, and what each divisor is raised by. first: the number, in the model, of a stage's first layer.
+    borders: numbers of layers before which runs end.
     """
 
     attention: tuple[str, ...]
@@ -45,6 +58,8 @@ class DeepseekV4:
     num_hash_layers: int
     swiglu_limit: float
     rates: tuple[int, int] = RATES
+    first: int = 0
+    borders: tuple[int, ...] = ()
 
     def __post_init__(self):
         for name in _INTEGERS:
@@ -71,7 +86,14 @@ class DeepseekV4:
     def layer_runs(self) -> tuple[LayerRun, ...]:
         """The layers by kind: Flash has two of windows, then one that is hash-routed, then 20 times the two others by turns."""
         mlps = ["hash" if layer < self.num_hash_layers else "moe" for layer in range(len(self.attention))]
-        return in_runs(list(zip(self.attention, mlps, strict=True)))
+        layers, ends = list(zip(self.attention, mlps, strict=True)), (0, *self.borders, len(mlps))
+        return tuple(run for at, end in pairwise(ends) for run in in_runs(layers[at:end], self.first + at))
+
+    def part(self, first: int, layers: int) -> DeepseekV4:
+        """These layers alone, in stacks of the same names as in the whole with a border before and behind them."""
+        hashed = min(max(self.num_hash_layers - first, 0), layers)
+        attention = self.attention[first : first + layers]
+        return dataclasses.replace(self, attention=attention, num_hash_layers=hashed, first=first)
 
     @property
     def mtp_kind(self) -> LayerKind:

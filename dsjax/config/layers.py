@@ -58,10 +58,10 @@ def moe_layers(runs: Sequence[LayerRun]) -> list[int]:
     return sorted(number for kind, numbers in stacks(runs).items() if kind.routed for number in numbers)
 
 
-def in_runs(layers: Sequence[tuple[str, str]]) -> tuple[LayerRun, ...]:
+def in_runs(layers: Sequence[tuple[str, str]], number: int = 0) -> tuple[LayerRun, ...]:
     """Runs of layers of which each is given by its attention and MLP: of one kind, or of two that take turns, whichever is longer.
 
-    A stack is called after its kind and its first layer, so that each is in one run.
+    A stack is called after its kind and its first layer, so that each is in one run. number: of the first of these layers.
     """
     runs, first = [], 0
     while first < len(layers):
@@ -75,7 +75,8 @@ def in_runs(layers: Sequence[tuple[str, str]]) -> tuple[LayerRun, ...]:
         period = 2 if counts[2] > 1 and 2 * counts[2] > counts[1] else 1
         kinds = layers[first : first + period]
         made = (
-            LayerKind(f"{attention}_{mlp}_{first + at}", mlp, attention) for at, (attention, mlp) in enumerate(kinds)
+            LayerKind(f"{attention}_{mlp}_{number + first + at}", mlp, attention)
+            for at, (attention, mlp) in enumerate(kinds)
         )
         runs.append(LayerRun(tuple(made), counts[period]))
         first += runs[-1].layers

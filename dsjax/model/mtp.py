@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
@@ -21,7 +20,7 @@ from dsjax.model.apart import run_apart
 from dsjax.model.layer_values import Layer
 from dsjax.model.paging import Cache
 from dsjax.model.rows import RowGroup, with_tokens
-from dsjax.model.transformer import MTP, Transformer
+from dsjax.model.transformer import Transformer, first_module
 from sharding.placement import CopyTables
 
 if TYPE_CHECKING:
@@ -34,10 +33,10 @@ def further(
     cache: Cache,
     filled: Bool[Array, "P G"] | None,
     groups: Sequence[RowGroup],
-    hidden: Float[Array, "B T D"],
+    hidden: Float[Array, "B T *n D"],
     next_tokens: Int[Array, "B T"],
     copies: CopyTables | None,
-) -> tuple[Float[Array, "B T D"], Cache, Bool[Array, "P G"] | None, dict[str, Array]]:
+) -> tuple[Float[Array, "B T *n D"], Cache, Bool[Array, "P G"] | None, dict[str, Array]]:
     """Run the first MTP module over the groups' token slots: from each hidden state and the token after it, one token further.
 
     ``h' = M [RMSNorm(Emb(t_{i+1})) ; RMSNorm(h_i)]``, one decoder layer, its own final norm (V3 report §2.2,
@@ -51,15 +50,15 @@ def further(
     hidden: from ``ModelStep.hidden``, or from here for one token more. next_tokens: the token after each.
     copies: of all ``moe_layers_with_module``; the module's experts are the last.
 
-    Returns the module's hidden states after its own final norm, which ``ModelStep.logits`` multiplies by the head; the updated
-    cache and ``filled``; and dispatch reports with a leading axis of 1, which continue those of ``ModelStep.hidden``.
+    Returns what ``ModelStep.logits`` takes with ``module``, and this function for one token more; the updated cache and
+    ``filled``; and dispatch reports with a leading axis of 1, which continue those of ``ModelStep.hidden``.
     """
     sharding, products = step.sharding, step.in_place
     layers, moe_layers = step.config.num_hidden_layers, step.config.num_moe_layers
     scope = f"mtp_{hidden.shape[1]}"  # which pass over how many tokens of a rank: drafting has several
     with jax.default_matmul_precision("highest"), jax.named_scope(scope):
         model: Transformer = step.table.bind(params)
-        module = _first_module(model.mtp)
+        module = first_module(model.mtp)
         tokens = step.tokens(with_tokens(groups, next_tokens))
         if filled is not None:
             filled = mark(step, filled, tokens.window_slots if step.fills_windows else tokens.slots, True)
@@ -79,7 +78,7 @@ def further(
             of = Layer(module.layers, jnp.int32(0), jnp.int32(layers), tokens, own_copies)
             x, cache, report = step.run_layer(of, x, cache)
             reports = jax.tree.map(lambda array: array[None], report)
-        return normalise(module.final_norm, module.residual.leave(x)), cache, filled, reports
+        return step.passed_on(module, x), cache, filled, reports
 
 
 def mark(step: ModelStep, filled: Bool[Array, "P G"], slots: Int[Array, "B T"], value: bool) -> Bool[Array, "P G"]:
@@ -91,9 +90,3 @@ def mark(step: ModelStep, filled: Bool[Array, "P G"], slots: Int[Array, "B T"], 
     by_rank = P(step.spec.batch_axes)
     marked = jax.shard_map(local, mesh=step.mesh, in_specs=(by_rank, by_rank), out_specs=by_rank, check_vma=False)
     return marked(filled, slots)
-
-
-def _first_module(stack: MTP) -> MTP:
-    """The first of the stacked modules; its experts stay in their stack, as the expert product takes them."""
-    graph, experts, weights = nnx.split(stack, lambda path, _: "experts" in path, ...)
-    return nnx.merge(graph, experts, jax.tree.map(lambda array: array[0], weights))

@@ -37,6 +37,10 @@ class Residual(nnx.Module):
         """The stream after a block that gave ``y``."""
         return x + y
 
+    def unmixed(self, mix: Any) -> Any:
+        """``mix`` with values by which ``post`` leaves the stream as it is, where a block gave zeros."""
+        return mix
+
     def leave(self, x: Float[Array, "B T *n D"]) -> Float[Array, "B T D"]:
         """What the final norm reads of the last layer's stream."""
         return x
@@ -83,6 +87,11 @@ class Streams(Residual):
         spread, mixing = (weights.astype(x.dtype) for weights in mix)
         mixed = jnp.einsum("btjk,btjd->btkd", mixing, x, preferred_element_type=jnp.float32)
         return spread[..., None] * y[..., None, :] + mixed.astype(x.dtype)
+
+    def unmixed(self, mix: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Every stream is mixed of itself alone."""
+        spread, mixing = mix
+        return spread, jnp.broadcast_to(jnp.eye(self.v4.hc_mult, dtype=mixing.dtype), mixing.shape)
 
     def leave(self, x: Float[Array, "B T n D"]) -> Float[Array, "B T D"]:
         """A weighted sum of the streams."""

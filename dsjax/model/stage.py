@@ -54,6 +54,14 @@ class Stage:
             num_nextn_predict_layers=modules,
             n_routed_experts=routed,
             n_shared_experts=whole.n_shared_experts if routed else 0,
+            v4=whole.v4 and whole.v4.part(self.first, self.layers),
+        )
+
+    def in_whole(self, whole: ModelConfig) -> ModelConfig:
+        """The whole model, with stacks in which this stage's layers have the names that they have here."""
+        borders = self.first, self.first + self.layers
+        return (
+            whole if whole.v4 is None else dataclasses.replace(whole, v4=dataclasses.replace(whole.v4, borders=borders))
         )
 
     def _moe_rows(self, whole: ModelConfig) -> range:
@@ -73,12 +81,12 @@ class Stage:
         return dataclasses.replace(whole, physical_to_logical=rows[own.start : None if self.ends else own.stop])
 
     def window(self, whole: ModelConfig) -> ParameterWindow:
-        """This stage's layers of the whole model's parameters; what is in no stack of layers is whole."""
+        """This stage's layers of the parameters of ``in_whole``; what is in no stack of layers is whole."""
         borders = self.first, self.first + self.layers
         return ParameterWindow(
             {
                 kind.stack: range(*(bisect_left(numbers, border) for border in borders))
-                for kind, numbers in stacks(whole.layer_runs).items()
+                for kind, numbers in stacks(self.in_whole(whole).layer_runs).items()
             }
         )
 
@@ -93,8 +101,6 @@ def stages_of(config: ModelConfig, count: int, *, given: str | None = None, mtp:
         UserError: there are fewer layers than stages, or ``given`` is not ``count`` numbers that add up to the layers.
     """
     layers = config.num_hidden_layers
-    if config.v4 is not None and count > 1:
-        raise UserError(f"pp={count}: stages cannot cut the layers of a deepseek_v4 model yet; leave pp out")
     if count > layers:
         raise UserError(f"pp={count} asks for more stages than the model has layers, which are {layers}; lower pp")
     numbers = _balanced(config, count, mtp) if given is None else _read(given, count, layers)

@@ -25,7 +25,7 @@ from dsjax.model.paging import Cache
 from dsjax.model.parameters import reinterpret
 from dsjax.model.rows import RowGroup
 from dsjax.model.step_description import StepDescription
-from dsjax.model.transformer import DecoderLayer, Transformer, by_layer
+from dsjax.model.transformer import MTP, DecoderLayer, Transformer, by_layer, first_module
 from dsjax.model.two_batch import run_in_halves
 from sharding.host_memory import rows_from_host
 from sharding.on_ranks import on_ranks
@@ -42,16 +42,16 @@ class ModelStep(StepDescription):
         groups: Sequence[RowGroup],
         copies: CopyTables | None,
         x: Float[Array, "B T *n D"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Cache, dict[str, Array]]:
+    ) -> tuple[Float[Array, "B T *n D"], Cache, dict[str, Array]]:
         """Run all groups through all layers.
 
         copies: where the copies of each expert are, of all MoE layers (a leading axis); None in a model without experts. More
         layers than the model has are not read: the MTP module's come last.
         x: of a stage behind the first, what the one before gave.
 
-        Returns the hidden states of all token slots after the final norm, which ``logits`` multiplies by the head, or of a
-        stage before the last as its layers leave them; the updated cache; and dispatch reports stacked over MoE layers (empty
-        unless ``dispatch.report``).
+        Returns what ``logits`` and the MTP module take of all token slots: hidden states after the final norm, or where they have
+        several streams (``ModelConfig.streams``), and of a stage before the last, as the layers leave them; the updated cache; and
+        dispatch reports stacked over MoE layers (empty unless ``dispatch.report``).
         """
         # float32 means float32: XLA would use TF32 on GPUs and bf16 passes on TPUs. Other dtypes have one meaning.
         with jax.default_matmul_precision("highest"):
@@ -69,15 +69,26 @@ class ModelStep(StepDescription):
                 reports += [[report]] * bool(report)
                 layer, row = layer + run.layers, rows.stop
             reports = by_layer(reports) or {}
-            if not self.ends:
-                return self.sharding.whole(x), cache, reports
-            normed = self.in_place.normalise(model.final_norm, self.sharding.whole(model.residual.leave(x)))
-            return self.sharding.whole(normed), cache, reports
+            return (self.passed_on(model, x) if self.ends else self.sharding.whole(x)), cache, reports
 
-    def logits(self, params: Mapping[str, Array], hidden: Float[Array, "B J D"]) -> Float[Array, "B J V"]:
-        """Float32 logits of hidden states that ``hidden`` gave; the vocabulary is spread over ``tp`` where that divides it."""
+    def passed_on(self, owner: Transformer | MTP, x: Float[Array, "B T *n D"]) -> Float[Array, "B T *n D"]:
+        """What follows the last layer of the model, or of an MTP module: its final norm, but where tokens have streams, not yet."""
+        return self.sharding.whole(x) if self.config.streams else self.final(owner, x)
+
+    def final(self, owner: Transformer | MTP, x: Float[Array, "B T *n D"]) -> Float[Array, "B T D"]:
+        """What the head multiplies, of the last layer of the model or of an MTP module."""
+        left = self.sharding.whole(owner.residual.leave(x))
+        return self.sharding.whole(self.in_place.normalise(owner.final_norm, left))
+
+    def logits(
+        self, params: Mapping[str, Array], hidden: Float[Array, "B J *n D"], *, module: bool = False
+    ) -> Float[Array, "B J V"]:
+        """Float32 logits of what ``hidden`` gave, or with ``module`` ``mtp.further``; the vocabulary is spread over ``tp`` where that
+        divides it."""
         with jax.default_matmul_precision("highest"), jax.named_scope("head"):
             model: Transformer = self.table.bind(params)
+            if self.config.streams:
+                hidden = self.final(first_module(model.mtp) if module else model, hidden)
             placed = self.logits_spec(hidden.shape[1])
             by_data = placed[1] is not None
             if by_data:
@@ -107,15 +118,15 @@ class ModelStep(StepDescription):
             most = self.micro_batches(shapes)
             return run_apart(self, kind.stack, params, x, cache, first, tokens, copies, most)
         split = [self.split(getattr(model, kind.stack), tokens) for kind in run.kinds]
-        if copies is not None and self.in_halves(shapes):
-            ((graph, whole, weights),) = split
-            merge = partial(nnx.merge, graph, whole)
-            return run_in_halves(self, merge, weights, x, cache, jnp.int32(first), tokens, copies)
         if copies is not None:  # of each kind with experts its own
             kinds = sum(kind.routed for kind in run.kinds)
             copies = jax.tree.map(
                 lambda array: rearrange(array, "(count kind) ... -> count kind ...", kind=kinds), copies
             )
+            if self.in_halves(shapes):
+                merges = [partial(nnx.merge, graph, whole) for graph, whole, _ in split]
+                weights = [own for *_, own in split]
+                return run_in_halves(self, merges, weights, x, cache, jnp.int32(first), tokens, copies)
         if self.rank_by_rank:
             return self._rank_by_rank(split, run.count, x, cache, jnp.int32(first), tokens, copies)
 

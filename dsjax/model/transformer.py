@@ -429,7 +429,7 @@ class Transformer(nnx.Module):
             runs.append(seen)
         hidden = products.normalise(self.final_norm, self.residual.leave(x))
         seen = (by_layer([[one[i] for one in kinds if one[i] is not None] for kinds in runs]) for i in range(2))
-        return Output(products.project(self, hidden), hidden, *seen, x if self.config.v4 is not None else hidden)
+        return Output(products.project(self, hidden), hidden, *seen, x if self.config.streams else hidden)
 
     def predict_further(
         self, hidden: Float[Array, "B S *n D"], next_tokens: Int[Array, "B S"], products=XlaProducts(), *, depth=0
@@ -454,6 +454,12 @@ class Transformer(nnx.Module):
         if self.config.tie_word_embeddings:
             return value_of(self.embed.weight).astype(dtype).T
         return self.head.value(dtype)
+
+
+def first_module(stack: MTP) -> MTP:
+    """The first of the stacked modules; its experts stay in their stack, as the expert product takes them."""
+    graph, experts, weights = nnx.split(stack, lambda path, _: "experts" in path, ...)
+    return nnx.merge(graph, experts, jax.tree.map(lambda array: array[0], weights))
 
 
 def rotation_at(config: ModelConfig, positions: Int[Array, "*b"]) -> Rotation | Rotations:

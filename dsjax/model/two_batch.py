@@ -50,74 +50,82 @@ from dsjax.model.layer_values import Computed, Layer, Projected, Sent, Tokens
 from dsjax.model.micro_batches import MicroBatches
 from dsjax.model.paging import Cache
 from dsjax.model.step_description import StepDescription
-from dsjax.model.transformer import DecoderLayer
+from dsjax.model.transformer import DecoderLayer, by_layer
 from sharding.dispatch import further_together
 from sharding.placement import CopyTables
 
 
 def run_in_halves(
     step: StepDescription,
-    merge: Callable[[Any], DecoderLayer],
-    weights: Any,
-    x: Float[Array, "B T D"],
+    merges: Sequence[Callable[[Any], DecoderLayer]],
+    weights: Sequence[Any],
+    x: Float[Array, "B T *n D"],
     cache: Cache,
     first: Int[Array, ""],
     tokens: Tokens,
     copies: CopyTables,
-) -> tuple[Float[Array, "B T D"], Cache, dict[str, Array]]:
-    """Run a stack of layers with routed experts: the tokens after it, the cache, and the counts of both halves, stacked over layers.
+) -> tuple[Float[Array, "B T *n D"], Cache, dict[str, Array]]:
+    """Run a run of layers with routed experts: the tokens after it, the cache, and the counts of both halves, stacked over layers.
 
-    merge: makes a layer of its slice of ``weights``. first: the stack's first layer's number in the cache.
+    merges: of each kind of the run, what makes a layer of its slice of ``weights``. first: the first layer's number in the cache.
+    copies: with leading axes of the run's count and of its kinds.
     """
     step = replace(step, dispatch=replace(step.dispatch, overlapped=True))
     parts, halves = step.parts, MicroBatches.of(tokens.groups, 2)
     tokens_a, tokens_b = (step.tokens(groups) for groups in halves.groups)
     x_a, x_b = jnp.split(x[:, halves.places], halves.borders, axis=1)
 
-    def layer_of(slices: Any, own_copies: CopyTables, layer: Int[Array, ""]) -> tuple[Layer, Layer]:
-        block = merge(slices)
-        return tuple(Layer(block, layer - first, layer, half, own_copies) for half in (tokens_a, tokens_b))
+    def layers_of(slices: Sequence[Any], own_copies: CopyTables, index: Int[Array, ""]) -> list[tuple[Layer, Layer]]:
+        """One layer of each kind, the ``index``-th of its stack, for each half."""
+        found = []
+        for place, (merge, own) in enumerate(zip(merges, slices, strict=True)):
+            block, layer = merge(own), first + index * len(merges) + place
+            here = jax.tree.map(lambda array: array[place], own_copies)  # noqa: B023
+            found.append(tuple(Layer(block, index, layer, half, here) for half in (tokens_a, tokens_b)))
+        return found
 
-    def before(of: Layer) -> Layer:
-        """The layer before, for what needs its number alone: its experts are in the stack."""
-        return replace(of, index=of.index - 1, layer=of.layer - 1)
+    def before(layers: Sequence[tuple[Layer, Layer]]) -> list[Layer]:
+        """The layer before these, for what needs its number alone: its experts are in the stack."""
+        return [replace(of, index=of.index - 1, layer=of.layer - len(layers)) for of in layers[-1]]
 
     def nothing(half: int, x: Array, part: Callable[[Layer, Array], Computed]) -> Computed:
         """What ``part`` gives, with zeros in it: of the layer before the first, and adding nothing to ``x``."""
-
-        def first_layer(x):
-            slices, own_copies = jax.tree.map(lambda array: array[0], (weights, copies))
-            return part(layer_of(slices, own_copies, first)[half], x)
-
-        blank = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), jax.eval_shape(first_layer, x))
+        slices, own_copies = jax.tree.map(lambda array: array[0], (tuple(weights), copies))
+        of = layers_of(slices, own_copies, jnp.int32(0))[0][half]
+        described = jax.eval_shape(lambda x: part(of, x), x)
+        blank = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), described)
         over_ranks = NamedSharding(step.mesh, P(step.spec.token_axes))
         transit = jax.tree.map(lambda one: jax.lax.with_sharding_constraint(one, over_ranks), blank.transit)
-        return replace(blank, x=x, transit=transit)
+        return replace(blank, x=x, mix=of.block.mlp_residual.unmixed(blank.mix), transit=transit)
 
     def turn(carry, xs):
-        returned_a, computed_b, cache, layer = carry
-        a, b = layer_of(*xs, layer)
-        returned_a, computed_b = _further_rounds(parts.experts, [(before(a), returned_a), (before(b), computed_b)])
-        returned_a, computed_b, cache = _hold(returned_a, computed_b, cache)
+        returned_a, computed_b, cache, index = carry
+        layers, counts = layers_of(*xs, index), []
+        before_a, before_b = before(layers)
+        for a, b in layers:
+            returned_a, computed_b = _further_rounds(parts.experts, [(before_a, returned_a), (before_b, computed_b)])
+            returned_a, computed_b, cache = _hold(returned_a, computed_b, cache)
 
-        x_a, counts_a = parts.add(before(a), returned_a)
-        ways = _of(before(b), parts.ways_back(b, computed_b.x))
-        attend_a = _attention(parts, a, heads_first=False)
-        returned_b, routed_a, cache = _beside(ways, computed_b, attend_a, x_a, cache)
+            x_a, counts_a = parts.add(before_a, returned_a)
+            ways = _of(before_b, parts.ways_back(b, computed_b.x))
+            attend_a = _attention(parts, a, heads_first=False)
+            returned_b, routed_a, cache = _beside(ways, computed_b, attend_a, x_a, cache)
 
-        x_b, counts_b = parts.add(before(b), returned_b)
-        ways = _of(a, parts.ways_there(a, x_a))
-        attend_b = _attention(parts, b, heads_first=True)
-        sent_a, routed_b, cache = _beside(ways, routed_a, attend_b, x_b, cache)
+            x_b, counts_b = parts.add(before_b, returned_b)
+            ways = _of(a, parts.ways_there(a, x_a))
+            attend_b = _attention(parts, b, heads_first=True)
+            sent_a, routed_b, cache = _beside(ways, routed_a, attend_b, x_b, cache)
 
-        ways = _of(b, parts.ways_there(b, x_b))
-        compute_a = _experts(parts, a, shared_first=False)
-        sent_b, computed_a, cache = _beside(ways, routed_b, compute_a, sent_a, cache)
+            ways = _of(b, parts.ways_there(b, x_b))
+            compute_a = _experts(parts, a, shared_first=False)
+            sent_b, computed_a, cache = _beside(ways, routed_b, compute_a, sent_a, cache)
 
-        ways = _of(a, parts.ways_back(a, x_a))
-        compute_b = _experts(parts, b, shared_first=True)
-        returned_a, computed_b, cache = _beside(ways, computed_a, compute_b, sent_b, cache)
-        return (returned_a, computed_b, cache, layer + 1), jax.tree.map(jnp.add, counts_a, counts_b)
+            ways = _of(a, parts.ways_back(a, x_a))
+            compute_b = _experts(parts, b, shared_first=True)
+            returned_a, computed_b, cache = _beside(ways, computed_a, compute_b, sent_b, cache)
+            counts.append(jax.tree.map(jnp.add, counts_a, counts_b))
+            before_a, before_b = a, b
+        return (returned_a, computed_b, cache, index + 1), counts
 
     def computed(of: Layer, x: Array) -> Computed:
         return parts.compute(of, parts.send(of, x))
@@ -125,13 +133,13 @@ def run_in_halves(
     def returned(of: Layer, x: Array) -> Computed:
         return parts.exchange_sums(of, computed(of, x))
 
-    carry = nothing(0, x_a, returned), nothing(1, x_b, computed), cache, first
-    (returned_a, computed_b, cache, layer), counts = jax.lax.scan(turn, carry, (weights, copies))
-    a, b = (before(of) for of in layer_of(*jax.tree.map(lambda array: array[-1], (weights, copies)), layer))
+    carry = nothing(0, x_a, returned), nothing(1, x_b, computed), cache, jnp.int32(0)
+    (returned_a, computed_b, cache, index), counts = jax.lax.scan(turn, carry, (tuple(weights), copies))
+    a, b = before(layers_of(*jax.tree.map(lambda array: array[-1], (tuple(weights), copies)), index))
     x_a, counts_a = parts.add(a, returned_a)
     x_b, counts_b = parts.receive(b, computed_b)
     last = jax.tree.map(jnp.add, counts_a, counts_b)
-    counts = jax.tree.map(lambda some, last: jnp.concatenate([some[1:], last[None]]), counts, last)
+    counts = jax.tree.map(lambda some, last: jnp.concatenate([some[1:], last[None]]), by_layer([counts]), last)
     return jnp.concatenate([x_a, x_b], axis=1)[:, np.argsort(halves.places)], cache, counts
 
 

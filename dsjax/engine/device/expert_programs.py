@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Lowered
 from jaxtyping import Array, Int
 
+from dsjax.config.layers import moe_layers, stacks
 from dsjax.model.expert_dispatch import EXPERTS
 from dsjax.model.step import ModelStep
 from sharding.dispatch.group import ExpertGroup
@@ -33,11 +34,11 @@ Stack = dict[str, Any]
 
 
 class ExpertLayers(NamedTuple):
-    """The experts' parameters of one stack. names: name within a layer to path; first: the row of its first layer in a placement."""
+    """The experts' parameters of one stack. names: name within a layer to path; rows: of its layers in a placement."""
 
     stack: str
     names: dict[str, str]
-    first: int
+    rows: Sequence[int]
 
     def of(self, params: Mapping[str, Any]) -> Stack:
         """These parameters, by their names within a layer."""
@@ -46,15 +47,16 @@ class ExpertLayers(NamedTuple):
 
 def expert_layers(step: ModelStep) -> list[ExpertLayers]:
     """The stacks that have experts."""
-    stacks, first = [], 0
-    own = [kind.stack for run in step.config.layer_runs for kind in run.kinds if kind.routed]
-    for stack in (*own, MODULES):
+    runs, found = step.config.layer_runs, []
+    row_of = {number: row for row, number in enumerate(moe_layers(runs))}
+    rows = {kind.stack: [row_of[number] for number in numbers] for kind, numbers in stacks(runs).items() if kind.routed}
+    for stack in (*rows, MODULES):
         prefix = stack + EXPERTS
         names = {path.removeprefix(prefix): path for path in step.table.infos if path.startswith(prefix)}
         if names:
-            stacks.append(ExpertLayers(stack, names, first))
-            first += step.table.infos[next(iter(names.values()))].shape[0]
-    return stacks
+            modules = range(len(row_of), step.moe_layers_with_module)
+            found.append(ExpertLayers(stack, names, rows.get(stack, modules)))
+    return found
 
 
 def describe_staging(step: ModelStep) -> Stack:

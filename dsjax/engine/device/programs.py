@@ -457,7 +457,7 @@ class Programs:
 
     def _hidden(self, tokens: int) -> jax.ShapeDtypeStruct:
         """A description of the hidden states of so many token slots a DP rank."""
-        return self._described((tokens, self._step.config.hidden_size), self._step.dtype)
+        return self._described((tokens, *self._step.config.streams, self._step.config.hidden_size), self._step.dtype)
 
     def _logits(self, positions: int) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(self._step.mesh, self._step.logits_spec(positions))

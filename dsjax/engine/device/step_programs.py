@@ -26,7 +26,7 @@ def compute(
     packed: Int[Array, "B W"],
     shape: LaunchShape,
     scored: bool = False,
-    arrived: Float[Array, "B T D"] | None = None,
+    arrived: Float[Array, "B T *n D"] | None = None,
 ):
     """The launch's rows through the model, each with its most probable tokens; results as in ``Programs.lower_step``, and rows after state.
 
@@ -40,7 +40,7 @@ def compute(
         behind = sampling_programs.tokens_behind(rows, groups[-1].tokens, rows.next_token)[:, 0]
         scores = (sampling_programs.score_tokens(step, every, jnp.maximum(behind, 0)),)
     else:
-        logits = step.logits(params, jnp.take_along_axis(hidden, _sampled(rows, shape)[..., None], axis=1))
+        logits = step.logits(params, _at(hidden, _sampled(rows, shape)))
     at, tokens = Positions.of(rows, shape), greedy(logits)
     if shape.positions > shape.own_positions:
         room = (0, shape.positions - shape.own_positions)
@@ -55,8 +55,8 @@ def run_layers(
     state: DeviceState,
     packed: Int[Array, "B W"],
     shape: LaunchShape,
-    arrived: Float[Array, "B T D"] | None = None,
-) -> tuple[DeviceState, StepRows, list[RowGroup], Float[Array, "B T D"], dict[str, Array]]:
+    arrived: Float[Array, "B T *n D"] | None = None,
+) -> tuple[DeviceState, StepRows, list[RowGroup], Float[Array, "B T *n D"], dict[str, Array]]:
     """Read the launch's rows, and take them through the layers: the state, the rows, their groups, hidden states, reports."""
     state, rows, groups = slots.read(step, state, packed, shape)
     hidden, cache, reports = step.hidden(params, state.cache, groups, state.copies, arrived)
@@ -72,7 +72,7 @@ def propose(
     packed: Int[Array, "B W"],
     rows: StepRows,
     outcome: Int[Array, "B J"],
-    hidden: Float[Array, "B T D"],
+    hidden: Float[Array, "B T *n D"],
     shape: LaunchShape,
     count: int,
 ) -> tuple[DeviceState, Int[Array, "B R+R2 n"]]:
@@ -104,8 +104,8 @@ def propose(
             step, params, state.cache, state.filled, groups, hidden, next_tokens, state.copies
         )
         loads = _count(state.loads, step.config.num_moe_layers, reports)
-        hidden = jnp.take_along_axis(hidden, last[..., None], axis=1)
-        drafts = [greedy(step.logits(params, hidden))]
+        hidden = _at(hidden, last)
+        drafts = [greedy(step.logits(params, hidden, module=True))]
     position = jnp.concatenate([rows.start, rows.prefill_start], axis=1) + lengths - 1
     limit = jnp.concatenate([rows.limit, rows.prefill_limit], axis=1)
     drafting = (lengths > 0) & jnp.concatenate([made > 0, rows.next_token < 0], axis=1)
@@ -119,7 +119,7 @@ def propose(
                 step, params, cache, filled, [group], hidden, jnp.maximum(drafts[-1], 0), state.copies
             )
             loads = _count(loads, step.config.num_moe_layers, reports)
-            drafts.append(greedy(step.logits(params, hidden)))
+            drafts.append(greedy(step.logits(params, hidden, module=True)))
     proposed = jnp.stack(drafts, axis=-1)
     state = dataclasses.replace(state, cache=cache, filled=filled, loads=loads)
     row_slots = jnp.concatenate([rows.slot, rows.prefill_slot], axis=1)
@@ -140,6 +140,11 @@ def unfill(step: ModelStep, state: DeviceState, groups: list[RowGroup]) -> Bool[
     if state.filled is None:
         return None
     return mtp.mark(step, state.filled, step.filled_slots(groups), False)
+
+
+def _at(hidden: Float[Array, "B T *n D"], slots: Int[Array, "B J"]) -> Float[Array, "B J *n D"]:
+    """The hidden states of these token slots of each rank."""
+    return jnp.take_along_axis(hidden, slots.reshape(*slots.shape, *[1] * (hidden.ndim - 2)), axis=1)
 
 
 def _sampled(rows: StepRows, shape: LaunchShape) -> Int[Array, "B J"]:

@@ -36,7 +36,7 @@ class ExpertExchange(ExpertPart):
         super().__init__(device, experts)
         self._step, self._reload = device.model, reload
         self._layers, self._ranks = expert_layers(self._step), self._step.expert_ranks
-        self.rehearsed = [layers.first for layers in self._layers]
+        self.rehearsed = [layers.rows[0] for layers in self._layers]
         self.hosts = hosts_of_experts(self._step.mesh.devices, self._ranks)
         self._per_rank = device.placements.n_physical // self._ranks
         self._staging = self._allocate()
@@ -123,8 +123,8 @@ class ExpertExchange(ExpertPart):
 
     def _find(self, row: int) -> tuple[ExpertLayers, int]:
         """Find the stack of a layer given by its row of the placement, and the layer's number there."""
-        layers = max((one for one in self._layers if one.first <= row), key=lambda one: one.first)
-        return layers, row - layers.first
+        layers = next(one for one in self._layers if row in one.rows)
+        return layers, layers.rows.index(row)
 
     def _allocate(self) -> dict[str, Array]:
         described = expert_programs.describe_staging(self._step)

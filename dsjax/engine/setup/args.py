@@ -241,6 +241,11 @@ class EngineArgs(
         """`speculative_config`, read; None where nothing is drafted. Raises as `JsonOption.parse`."""
         return None if self.speculative_config is None else SpeculativeConfig.parse(self.speculative_config)
 
+    @property
+    def num_drafts(self) -> int:
+        """Most drafts of a request in one step."""
+        return 0 if self.speculation is None else self.speculation.num_speculative_tokens
+
     def scheduler_config(self, limits: ExecutorLimits) -> SchedulerConfig:
         """Give the scheduler's sizes for an executor made from these options."""
         return SchedulerConfig.from_limits(

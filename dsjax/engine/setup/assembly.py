@@ -16,6 +16,7 @@ from dsjax.engine.device import expert_programs
 from dsjax.engine.device.process import cache_folder
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.batch_invariance import OPEN_SUMS, check_batch_invariant
+from dsjax.engine.setup.combinations import check_family
 from dsjax.engine.setup.expert_location import ExpertLocation
 from dsjax.engine.setup.fitting import check_layout
 from dsjax.errors import UserError
@@ -67,8 +68,7 @@ def make_step(
             "JAX_ENABLE_X64 is on, under which JAX counts in 64 bits; dsjax computes in float32 and less. Unset it, or call "
             'jax.config.update("jax_enable_x64", False)'
         )
-    if config.v4 is not None:
-        _check_v4(args, mtp)
+    check_family(args, config.model_type)
     if mtp and not config.num_nextn_predict_layers:
         raise UserError(
             "--speculative-config drafts with the model's MTP module, but this model has none (num_nextn_predict_layers is 0, "
@@ -157,6 +157,7 @@ def make_step(
         index_scores=index_scores,
         overlap=_overlap(args),
         stage=stage,
+        drafts=args.num_drafts,
     )
     if expert_side is not None:
         infos = {path: info for path, info in table.infos.items() if EXPERTS in path}
@@ -187,39 +188,11 @@ def _dispatch(args: EngineArgs, config: ModelConfig, mesh: Mesh, placement: Laye
     )
 
 
-def _check_v4(args: EngineArgs, mtp: bool) -> None:
-    """Refuse what engines cannot do with a DeepSeek-V4 yet, and the choice of an MLA form."""
-    forms = EngineArgs(batch_invariant=args.batch_invariant)
-    chosen = (args.mla_prefill, args.mla_decode) != (forms.mla_prefill, forms.mla_decode)
-    if chosen:
-        raise UserError("--mla-prefill or --mla-decode is given, but a deepseek_v4 model has no MLA; leave them out")
-    missing = {
-        "--speculative-config": (mtp, "its MTP module reads four streams, which the step does not give it"),
-        "--prefill-mesh": (args.prefill_mesh is not None, "its window pages have not been sent to another engine"),
-        "--expert-mesh": (
-            expert_spec(args) is not None,
-            "experts on devices of their own know plain addition as residual alone",
-        ),
-        "--enable-dbo": (args.enable_dbo, "halves of a step go through layers of one kind, and its kinds take turns"),
-        "--enable-eplb": (args.enable_eplb, "experts are exchanged by stacks of layers that follow one another"),
-        "--batch-invariant": (args.batch_invariant, "its attention has no kernels"),
-        "--index-scores": (args.index_scores != "float", "its index keys are scored in the dtype of computation only"),
-        "--disaggregation-mode": (
-            args.disaggregation_mode != "agg",
-            "its window pages have not been sent to another engine",
-        ),
-    }
-    for option, (given, why) in missing.items():
-        if given:
-            raise UserError(f"{option} is given, and a deepseek_v4 model cannot have it yet: {why}; leave it out")
-
-
 def _overlap(args: EngineArgs) -> TwoBatchOverlap | None:
     if not args.enable_dbo:
         return None
     thresholds = args.dbo_decode_token_threshold, args.dbo_prefill_token_threshold
-    drafts = args.speculation.num_speculative_tokens if args.speculation else 0
-    return TwoBatchOverlap(*thresholds, decode_chunk=1 + drafts, stages=args.num_afd_stages)
+    return TwoBatchOverlap(*thresholds, decode_chunk=1 + args.num_drafts, stages=args.num_afd_stages)
 
 
 def _kernels(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from dsjax.config.deepseek_v4 import REFUSED
 from dsjax.engine.text.prompt_encoder import ENCODERS
 from dsjax.errors import UserError
 
@@ -77,6 +78,13 @@ OWN_CLASS = Choice(
     lambda args: any(isinstance(given, type) for given in (args.dispatch, args.mla_prefill, args.mla_decode)),
 )
 COMPILE_AHEAD = Choice("--compile-ahead", lambda args: args.compile_ahead not in (0, type(args).compile_ahead))
+FAMILIES = {"deepseek_v4": Choice("a deepseek_v4 model", lambda args: False)}
+"""By `model_type`; which one a model is of is known when its configuration has been read (`check_family`)."""
+_OF_FAMILIES = {
+    "mla_prefill": Choice("--mla-prefill", lambda args: args.mla_prefill != "CC"),
+    "kv_cache_dtype": Choice("--kv-cache-dtype fp8", lambda args: args.kv_cache_dtype == "fp8"),
+}
+"""Options of which a family refuses some values alone."""
 
 _PARTS = "a page of the cache is in parts with stages, one at each stage, which are not handed over yet"
 _ATTENTION = "prompts are computed on the attention side"
@@ -145,6 +153,10 @@ EXCLUSIONS = (
         _given("kernel_config"),
         "the first has the same tiles for every shape, the file others",
     ),
+    *(
+        Exclusion(_OF_FAMILIES.get(name, _given(name)), FAMILIES["deepseek_v4"], reason, "leave it out")
+        for name, reason in REFUSED.items()
+    ),
 )
 """Pairs that are refused."""
 
@@ -176,6 +188,13 @@ def check_combinations(args: Any) -> None:
             raise UserError(f"{need.one} is given without {need.other}; {advice}")
     for pair in EXCLUSIONS:
         if pair.one.made(args) and pair.other.made(args):
+            raise _refusal(pair)
+
+
+def check_family(args: Any, model_type: str) -> None:
+    """Refuse options that models of a family do not have, by the `model_type` that a configuration says."""
+    for pair in EXCLUSIONS:
+        if pair.other is FAMILIES.get(model_type) and pair.one.made(args):
             raise _refusal(pair)
 
 

@@ -252,8 +252,10 @@ class _Loader:
         config, weights, experts, mtp = self.config, self.weights, self.experts, self.args.speculation is not None
 
         def read(source: Checkpoint | Path, placement: LayerPlacements | None, **options: Any) -> dict[str, Array]:
+            whole = config
             if step.stage is not None:
                 options = {"only": step.table.infos, "window": step.stage.window(config)} | options
+                whole = step.stage.in_whole(config)
             if step.apart is not None:
                 options["only"] = step.table.infos
             if not step.config.is_moe:
@@ -262,8 +264,8 @@ class _Loader:
                 placement = placement_of_all(config, step, placement)
             options |= {"placement": placement, "weights": weights, "mtp": mtp}
             if isinstance(experts, ExpertSide):
-                experts.params = load(config, source, experts.mesh, experts.rules, **options | {"only": experts.infos})
-            return load(config, source, step.mesh, step.rules, **options)
+                experts.params = load(whole, source, experts.mesh, experts.rules, **options | {"only": experts.infos})
+            return load(whole, source, step.mesh, step.rules, **options)
 
         return read
 

@@ -62,7 +62,7 @@ class EngineLayout:
         sizes = _sizes(args, step)
         mixed = mesh.devices.flat[0].platform != "cpu"
         buckets = Buckets.covering(sizes.max_rows_decode, sizes.max_chunk, mixed=mixed, speculation=speculation)
-        return cls(step, sizes, buckets, speculation.num_speculative_tokens if mtp else 0, per_exchange)
+        return cls(step, sizes, buckets, args.num_drafts, per_exchange)
 
     def limits(
         self,
@@ -126,7 +126,7 @@ def with_windows(limits: ExecutorLimits, args: EngineArgs, step: ModelStep) -> E
     """Add window pages, where the model has any: all that requests may hold, so that none waits for one, and those that are kept."""
     if not any(group.table == "window" for group in step.cache_groups):
         return limits
-    drafts = args.speculation.num_speculative_tokens if args.speculation else 0
+    drafts = args.num_drafts
     tokens, page_size = max(2, limits.num_stages) * args.max_num_batched_tokens, limits.page_size
     held = held_windows(limits.max_rows_decode, tokens, page_size, drafts)
     return replace(

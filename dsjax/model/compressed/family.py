@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from dsjax.config import ModelConfig
-from dsjax.errors import UserError
 from dsjax.model import paging
 from dsjax.model.cache_groups import CacheGroup
 from dsjax.model.compressed.attention import CompressedAttention, CompressedProjections, entries
@@ -34,7 +33,7 @@ from dsjax.model.parameters import Multiply, reinterpret, store, value_of
 from dsjax.model.rows import GroupShape
 from dsjax.model.softmax import fold
 from dsjax.model.sparse.choose import choose, index_scores, positions_of
-from sharding import Rules, fp8
+from sharding import Rules
 from sharding.indices import take
 from sharding.on_ranks import constrain, on_ranks
 
@@ -46,21 +45,13 @@ GROUPS = {"csa": ("c4", "c4_index", "state4"), "hca": ("c128", None, "state128")
 
 @dataclass(frozen=True)
 class Compressed:
-    """Attention of the three kinds of layers, for a mesh. drafts: how many a request may have at once; none of their states is lost.
-
-    Raises:
-        UserError: a cache in FP8, which cannot be computed with yet.
-    """
+    """Attention of the three kinds of layers, for a mesh. drafts: how many a request may have at once; none of their states is lost."""
 
     mesh: Mesh
     rules: Rules
     config: ModelConfig
     cache_dtype: np.dtype
     drafts: int = 0
-
-    def __post_init__(self):
-        if np.dtype(self.cache_dtype) == fp8.E4M3:
-            raise UserError("--kv-cache-dtype fp8: a deepseek_v4 model's cache cannot be FP8 yet; leave it out")
 
     @property
     def batch(self) -> tuple[str, ...] | None:

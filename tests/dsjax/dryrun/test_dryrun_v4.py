@@ -85,7 +85,5 @@ def test_what_is_not_built_is_refused_by_name(folder):
 
     with pytest.raises(UserError, match="hold a multiple of 128 tokens"):
         run(page_size=16)
-    with pytest.raises(UserError, match="--enable-dbo"):
-        run(mesh="dp=2", enable_dbo=True)
-    with pytest.raises(UserError, match="pp=2"):
-        run(mesh="pp=2")
+    with pytest.raises(UserError, match="--kv-cache-dtype fp8"):
+        run(kv_cache_dtype="fp8")

@@ -1,68 +1,82 @@
-"""A DeepSeek-V4 that is served: the plain forward pass's greedy tokens, in chunks, from the prefix cache and on a mesh; what is refused."""
+"""A DeepSeek-V4 that is served: the plain forward pass's tokens however prompts are cut, preempted, drafted, found in the cache or moved.
+
+What the scheduler does with pages of both kinds is in `test_borders.py`; other meshes and modes are in `test_v4_apart.py`.
+"""
 
 import jax
 import numpy as np
 import pytest
-from v4_models import write_v4_checkpoint
+from v4_engine import DRAFTS, DRAWN, LONGEST, G, answers, engine, one_devices, prompts, write
 
-from dsjax import LLM, SamplingParams
 from dsjax.checkpoint.load import load
 from dsjax.checkpoint.source import open_checkpoint
-from dsjax.errors import UserError
 from dsjax.model.parameter_table import parameter_table
 from sharding import MeshSpec
 from sharding.rules import Rules
 
-LONGEST, LENGTHS = 96, (3, 8, 23, 41, 60)
-GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "prefill_chunk": 12, "page_size": 8, "max_model_len": LONGEST}
-PROMPTS = [np.random.default_rng(length).integers(2, 250, length).tolist() for length in LENGTHS]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return write_v4_checkpoint(tmp_path_factory.mktemp("v4"), "wchch", hashed=1)
+    return write(tmp_path_factory.mktemp("v4"))
 
 
-def answers(llm):
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    return one_devices(checkpoint)
 
 
-def best_tokens(directory, sequence, start):
-    """What the plain forward pass would choose behind each token from ``start`` on."""
-    source, spec = open_checkpoint(directory), MeshSpec.parse("dp=1")
-    params = load(source.config, source, spec.build(jax.devices()[:1]), Rules.for_mesh(spec))
-    table, padded = parameter_table(source.config, weights="f32"), np.zeros((1, LONGEST), int)
-    padded[0, : len(sequence)] = sequence
-    logits = jax.jit(lambda params: table.bind(params)(padded).logits)(params)[0]
-    return np.asarray(logits).argmax(-1)[start - 1 : len(sequence) - 1].tolist()
+def test_greedy_tokens_are_the_plain_forms(checkpoint, expected):
+    source, spec = open_checkpoint(checkpoint), MeshSpec.parse("dp=1")
+    params = load(source.config, source, spec.build(jax.devices()[:1]), Rules.for_mesh(spec), mtp=False)
+    sequences = [prompt + made for prompt, made in zip(prompts(), expected[0], strict=True)]
+    padded, table = np.zeros((len(sequences), LONGEST), int), parameter_table(source.config, weights="f32", mtp=False)
+    for row, sequence in zip(padded, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    best = np.asarray(jax.jit(lambda params: table.bind(params)(padded).logits)(params)).argmax(-1)
+    for row, prompt, made in zip(best, prompts(), expected[0], strict=True):
+        assert row[len(prompt) - 1 : len(prompt) + len(made) - 1].tolist() == made
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["dp=1", "dp=2,tp=2"])
-def test_answers_are_the_plain_forms_also_where_the_prefix_cache_has_the_prompt(checkpoint, mesh):
-    llm = LLM(str(checkpoint), mesh=mesh, dtype="float32", **SIZES)
-    found = answers(llm)
-    for prompt, made in zip(PROMPTS, found, strict=True):
-        assert best_tokens(checkpoint, prompt + made, len(prompt)) == made
-    assert answers(llm) == found
-    again = llm.generate([{"prompt_token_ids": PROMPTS[-1]}], GREEDY)[0]
-    assert again.num_cached_tokens == (LENGTHS[-1] - 1) // 8 * 8, "up to the last border before the last token"
+def test_drafted_preempted_and_found_again_the_tokens_are_one_devices_without_drafts(checkpoint, expected, monkeypatch):
+    llm = engine(checkpoint, mesh="dp=1", cache_tokens=LONGEST, **DRAFTS)
+    ranks = llm.engine.core.scheduler.ranks
+    for rank in ranks:  # so few are left that requests wait for them, and pages are soon another's
+        rank.pool.allocate(rank.pool.num_free_windows - 9, windows=True)
+    verified, accepted, step = [], [], llm.engine.core.step
+
+    def watched(*arguments, **keywords):
+        updates = step(*arguments, **keywords)
+        rows = [result for _, result, _ in updates if result is not None]
+        verified.extend(row.num_drafts for row in rows)
+        accepted.extend(len(row.token_ids) - 1 for row in rows if row.num_drafts)
+        return updates
+
+    monkeypatch.setattr(llm.engine.core, "step", watched)
+    for _ in range(2):  # found in the cache the second time
+        assert answers(llm, prompts()) == expected[0]
+    assert sum(rank.hits["device"] for rank in ranks) > 0
+    assert 0 < sum(accepted) < sum(verified)
+    assert answers(llm, prompts(), DRAWN) == expected[1]
+    assert ranks[0].num_preemptions > 0
+    llm.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"enable_dbo": True, "mesh": "dp=2"}, "--enable-dbo"),
-        ({"enable_eplb": True, "mesh": "dp=2"}, "--enable-eplb"),
-        ({"mla_decode": "CC"}, "has no MLA"),
-        ({"batch_invariant": True}, "--batch-invariant"),
-        ({"page_size": 12}, "--page-size is 12"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
-        ({"mesh": "pp=2"}, "pp=2"),
-    ],
-)
-def test_what_engines_cannot_do_with_it_is_refused_with_its_reason(checkpoint, options, named):
-    with pytest.raises(UserError, match=named):
-        LLM(str(checkpoint), dtype="float32", **SIZES | {"mesh": "dp=1"} | options)
+def test_pages_of_both_kinds_come_back_from_host_memory(checkpoint, expected):
+    llm = engine(checkpoint, mesh="dp=1", host_cache_bytes=1 << 20, **DRAFTS)
+    limits, ranks = llm.executor.limits, llm.engine.core.scheduler.ranks
+    assert limits.host_windows_per_rank > 8
+    assert answers(llm, prompts()) == expected[0]
+    for rank in ranks:
+        for windows in (False, True):
+            count = rank.pool.num_free_windows if windows else rank.pool.num_free
+            rank.pool.release(rank.pool.allocate(count, windows=windows))
+        assert not rank.pool._page_of
+    answers(llm, [[3, 4], [5, 6]])  # meanwhile the pages arrive in host memory
+    before = sum(rank.hits.total() for rank in ranks)
+    assert answers(llm, prompts()) == expected[0]
+    found = sum(rank.hits.total() for rank in ranks) - before
+    assert found == sum((len(prompt) - 1) // G * G for prompt in prompts())
+    assert sum(rank.hits["host"] for rank in ranks) >= 64, "the others share pages that were loaded before"
+    llm.shutdown()

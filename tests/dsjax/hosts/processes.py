@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import os
 import socket
 import subprocess
@@ -141,3 +142,15 @@ class Group(Processes):
             own += ["--process-id", str(index), "--start-timeout", str(timeout), "--heartbeat-timeout", str(heartbeat)]
             commands.append([*before(index), sys.executable, *command, *own, *(options or {}).get(index, [])])
         super().__init__(commands, stuck=stuck)
+
+
+def outputs_of(options: dict, *lines: str) -> list[str]:
+    """What each of two processes behind `LLM` prints, which are given these lines (`llm_process.py`) and end."""
+    group = Group(["tests/dsjax/hosts/llm_process.py", "--options", json.dumps(options)], 2)
+    try:
+        group.write(0, "".join(f"{line}\n" for line in lines))
+        group.processes[0].stdin.close()
+        assert group.codes(480) == [0, 0], group.last_words()
+    finally:
+        group.end()
+    return group.output

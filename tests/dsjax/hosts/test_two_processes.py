@@ -6,7 +6,7 @@ import re
 import pytest
 from layouts import MODELS, write_checkpoint
 from llm_process import generate, generate_alone, sample
-from processes import Group
+from processes import outputs_of
 from quick_compilation import FEW_SHAPES
 
 from dsjax.checkpoint.shards import SafetensorsFolder
@@ -32,15 +32,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outputs(checkpoint):
-    options = {"model": checkpoint, **FEW_SHAPES, **MESH, **ALL_AT_ONCE}
-    group = Group(["tests/dsjax/hosts/llm_process.py", "--options", json.dumps(options)], 2)
-    try:
-        group.write(0, "go\nothers\ngo\nsampled\n")
-        group.processes[0].stdin.close()
-        assert group.codes(480) == [0, 0], group.last_words()
-    finally:
-        group.end()
-    return group.output
+    return outputs_of({"model": checkpoint, **FEW_SHAPES, **MESH, **ALL_AT_ONCE}, "go", "others", "go", "sampled")
 
 
 @pytest.fixture(scope="module")

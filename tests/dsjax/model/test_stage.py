@@ -9,7 +9,7 @@ from dsjax.model.parameter_table import abstract_parameters, parameter_table
 from dsjax.model.stage import layer_work, stages_of
 from sharding.layer_placement import LayerPlacements
 
-V3 = load_config("deepseek-v3")
+V3, FLASH = load_config("deepseek-v3"), load_config("deepseek-v4-flash")
 
 
 def numbers(*arguments, **options):
@@ -67,6 +67,13 @@ def test_the_stages_parameters_together_are_the_models():
             assert (sum(shape[0] for shape in shapes), shapes[0][1:]) == (whole[path].shape[0], whole[path].shape[1:])
         else:
             assert shapes == [whole[path].shape]
+
+
+def test_a_stage_has_whole_stacks_of_a_model_whose_runs_end_at_its_borders():
+    for stage in stages_of(FLASH, 3, given="4,20,19", mtp=True):  # between layers that take turns
+        own = parameter_table(stage.config(FLASH), weights="fp8", mtp=stage.ends)
+        whole = abstract_parameters(stage.in_whole(FLASH), weights="fp8")
+        assert {path: info.shape for path, info in own.infos.items()} == {path: whole[path].shape for path in own.infos}
 
 
 def test_each_stage_has_the_rows_of_its_own_layers_of_a_placement():

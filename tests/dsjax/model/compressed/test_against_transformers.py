@@ -45,7 +45,10 @@ CASES = {
     "as Pro, with YaRN": (v4_config("hhchc", hashed=3, rope_parameters=YARN), 70),
     "rates and window as published": (v4_config("wch", rates=(4, 128), sliding_window=128, index_topk=32), 300),
 }
-MESHES = ("dp=1", "dp=8", "tp=4", "dp=2,tp=4")
+MESHES = ("dp=8", "tp=4", "dp=2,tp=4")
+"""Beside one device: each case on one of them, by turns."""
+WIDEST = "as Flash, an expert a device"
+CASES[WIDEST] = (v4_config("wwchchc", hashed=3, n_routed_experts=32), 50)
 
 
 def reference(raw, tensors, tokens):
@@ -74,14 +77,18 @@ def error(found, expected):
     return np.abs(np.asarray(found) - expected).max() / np.abs(expected).max()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_hidden_states_and_logits_are_those_of_transformers_on_every_mesh(case):
+@pytest.mark.parametrize(
+    ("case", "meshes"),
+    [(case, ("dp=32",) if case == WIDEST else ("dp=1", MESHES[at % len(MESHES)])) for at, case in enumerate(CASES)],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_hidden_states_and_logits_are_those_of_transformers_on_every_mesh(case, meshes):
     raw, length = CASES[case]
-    config = ModelConfig.from_dict(raw)
-    tensors, tokens = v4_tensors(config), np.random.default_rng(1).integers(0, raw["vocab_size"], (8, length))
+    config, rows = ModelConfig.from_dict(raw), max(MeshSpec.parse(mesh).dp_size for mesh in meshes)
+    tensors, tokens = v4_tensors(config), np.random.default_rng(1).integers(0, raw["vocab_size"], (rows, length))
     _, hidden, logits = reference(raw, tensors, tokens)
     table, params = parameter_table(config, weights="f32"), from_hf_tensors(config, tensors)
-    for mesh in MESHES:
+    for mesh in meshes:
         spec = MeshSpec.parse(mesh)
         on, rules = spec.build(), Rules.for_mesh(spec)
         placed = {

@@ -1,4 +1,7 @@
-"""The step of a DeepSeek-V4 (`ModelStep.hidden` with `Compressed`): layers by turns, streams, hash routing and dispatch on meshes."""
+"""The step of a DeepSeek-V4 (`ModelStep.hidden` with `Compressed`): layers by turns, streams, hash routing and dispatch on meshes; and its
+MTP module's pass."""
+
+import functools
 
 import jax
 import numpy as np
@@ -14,22 +17,30 @@ from dsjax.config import ModelConfig
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
 from dsjax.errors import UserError
+from dsjax.model import mtp
 from dsjax.model.parameter_table import parameter_table
 from dsjax.model.rows import GroupShape, unpack
 from sharding import MeshSpec
 
-CONFIG = ModelConfig.from_dict(v4_config("wchch", hashed=1))
+CONFIG = ModelConfig.from_dict(v4_config("wchch", hashed=1, num_nextn_predict_layers=1))
 T, PAGES, WINDOWS, LENGTH = 8, 4, 5, 30  # tokens of a page, pages of a row's context and ring
 TENSORS = v4_tensors(CONFIG)
 TOKENS = np.random.default_rng(2).integers(0, CONFIG.vocab_size, (2, LENGTH))
 
 
+@functools.cache
 def plain():
-    """Hidden states of the two sequences ``[2, S, D]``."""
+    """Streams of the two sequences ``[2, S, n, D]`` and logits ``[2, S, V]``; and the MTP module's ``[2, S-1, …]``."""
     table, params = parameter_table(CONFIG, weights="f32"), from_hf_tensors(CONFIG, TENSORS)
-    return np.asarray(
-        jax.jit(lambda params: table.bind(params)(TOKENS).hidden, compiler_options=COMPILE_QUICKLY)(params)
-    )
+
+    @functools.partial(jax.jit, compiler_options=COMPILE_QUICKLY)
+    def run(params):
+        model = table.bind(params)
+        found = model(TOKENS)
+        further = model.predict_further(found.passed[:, :-1], TOKENS[:, 1:])
+        return [(one.passed, one.logits) for one in (found, further)]
+
+    return jax.tree.map(np.asarray, run(params))
 
 
 class Step:
@@ -38,7 +49,7 @@ class Step:
     def __init__(self, mesh, **options):
         spec = MeshSpec.parse(mesh)
         self.step = make_step(
-            EngineArgs(mesh=mesh, page_size=T, dtype="float32", **options), CONFIG, spec, spec.build()
+            EngineArgs(mesh=mesh, page_size=T, dtype="float32", **options), CONFIG, spec, spec.build(), mtp=True
         )
         self.params = placed(self.step, from_hf_tensors(CONFIG, TENSORS))
         self.ranks, by_rank = spec.dp_size, P(None, spec.batch_axes)
@@ -52,9 +63,27 @@ class Step:
             for name, (shape, dtype) in group.arrays.items()
         }
 
-    def run(self, start, length, chunk):
-        """Hidden states of the sequences' tokens from ``start`` on, ``[ranks, 2, length, D]``."""
+        self.filled = jax.device_put(
+            np.zeros((self.ranks * pages["window"], T), bool), NamedSharding(self.step.mesh, P(spec.batch_axes))
+        )
+        self.program = functools.cache(self._program)
+
+    def _program(self, chunk):
         shape = GroupShape(2, chunk, PAGES, self.step.prefill_form, WINDOWS)
+
+        def run(params, cache, filled, packed, following):
+            groups, copies = unpack(packed, (shape,)), self.step.placement.tables
+            streams, cache, _ = self.step.hidden(params, cache, groups, copies)
+            logits = self.step.logits(params, streams)
+            further, cache, filled, _ = mtp.further(
+                self.step, params, cache, filled, groups, streams, following, copies
+            )
+            return cache, filled, streams, logits, further, self.step.logits(params, further, module=True)
+
+        return jax.jit(run, compiler_options=COMPILE_QUICKLY)
+
+    def run(self, start, length, chunk):
+        """Streams and logits of the sequences' tokens from ``start`` on, ``[ranks, 2, length, …]``, and the MTP module's."""
         pages = [
             [*range(row * PAGES, (row + 1) * PAGES), *range(row * WINDOWS, (row + 1) * WINDOWS)] for row in range(2)
         ]
@@ -64,15 +93,13 @@ class Step:
             for row in range(2)
         }
         packed = pack_rows((self.ranks, 2), chunk, PAGES + WINDOWS, rows)
-
-        def run(params, cache, packed):
-            hidden, cache, _ = self.step.hidden(params, cache, unpack(packed, (shape,)), self.step.placement.tables)
-            return hidden, cache
-
+        following = np.zeros((self.ranks, 2, chunk), np.int32)
+        behind = TOKENS[:, start + 1 : start + length + 1]
+        following[:, :, : behind.shape[1]] = behind
         sharding = NamedSharding(self.step.mesh, P(self.step.spec.batch_axes))
-        program = jax.jit(run, compiler_options=COMPILE_QUICKLY)
-        hidden, self.cache = program(self.params, self.cache, jax.device_put(packed, sharding))
-        return np.asarray(hidden).reshape(self.ranks, 2, chunk, -1)[:, :, :length]
+        packed, following = jax.device_put((packed, following.reshape(self.ranks, -1)), sharding)
+        self.cache, self.filled, *found = self.program(chunk)(self.params, self.cache, self.filled, packed, following)
+        return [np.asarray(one).reshape(self.ranks, 2, chunk, *one.shape[2:])[:, :, :length] for one in found]
 
 
 @pytest.mark.slow
@@ -80,8 +107,6 @@ class Step:
     ("mesh", "options"),
     [
         ("dp=1", {}),
-        ("dp=8", {}),
-        ("tp=4", {}),
         ("dp=2,tp=4", {}),
         ("dp=4,ep=2", {}),
         ("dp=2,ep=1,etp=2", {}),
@@ -89,11 +114,14 @@ class Step:
     ],
     ids=lambda value: value if isinstance(value, str) else value.get("kernels", "native"),
 )
-def test_a_prompt_and_a_decode_have_the_plain_forms_hidden_states(mesh, options):
-    expected, step = plain(), Step(mesh, **options)
-    found = np.concatenate([step.run(0, 21, 24), step.run(21, 8, 24), step.run(29, 1, 1)], axis=2)
-    for rank in found:
-        assert np.abs(rank - expected).max() <= 2e-5 * np.abs(expected).max()
+def test_a_prompt_and_a_decode_have_the_plain_forms_streams_and_logits_and_so_has_the_mtp_module(mesh, options):
+    step = Step(mesh, **options)
+    decode = 1 if mesh == "dp=1" else 24  # which is another program
+    parts = step.run(0, 21, 24), step.run(21, 8, 24), step.run(29, 1, decode)
+    found = [np.concatenate(part, axis=2) for part in zip(*parts, strict=True)]
+    for one, expected in zip(found, jax.tree.leaves(plain()), strict=True):
+        for rank in one[:, :, : expected.shape[1]]:
+            assert np.abs(rank - expected).max() <= 2e-5 * np.abs(expected).max()
 
 
 def test_a_mesh_that_cuts_a_group_of_the_output_projection_is_refused():

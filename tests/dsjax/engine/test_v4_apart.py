@@ -1,0 +1,51 @@
+"""A DeepSeek-V4 in two batches, in stages whose experts follow the load, and with prefill apart from decode makes one device's tokens."""
+
+import pytest
+from v4_engine import DRAFTS, answers, engine, one_devices, prompts, write
+
+from dsjax.engine.transfer.prefill_links import PrefillLinks
+
+pytestmark = pytest.mark.slow
+
+OVERLAPPED = {
+    "mesh": "dp=2,tp=2",
+    "enable_dbo": True,
+    "dbo_decode_token_threshold": 1,
+    "dbo_prefill_token_threshold": 1,
+}
+BALANCED = {
+    "mesh": "pp=2,dp=2",
+    "pp_layer_partition": "1,3",  # between layers that take turns
+    "enable_eplb": True,
+    "eplb_config": {"num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "payback": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("v4"))
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    return one_devices(checkpoint)
+
+
+@pytest.mark.parametrize("options", [OVERLAPPED, BALANCED], ids=["in two batches", "balanced in two stages"])
+def test_with_drafts_the_tokens_are_those_of_one_device(checkpoint, expected, options):
+    llm = engine(checkpoint, **options, **DRAFTS)
+    for _ in range(2):  # found in the cache the second time
+        assert answers(llm, prompts()) == expected[0]
+    if "enable_eplb" in options:
+        assert llm.engine.core.statistics()["balance"].rebalances > 0
+    llm.shutdown()
+
+
+def test_pages_of_both_kinds_go_from_prefill_to_decode(checkpoint, expected):
+    sides = {"prefill_mesh": "dp=1", "decode_mesh": "dp=1", "local_prefill_tokens": 1, "transfer_timeout": 600}
+    llm = engine(checkpoint, **sides, **DRAFTS)
+    assert answers(llm, prompts()) == expected[0]
+    counts = llm.engine.core.part(PrefillLinks).source.transfer_counts
+    assert (counts.completed, counts.given_up) == (counts.asked, 0)
+    assert counts.asked >= 4
+    llm.shutdown()
