@@ -4,6 +4,7 @@ The prompt holds the conversation, the tools and the schema of the answer as JSO
 or gives the JSON that it asks for, or greets. Where a grammar forbids all of that, the model takes the shortest way to the end.
 """
 
+import argparse
 import contextlib
 import functools
 import json
@@ -174,6 +175,7 @@ def instance(schema: Any, text: str, root: dict[str, Any], depth: int = 0) -> An
 
 def main() -> None:
     """Serve the model until interrupted, for suites that want an address."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     with obedient_server(("demo", "kimi-k2")) as server:
         print(f"serving at {server.url}/v1", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
