@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 import time
 from collections.abc import Callable
@@ -29,6 +30,8 @@ MESHES = (
 DISPATCHES = ("gather", "padded", "ragged", "hierarchical")
 PAIRS = (("CC", "A_CC_ME"), ("A_CC_ME", "CC"))
 """(prefill, decode): every form that has kernels decodes once, and prefills once."""
+OWN = ("own", "own")
+"""What an engine chooses by itself; a model without MLA has nothing else."""
 VARIED: dict[str, dict[str, Any]] = {
     "speculative-config": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
     "no-async-scheduling": {"async_scheduling": False},
@@ -65,7 +68,9 @@ class ExactOptions(Checked):
     model: str = option("demo", "Bundled name, directory or repository.")
     mesh: list[str] | None = option(None, "These meshes only; ATTENTION+EXPERTS are two. Several may be given.")
     dispatch: list[str] | None = option(None, f"These only: auto, {', '.join(DISPATCHES)}. Several may be given.")
-    mla: list[str] | None = option(None, "These PREFILL/DECODE only, such as CC/A_CC_ME. Several may be given.")
+    mla: list[str] | None = option(
+        None, "These PREFILL/DECODE only, such as CC/A_CC_ME; own: the model's own. Several may be given."
+    )
     vary: list[str] | None = option(
         None, f"Each run also with this option: {', '.join(VARIED)}. Several may be given, which are combined."
     )
@@ -86,8 +91,8 @@ class ExactOptions(Checked):
         """
         if unknown := [name for name in self.vary or () if name not in VARIED]:
             raise OptionError(f"--vary is {unknown[0]!r}, expected one of {', '.join(VARIED)}")
-        pairs = [tuple(pair.split("/")) for pair in self.mla or map("/".join, PAIRS)]
-        if wrong := [pair for pair in pairs if len(pair) != 2 or not {*pair} <= FORMS.keys()]:
+        pairs = [OWN if pair == "own" else tuple(pair.split("/")) for pair in self.mla or map("/".join, PAIRS)]
+        if wrong := [pair for pair in pairs if pair != OWN and (len(pair) != 2 or not {*pair} <= FORMS.keys())]:
             raise OptionError(f"--mla is {'/'.join(wrong[0])!r}, expected PREFILL/DECODE of {', '.join(FORMS)}")
         varied = [
             tuple(itertools.compress(self.vary or (), chosen))
@@ -149,13 +154,16 @@ def answer(
     prepare: called with the engine before it runs.
     """
     from dsjax import LLM, SamplingParams
+    from dsjax.checkpoint.hub import resolve_config
+    from dsjax.config import load_config
     from dsjax.engine.device.buckets import Buckets, Rectangle
 
     own = meshes_of(layout)
     hosts = {} if "expert_mesh" in own else {"devices_per_host": _DEVICES_PER_HOST}  # several hosts for `hierarchical`
-    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "prefill_chunk": 16, "page_size": 4}
-    forms = {"dispatch": dispatch, "mla_prefill": prefill, "mla_decode": decode}
-    llm = LLM(model, dtype="float32", **{**sizes, **forms, **own, **hosts, **options})
+    page_size = math.lcm(4, load_config(resolve_config(model)).page_tokens)
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "prefill_chunk": 16, "page_size": page_size}
+    forms = {} if (prefill, decode) == OWN else {"mla_prefill": prefill, "mla_decode": decode}
+    llm = LLM(model, dtype="float32", dispatch=dispatch, **{**sizes, **forms, **own, **hosts, **options})
     try:
         # Three programs (four if mixed) instead of a dozen: this is about layouts, not buckets.
         speculation = llm.executor.buckets.speculation
@@ -218,7 +226,7 @@ def sweep(options: ExactOptions, console: Console) -> list[dict[str, Any]]:
         except (UserError, MeshError) as error:
             verdict = f"left out: {error}"
         else:
-            exact, plain = found.exact, one_device("CC", "A_CC_ME", "plain")
+            exact, plain = found.exact, one_device(*(forms if forms == OWN else ("CC", "A_CC_ME")), "plain")
             reference = plain
             verdict = "equal" if found.rebalances != 0 else "no expert moved"
             if exact:

@@ -175,7 +175,7 @@ def instance(schema: Any, text: str, root: dict[str, Any], depth: int = 0) -> An
 
 def main() -> None:
     """Serve the model until interrupted, for suites that want an address."""
-    argparse.ArgumentParser(description=main.__doc__).parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     with obedient_server(("demo", "kimi-k2")) as server:
         print(f"serving at {server.url}/v1", flush=True)
         with contextlib.suppress(KeyboardInterrupt):

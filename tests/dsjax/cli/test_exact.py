@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
+from v4_models import write_v4_checkpoint
 
 from dsjax.cli import app, exact
 from dsjax.cli.exact import MESHES, PAIRS, VARIED, Answer, ExactOptions, difference
@@ -66,6 +67,14 @@ def test_an_exact_answer_is_held_to_one_devices_with_the_same_arithmetic(monkeyp
         ("dp=1", "CC", "A_CC_ME", "auto", True),
         ("dp=1", "CC", "A_CC_ME", "plain", False),
     ]
+
+
+@pytest.mark.slow
+def test_a_model_without_mla_is_compared_in_its_own_form(tmp_path):
+    """DeepSeek-V4's."""
+    model = write_v4_checkpoint(tmp_path, "ch")
+    options = ExactOptions(model=str(model), mesh=["dp=2", "tp=2"], dispatch=["auto"], mla=["own"])
+    assert [row["verdict"] for row in exact.sweep(options, Console())] == ["equal", "equal"]
 
 
 @pytest.mark.parametrize(
