@@ -48,17 +48,20 @@ def group() -> None:
 def search_layouts(args: PlanArgs) -> None:
     """Find the layout for a cluster, a workload and objectives; `dsjax plan` alone does this."""
     from dsjax.plan.explain import explain
-    from dsjax.plan.report import details, show, to_json
+    from dsjax.plan.report import details, show, show_sweep, to_json
     from dsjax.plan.search import search
+    from dsjax.plan.sweep import read_sweep, sweep
 
+    points = [read_sweep(text) for text in args.sweep or ()]
     plan = search(args.question())
+    sweeps = [sweep(plan.question, plan.best, *one) for one in points] if plan.best else []
     if args.pareto:
         from dsjax.plan.pareto import draw_front
 
         with writing(args.pareto):
             draw_front(plan, args.pareto)
     if args.json_file is not None:
-        write_json(args.json_file, to_json(plan, args.model, args.rows))
+        write_json(args.json_file, to_json(plan, args.model, args.rows, sweeps=sweeps))
         return
     console = report_console()
     show(console, plan, args.model, args.rows)
@@ -67,6 +70,8 @@ def search_layouts(args: PlanArgs) -> None:
     elif args.explain:
         why = explain(plan.best, args.explain) if plan.best else "nothing fits: there is nothing to explain"
         console.print(Text(why), soft_wrap=True)
+    for swept in sweeps:
+        show_sweep(console, swept)
 
 
 @app.command("compare", cls=PanelledCommand)

@@ -201,6 +201,10 @@ class PlanArgs(ServiceArgs):
     explain: str | None = option(
         None, "plan: every figure; or one figure's derivation.", choices=EXPLAINED, excludes=("json_file",)
     )
+    sweep: list[str] | None = option(
+        None,
+        "latency, bandwidth, loss-of-hosts, hosts, concurrency; points: latency=1,10; hosts=8:400 (users); repeatable.",
+    )
     pareto: Path | None = option(None, "Draw the Pareto front, such as front.svg or front.png.")
 
 

@@ -19,6 +19,7 @@ from dsjax.plan.limits import Forbidden, bottlenecks, forbidden
 from dsjax.plan.program import DryRunUsage
 from dsjax.plan.recipe import recipe
 from dsjax.plan.search import NO_LAYOUT, Plan
+from dsjax.plan.sweep import Sweep
 from dsjax.tables import table
 from dsjax.texts import filled
 
@@ -30,7 +31,9 @@ _COMMAND = "green"
 """Style of a line for a shell, which no line break may cut."""
 
 
-def to_json(plan: Plan, model: str, rows: int, outcomes: Sequence[SimulationOutcome] = ()) -> dict[str, Any]:
+def to_json(
+    plan: Plan, model: str, rows: int, outcomes: Sequence[SimulationOutcome] = (), sweeps: Sequence[Sweep] = ()
+) -> dict[str, Any]:
     """Fields of `dsjax plan --json`; a figure is `Figure.to_json`.
 
     - `model`, `cluster`, `devices`; `layouts_considered`, `layouts_too_large`: numbers of layouts
@@ -39,7 +42,7 @@ def to_json(plan: Plan, model: str, rows: int, outcomes: Sequence[SimulationOutc
     - `frontier`, `frontier_late`: the Pareto front, and those that would be on it but break the TTFT
     - `forbidden`: `Forbidden`; `with_64_times_everything` is its `floor`
     - `winner`: `recipe`, or null; `calibrated`: `calibrated` of the winner, or null
-    - `simulation`: `SimulationOutcome.to_json` of each load; `compiled`: `DryRunUsage.to_json`
+    - `sweeps`: `Sweep.to_json`; `simulation`: `SimulationOutcome.to_json` of each load; `compiled`: `DryRunUsage.to_json`
 
     `dsjax plan step` writes `model`, `cluster`, `mode`, `ranked` and `compiled`.
     """
@@ -62,6 +65,7 @@ def to_json(plan: Plan, model: str, rows: int, outcomes: Sequence[SimulationOutc
         "forbidden": [dataclasses.asdict(reason) for reason in forbidden(plan)],
         "winner": recipe(model, question, winner) if winner else None,
         "calibrated": calibrated(winner) if winner else None,
+        "sweeps": [s.to_json() for s in sweeps],
         "simulation": [o.to_json() for o in outcomes],
         "compiled": [u.to_json() for u in plan.usages],
     }
@@ -236,3 +240,21 @@ def _rounded_up(factor: float) -> str:
     """Three digits, with which it certainly holds."""
     step = 10.0 ** (math.floor(math.log10(factor)) - 2)
     return f"{math.ceil(factor / step - 1e-9) * step:.3g}"
+
+
+def show_sweep(console: Console, sweep: Sweep) -> None:
+    """A sweep as a table."""
+    priced = any(point.best and point.best.cost for point in sweep.points)
+    names = ("", "winner unchanged: tokens/s", "TPOT ms", "<best there", "tokens/s", "TPOT ms", "objectives")
+
+    def figures(one: Candidate | None, absent: str) -> list[str]:
+        return [one.throughput.text(1, 0, TWO_LINES), one.tpot.text(1e3, 1, TWO_LINES)] if one else [absent, ""]
+
+    rows = []
+    for point in sweep.points:
+        best, met = point.best, "met" if point.met else "not met"
+        there = [best.name() if best else "nothing fits", *figures(best, ""), met]
+        cost = [best.cost.text(1, 2, TWO_LINES) if best and best.cost else ""] * priced
+        rows.append([point.label, *figures(point.same, "cannot run"), *there, *cost])
+    title = f"{sweep.quantity}, {sweep.unit} (now {sweep.now:g})"
+    console.print(table(title, names + ("a million tokens",) * priced, rows))

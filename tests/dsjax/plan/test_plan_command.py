@@ -133,6 +133,16 @@ def engine_of(command):
         (["--attention-mesh", "dp=8", "--expert-mesh", "dp=8"], "such as ep=24"),
         (["--fp8-gemm-backend", "triton"], "is 'triton', expected one of deep_gemm, flashinfer_trtllm"),
         (["--fp8-gemm-backend", "flashinfer_trtllm", "--engine", "sglang"], "h200-8 has h200"),
+        ([*ONE_LAYOUT, "--sweep", "power"], "expected one of latency, bandwidth, loss-of-hosts"),
+        ([*ONE_LAYOUT, "--sweep", "latency="], "'' is no number"),
+        ([*ONE_LAYOUT, "--sweep", "latency=1:5"], "'1:5' is no number"),
+        ([*ONE_LAYOUT, "--sweep", "hosts=0"], "0 is not a number of hosts"),
+        ([*ONE_LAYOUT, "--sweep", "bandwidth=0"], "0 is not above 0"),
+        ([*ONE_LAYOUT, "--sweep", "loss-of-hosts=1"], "the cluster has 1 hosts; expected fewer"),
+        (
+            [*ONE_LAYOUT, "--sweep", "hosts", "--max-devices", "8"],
+            "and --max-devices 8 bounds the devices; leave one of them out",
+        ),
         (["--expert-skew", "zipf:-1"], "expected zipf:S with a number S of 0 or more"),
         (["--mesh", "tp=8", "--stages", "2"], "--stages and --mesh exclude each other"),
         (["--mesh", ""], "--mesh is '', expected axes"),
@@ -399,6 +409,19 @@ def test_no_instance_is_wider_than_is_allowed_and_a_price_gives_a_cost():
     per_hour = first["output_tokens_per_s"]["value"] * 3600
     assert first["cost_per_million_output_tokens"]["value"] == pytest.approx(2 * first["devices"] / per_hour * 1e6)
     assert "at 2 a device and hour" in run(*ONE_LAYOUT, "--price-per-hour", "2", "--explain", "plan")
+
+
+def test_a_sweep_over_users_is_answered_for_as_many_and_over_hosts_for_those_given_with_them():
+    options = ("--mesh", "tp=8,ep=1", "--sweep", "concurrency=4,64,100000", "--sweep", "hosts=2,2:96", "--json", "-")
+    users, hosts = json.loads(run(*options))["sweeps"]
+    few, many = users["points"][0], users["points"][-1]
+    assert few["best"]["batch_per_dp_rank"] * few["best"]["instances"] == 4
+    assert few["same"]["tpot_s"]["value"] < users["points"][1]["same"]["tpot_s"]["value"]
+    assert many["best"] is None
+    assert many["same"] is None
+    free, loaded = hosts["points"]
+    assert free["same"]["instances"] == loaded["same"]["instances"] == 2
+    assert loaded["concurrency"] == 96 == loaded["best"]["batch_per_dp_rank"] * loaded["best"]["instances"]
 
 
 def test_a_fast_instance_is_served_by_several_front_ends_and_a_slow_one_by_one(ask):

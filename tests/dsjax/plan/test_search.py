@@ -13,6 +13,7 @@ from dsjax.plan.layout import parse_layout
 from dsjax.plan.limits import bottlenecks, forbidden
 from dsjax.plan.report import sentence
 from dsjax.plan.search import search
+from dsjax.plan.sweep import sweep
 from dsjax.plan.workload import Lengths, Objective, Pins, PlanOptions, Workload
 from sharding.mesh import MeshSpec
 
@@ -239,15 +240,27 @@ def test_prefix_hits_give_more_and_so_do_accepted_drafts_of_a_small_batch(ask):
     assert search(drafting).winner.throughput > now
 
 
-def test_a_slower_network_or_a_lost_host_never_gains(ask):
+@pytest.mark.slow
+def test_a_sweep_to_a_slower_network_or_fewer_hosts_never_gains(ask):
     question = ask("h200-16", options=dataclasses.replace(FEW, mesh=MeshSpec.parse("dp=16")))
-    winner, cluster = search(question).winner, question.cluster
-    for resource in ("latency", "network"):
-        rates = [moved(winner, cluster.scaled(resource, factor)).throughput for factor in (0.1, 0.5, 1, 4)]
-        assert rates == sorted(rates)
+    winner = search(question).winner
+    for quantity, faster_first in (("latency", True), ("bandwidth", False)):
+        rates = [p.same.throughput for p in sweep(question, winner, quantity).points]
+        assert rates == sorted(rates, reverse=faster_first)
     question = ask("h200-16", objective=Objective(tpot=0.05), options=dataclasses.replace(FEW, widest=8))
-    lost = dataclasses.replace(question, cluster=cluster.resized(1))
-    assert search(question).winner.throughput >= search(lost).winner.throughput
+    found = sweep(question, search(question).winner, "loss-of-hosts").points
+    assert [p.value for p in found] == [0, 1]
+    assert found[0].best.throughput >= found[1].best.throughput
+
+
+@pytest.mark.parametrize("pins", [Pins(), Pins(MeshSpec.parse("dp=8"), MeshSpec.parse("dp=8"))])
+def test_a_mesh_that_was_given_runs_on_no_fewer_hosts_than_it_has(ask, pins):
+    """The points of a sweep say so, where the plan itself was answered."""
+    mesh, modes = (None, ("separated",)) if pins else (MeshSpec.parse("dp=16"), ("aggregated",))
+    question = ask("h200-16", options=dataclasses.replace(FEW, modes=modes, mesh=mesh, pins=pins))
+    whole, lost = sweep(question, search(question).winner, "loss-of-hosts").points
+    assert whole.same.throughput == whole.best.throughput
+    assert (lost.same, lost.best, lost.met) == (None, None, False)
 
 
 @pytest.mark.slow

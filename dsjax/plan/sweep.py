@@ -1,0 +1,169 @@
+"""Sensitivity: the winner, and the best replacement, as the network, the number of hosts or the users in flight change."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsjax.errors import UserError
+from dsjax.plan.candidate import Candidate, moved, with_intervals
+from dsjax.plan.question import Question
+from dsjax.plan.search import search
+
+_QUANTITIES = {
+    "latency": ("µs one way", "latency=1,10,100", (1, 2, 5, 10, 20, 50, 100)),
+    "bandwidth": ("Gb/s a card", "bandwidth=1,25,400", (10, 25, 50, 100, 200, 400, 800)),
+    "loss-of-hosts": ("hosts lost", "loss-of-hosts=1,2", range(9)),
+    "hosts": (
+        "hosts in all",
+        "hosts=4,8,16, or hosts=8:400,16:800 with so many requests in flight on each",
+        (0.5, 1, 2, 4),
+    ),
+    "concurrency": ("requests in flight", "concurrency=1,16,256", (1, 4, 16, 64, 256, 1024, 4096)),
+}
+"""What may be swept: its unit, an example, and usual points; of hosts times those at hand."""
+Point = tuple[float, float | None]
+"""A value of a swept quantity; of hosts perhaps with so many requests in flight."""
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """A value; the winner's deployment there, and the best of all layouts, objectives met or not (None: cannot run); requests in flight
+    that were given with a number of hosts."""
+
+    value: float
+    same: Candidate | None
+    best: Candidate | None
+    met: bool
+    users: float | None = None
+
+    @property
+    def label(self) -> str:
+        """`16`, or `16, 800 in flight`."""
+        return f"{self.value:g}" + (f", {self.users:g} in flight" if self.users is not None else "")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A quantity, its unit, the value of the cluster as it is, and the points."""
+
+    quantity: str
+    unit: str
+    now: float
+    points: list[SweepPoint]
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable fields."""
+
+        points = []
+        for p in self.points:
+            users = {"concurrency": p.users} if p.users is not None else {}
+            sides = {
+                name: one and {"deployment": one.name(), **one.to_json()}
+                for name, one in (("same", p.same), ("best", p.best))
+            }
+            points.append({"value": p.value, **users, **sides, "meets_objective": p.met})
+        return {"quantity": self.quantity, "unit": self.unit, "now": self.now, "points": points}
+
+
+def read_sweep(text: str) -> tuple[str, tuple[Point, ...]]:
+    """`latency`, or `latency=1,10,100` with points of one's own, in the quantity's unit; `hosts=8:400` has 400 requests in flight.
+
+    Raises:
+        UserError: an unknown quantity; points that are none, or out of range.
+    """
+    quantity, given, numbers = text.partition("=")
+    if quantity not in _QUANTITIES:
+        raise UserError(
+            f"--sweep {text!r}: expected one of {', '.join(_QUANTITIES)}, or with points of your own: latency=1,10,100"
+        )
+    unit, example, _ = _QUANTITIES[quantity]
+    expected, points = f"expected {unit} between commas, for example {example}", set()
+    whole = quantity in ("hosts", "loss-of-hosts")
+    for number in numbers.split(",") if given else ():
+        value, with_users, users = number.partition(":")
+        try:
+            pair = (float(value), float(users)) if with_users and quantity == "hosts" else (float(number), None)
+        except ValueError:
+            raise UserError(f"--sweep {text!r}: {number!r} is no number; {expected}") from None
+        least = 0 if quantity == "loss-of-hosts" else 1
+        if not (least <= pair[0] < math.inf and pair[0] % 1 == 0 if whole else 0 < pair[0] < math.inf):
+            kind = "a number of hosts" if whole else "above 0"
+            raise UserError(f"--sweep {text!r}: {pair[0]:g} is not {kind}; {expected}")
+        if pair[1] is not None and not 0 < pair[1] < math.inf:
+            raise UserError(f"--sweep {text!r}: {pair[1]:g} is not above 0; {expected}")
+        points.add(pair)
+    return quantity, tuple(points)
+
+
+def sweep(question: Question, winner: Candidate, quantity: str, points: Sequence[Point] = ()) -> Sweep:
+    """A quantity around a plan's winner, at the points that are given or at usual ones, and (but of hosts) at the cluster as it is.
+
+    Raises:
+        UserError: more hosts lost than there are; other numbers of hosts with a bound on the devices.
+    """
+    cluster, bound, output = question.cluster, question.options.max_devices, winner.decode.workload.output.mean
+    # Requests in flight by Little's law: where prefill holds the winner back, it has room for more.
+    in_flight = winner.throughput / output * (winner.ttft + winner.tpot * max(output - 1, 0))
+    now, changed = {
+        "latency": (cluster.latency * 1e6, lambda to: cluster.scaled("latency", now / to)),
+        "bandwidth": (cluster.network_gbps, lambda to: cluster.scaled("network", to / now)),
+        "loss-of-hosts": (0.0, lambda to: cluster.resized(cluster.hosts - int(to))),
+        "hosts": (float(cluster.hosts), lambda to: cluster.resized(int(to))),
+        "concurrency": (float(max(1, round(in_flight))), lambda to: cluster),
+    }[quantity]
+    unit, _, usual = _QUANTITIES[quantity]
+    if quantity == "hosts" and bound is not None:
+        raise UserError(
+            f"--sweep hosts asks for other numbers of hosts, and --max-devices {bound} bounds the devices; leave one of them out"
+        )
+    if quantity == "hosts":
+        usual = [float(int(now * factor)) for factor in usual if now * factor >= 1]
+    elif quantity == "loss-of-hosts":
+        usual = usual[: cluster.hosts]
+    tried = set(points or [(value, None) for value in usual]) | ({(now, None)} if quantity != "hosts" else set())
+    most = max(value for value, _ in tried)
+    if quantity == "loss-of-hosts" and most >= cluster.hosts:
+        raise UserError(f"--sweep loss-of-hosts={most:g}: the cluster has {cluster.hosts} hosts; expected fewer")
+    found = []
+    for value, users in sorted(tried, key=lambda point: (point[0], point[1] or 0.0)):
+        there = dataclasses.replace(question, cluster=changed(value))
+        load = value if quantity == "concurrency" else users
+        if load is not None:
+            work = dataclasses.replace(question.workload, concurrency=load, rate=None)
+            there = dataclasses.replace(there, workload=work)
+        found.append(_point(question, winner, value, users, there))
+    return Sweep(quantity, unit, now, found)
+
+
+def _point(question: Question, winner: Candidate, value: float, users: float | None, there: Question) -> SweepPoint:
+    same = _same(question, winner, there)
+    try:
+        plan = search(there)
+    except UserError:
+        # The question itself was answered: it is the mesh that was given that is no layout of fewer hosts.
+        return SweepPoint(value, same, None, False, users)
+    best = next(iter([*plan.ranked[:1], *plan.missed[:1]]), None)
+    return SweepPoint(value, same, best, plan.winner is not None, users)
+
+
+def _same(question: Question, winner: Candidate, there: Question) -> Candidate | None:
+    """The winner's deployment: on fewer hosts with as many of its instances as fit, the requests of lost ones being lost; on a multiple
+    of the hosts as many times."""
+    cluster, users = there.cluster, there.workload.concurrency
+    times = 1 if cluster.prefill is not None else max(1, there.devices // question.devices)
+    count, first = winner.count * times, winner.prefill_count * times
+    if winner.mode == "separated":
+        kept = count * there.devices_kept(winner.decode)
+        if kept + (first * there.devices_kept(winner.prefill) if cluster.prefill is None else 0) > there.devices:
+            return None
+    else:
+        count = min(count, there.most_instances(winner.decode.layout))
+        if not count:
+            return None
+    winner = dataclasses.replace(winner, count=count, prefill_count=first)
+    if users is None or (users == question.workload.concurrency and times == 1):
+        return with_intervals(moved(winner, cluster))
+    batch = users / (winner.decode.replicas * winner.count)
+    return with_intervals(moved(winner, cluster, None, batch, users)) if batch <= winner.decode.max_batch else None
