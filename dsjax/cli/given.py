@@ -3,17 +3,45 @@
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from dsjax.cli.other_engines import accepted, rows, translate
+from dsjax.cli.other_engines import Row, accepted, advice, translate
 from dsjax.errors import UserError, why_unreadable
+
+_COMPOSED, _SIZED = ("dp", "ep", "pp", "tp", "host", "port"), ("pages", "tokens")
+"""Translations that set a part of a value, and those that ask for the page size: they come after all others, in this order."""
+
+
+@dataclass(eq=False)
+class _Given:
+    """An option that was given, in a file or on the command line.
+
+    Attributes:
+        row: of another engine's name; None for ours. ours: our name. value: as given, and then translated.
+        key: in the file. words: the words that stand for it on the command line.
+    """
+
+    row: Row | None
+    ours: str
+    value: Any
+    key: str = ""
+    words: list[str] = field(default_factory=list)
+
+    @property
+    def turn(self) -> int:
+        """When it is translated: a later one reads what earlier ones have given."""
+        kind = self.row.value if self.row else ""
+        return 1 if kind in _COMPOSED else 2 if kind in _SIZED else 0
 
 
 def our_words(words: Sequence[str], options: Mapping[str, Any], context: Any) -> list[str]:
     """Put our names in place of other engines'; what a `--config` has becomes the context's defaults.
+
+    The last word for an option counts; parts of a value, as `--tp`, are put together.
 
     Args:
         words: as typed. options: of the command, by their names.
@@ -22,7 +50,7 @@ def our_words(words: Sequence[str], options: Mapping[str, Any], context: Any) ->
         UserError: a value that has no counterpart here, or a file that cannot be used.
     """
     end = words.index("--") if "--" in words else len(words)
-    own, typed, theirs = [], {}, []
+    typed = []
     rest = iter(words[:end])
     for word in rest:
         name, sign, text = word.partition("=")
@@ -30,73 +58,97 @@ def our_words(words: Sequence[str], options: Mapping[str, Any], context: Any) ->
         option = options.get(row.ours if row else name)
         takes_value = option is not None and option.param_type_name == "option" and not option.is_flag
         behind = list(itertools.islice(rest, 1)) if takes_value and not sign else []
-        text = behind[0] if behind else text
-        if row is not None and (takes_value or not sign):
-            theirs.append((row, text))
-            continue
-        own += [word, *behind]
-        if takes_value and text:
-            typed[name] = text
+        if row is not None and not takes_value and not sign:
+            typed.append(_Given(None, row.ours, "", words=[row.ours]))
+        elif takes_value:
+            typed.append(_Given(row, row.ours if row else name, (behind or [text])[0], words=[word, *behind]))
+        else:
+            typed.append(_Given(None, word, "", words=[word]))
+    path = next((one.value for one in reversed(typed) if one.ours == "--config" and one.value), None)
+    file = [] if path is None else _read(path, options)
     given = {name: str(one.default) for name, one in options.items() if one.default is not None}
-    if "--config" in typed:
-        context.default_map = read_config(typed["--config"], options, given, context)
-    given |= typed
-    ours = {}
-    for row, text in sorted(theirs, key=lambda one: list(rows()).index(one[0].option)):
-        ours[row.ours] = [] if options[row.ours].is_flag else [translate(row, text, given)]
-    return [*own, *(word for name, value in ours.items() for word in (name, *value)), *words[end:]]
+    for one in sorted([*file, *typed], key=lambda one: one.turn):  # those of the file first, each in its order
+        _translate(one, options[one.ours] if one.key else None, given, path)
+    if file:
+        context.default_map = {}
+        for one in file:
+            _enter(one, options[one.ours], context, path)
+    last = {one.ours: one.words for one in typed if one.turn == 1}
+    return [*itertools.chain(*(one.words for one in typed if one.turn != 1), *last.values()), *words[end:]]
 
 
-def read_config(path: str, options: Mapping[str, Any], given: dict[str, str], context: Any) -> dict[str, Any]:
+def _translate(one: _Given, option: Any, given: dict[str, str], path: str | None) -> None:
+    """Translate another engine's value, and note it. option: of a key in the file at `path`."""
+    if one.row is not None and not (one.key and option.is_flag):
+        try:
+            one.value = translate(one.row, _text(one.value) if one.key else one.value, given)
+        except ValueError as error:
+            raise UserError(f"--config {path}: {one.key}: {error}") from error
+        one.words = [one.ours, one.value]
+    elif isinstance(one.value, str | int | float) and one.value != "":
+        given[one.ours] = str(one.value)
+
+
+def _enter(one: _Given, option: Any, context: Any, path: str | None) -> None:
+    """Make a key of a file a default of the command."""
+    try:
+        value = _value(option, one.value, one.ours in option.secondary_opts)
+        option.process_value(context, value)
+    except (ValueError, typer.BadParameter) as error:
+        raise UserError(f"--config {path}: {one.key}: {getattr(error, 'message', error)}") from error
+    context.default_map[option.name] = value
+
+
+def _read(path: str, options: Mapping[str, Any]) -> list[_Given]:
     """Read a YAML file of options by their names, ours or other engines', with dashes or underscores.
 
-    Args:
-        path: of the file. options: of the command, by their names. given: gets the values, by our names. context: of the command.
-
-    Returns:
-        Values by the names of the command's parameters.
-
     Raises:
-        UserError: it cannot be read, or a key or the type of a value is wrong.
+        UserError: it cannot be read, or has a key that is no option, or two for one option.
     """
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        text = Path(path).read_text(encoding="utf-8")
+        content, texts = yaml.safe_load(text), yaml.load(text, yaml.BaseLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--config {path} cannot be read: {why_unreadable(error)}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"--config {path} is no YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        return []
     if not isinstance(content, dict):
         raise UserError(f"--config {path} has a {type(content).__name__}; expected lines such as max-num-seqs: 64")
-    values = {"--" + str(key).replace("_", "-"): (key, value) for key, value in content.items()}
-    order, found = list(rows()), {}
-    for name in sorted(values, key=lambda name: order.index(name) if name in order else -1):
-        key, value = values[name]
+    found: dict[str, _Given] = {}
+    for key, value in content.items():
+        name = "--" + str(key).replace("_", "-")
         row = accepted(name, options)
-        own = row.ours if row else name
-        option = options.get(own)
-        if option is None or own in ("--config", "--help", "--help-all"):
-            raise UserError(f"--config {path}: {key} is no option of this command; --help-all lists them")
-        try:
-            if row and not option.is_flag:
-                value = translate(row, _text(value), given)
-            found[option.name] = value = _value(option, value, own in option.secondary_opts)
-            option.process_value(context, value)
-        except (ValueError, typer.BadParameter) as error:
-            raise UserError(f"--config {path}: {key}: {getattr(error, 'message', error)}") from error
-        given[own] = str(value)
-    return found
+        ours = row.ours if row else name
+        option = options.get(ours)
+        if option is None or ours in ("--config", "--help", "--help-all"):
+            why = "; ".join(advice([name], options)) or "--help-all lists them"
+            raise UserError(f"--config {path}: {key} is no option of this command; {why}")
+        one = _Given(row, ours, _as_written(value, texts.get(str(key), value)), key=str(key))
+        other = found.setdefault(option.name if one.turn != 1 else name, one)
+        if other is not one:
+            raise UserError(f"--config {path}: {other.key} and {key} are one option; leave one of them out")
+    return list(found.values())
+
+
+def _as_written(value: Any, text: Any) -> Any:
+    """A key's value; numbers and dates as they are written: 010 and 1.10 may be names. text: what it is without types."""
+    if isinstance(value, list):
+        return [_as_written(*pair) for pair in zip(value, text, strict=True)]
+    return value if value is None or isinstance(value, bool | dict) else text
 
 
 def _value(option: Any, value: Any, negated: bool) -> Any:
     """A key's value as the command line would have it. negated: the key is an option's `--no-` form."""
     if option.is_flag:
         if not isinstance(value, bool):
-            raise ValueError(f"found {value!r}, expected true or false")
+            raise ValueError(f"found {value}, expected true or false")
         return value is not negated
     if option.metavar == "JSON" and isinstance(value, dict | list):
-        return json.dumps(value)
+        return json.dumps(value, default=str)
     if option.multiple:
         return [_text(one) for one in (value if isinstance(value, list) else [value])]
     return _text(value)
@@ -104,5 +156,5 @@ def _value(option: Any, value: Any, negated: bool) -> Any:
 
 def _text(value: Any) -> str:
     if value is None or isinstance(value, bool | list | dict):
-        raise ValueError(f"found {json.dumps(value)}, expected a text or a number")
+        raise ValueError(f"found {json.dumps(value, default=str)}, expected a text or a number")
     return str(value)

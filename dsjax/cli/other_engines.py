@@ -49,8 +49,12 @@ def _axis(name: str) -> Translation:
     """Set an axis of `--mesh`, and leave the others."""
 
     def value(text: str, given: Mapping[str, str]) -> str:
-        axes = dict(pair.split("=") for pair in given.get("--mesh", name + "=1").replace(" ", "").split(","))
-        return ",".join(f"{axis}={size}" for axis, size in (axes | {name: str(int(text))}).items())
+        mesh, size = given.get("--mesh", name + "=1").replace(" ", ""), str(int(text))
+        pairs = [pair.partition("=") for pair in mesh.split(",")]
+        axes = {axis: size for axis, _, size in pairs}
+        if len(axes) < len(pairs) or not all(axes.values()):
+            return mesh  # which is refused for what it is
+        return ",".join(f"{axis}={size}" for axis, size in (axes | {name: size}).items())
 
     return value
 
@@ -82,11 +86,13 @@ def translate(row: Row, text: str, given: dict[str, str]) -> str:
         UserError: it has none.
     """
     try:
+        if not text:
+            raise ValueError
         if "=" in row.value:
             given[row.ours] = dict(pair.split("=") for pair in row.value.split())[text.lower()]
         else:
             given[row.ours] = TRANSLATIONS[row.value](text, given) if row.value else text
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         note = f": {row.note}" if row.note else ""
         raise UserError(
             f"{row.option} {text or 'without a value'} has no counterpart here; give {row.here}{note}"

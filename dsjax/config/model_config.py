@@ -217,8 +217,12 @@ class ModelConfig:
 
     @property
     def page_tokens(self) -> int:
-        """A page of the cache holds a multiple of so many tokens: whole windows of each rate of a deepseek_v4 model (128)."""
-        return 1 if self.v4 is None else math.lcm(*self.v4.rates)
+        """A page of the cache holds a multiple of so many tokens: whole windows of each rate of a deepseek_v4 model, and its sliding
+        window, of which a request keeps one full page (128)."""
+        if self.v4 is None:
+            return 1
+        whole = math.lcm(*self.v4.rates)
+        return -(-self.v4.sliding_window // whole) * whole
 
     @property
     def head_groups(self) -> int:

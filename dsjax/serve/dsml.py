@@ -237,6 +237,6 @@ def _is_json(text: str) -> bool:
     """Whether a text is JSON, which has no NaN and no infinities."""
     try:
         json.loads(text, parse_constant=lambda name: float(f"no {name}"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True

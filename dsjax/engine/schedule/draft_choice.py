@@ -34,9 +34,9 @@ _FADING, _ROW_FADING = 0.9996, 0.99
 class DraftChoice(Attachment):
     """Chooses the number of drafts of each step, from 0 to `most`.
 
-    A load is a power of two of the fullest rank's rows. A step is measured if it has no prompts and the previous step had the same load and
-    number of drafts. The first load tries `most` drafts and none at once, and a number between them if it promises more. Another load
-    begins with the best number of the nearest load. Later trials of other numbers are so rare that they cost at most `SHARE` of the time.
+    A load is a power of two of the requests that run on the fullest rank. A step is measured if it has no prompts and the step before it
+    had the same number of drafts. Where no other load is known, `most` drafts, none, and a promising number between them are tried at
+    once. Another load begins with the best number of the nearest one. Later trials are so rare that they cost at most `SHARE` of the time.
     """
 
     statistics_name = "draft_choice"
@@ -49,15 +49,17 @@ class DraftChoice(Attachment):
 
     def _forget(self) -> None:
         self._times: dict[int, dict[int, deque[float]]] = {}  # of each load, by the number of drafts
-        self._offered, self._accepted = (
-            [0.0] * self._most,
-            [0.0] * self._most,
-        )  # by a draft's place: those behind accepted ones
-        self._load, self._chosen, self._before = 0, self._most, None
-        self._left = self._since = 0  # steps that the trial still lacks; steps since the last one
-        self._spent: dict[
-            int, dict[int | None, np.ndarray]
-        ] = {}  # seconds and a row's tokens, likewise; None: a step behind one of another kind
+        # Of each place in a row's drafts: those behind accepted ones, and the accepted of them.
+        self._offered, self._accepted = [0.0] * self._most, [0.0] * self._most
+        self._load, self._chosen, self._before, self._left = (
+            0,
+            self._most,
+            -1,
+            0,
+        )  # left: steps that the trial still lacks
+        self._since: dict[int, int] = {}  # steps of each load since its last trial
+        # Seconds and a row's tokens of each load, by the number of drafts; None: a step behind one with another number.
+        self._spent: dict[int, dict[int | None, np.ndarray]] = {}
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
         """Begin anew: another mesh has other times."""
@@ -73,22 +75,24 @@ class DraftChoice(Attachment):
         """The number of drafts in force."""
         return self._chosen
 
-    def choose(self, running: int) -> int:
-        """Return the number of drafts of a row in the next step, with `running` requests on the fullest rank."""
-        load = (-(-running // self._batches)).bit_length()
+    def choose(self, _: int = 0) -> int:
+        """Return the number of drafts of a row in the next step."""
+        load = self._load_now()
         if load != self._load:
-            self._load, self._left, self._since = load, 0, 0
+            self._load, self._left = load, 0
             self._chosen = self._best(load)
         return self._chosen
 
+    def _load_now(self) -> int:
+        running = max(len(rank.running) for rank in self.scheduler.ranks)
+        return (-(-running // self._batches)).bit_length()
+
     def after_step(self, seconds: float, plan: StepPlan, updates: list[Update]) -> None:
         """Measure a step, and begin or end a trial."""
-        is_pure = not plan.page_commands and not any(rank.prefills or rank.copies for rank in plan.ranks)
-        rows = max(len(rank.decodes) for rank in plan.ranks)
-        load, drafts = rows.bit_length(), plan.num_drafts
-        steady, self._before = self._before == (load, drafts), (load, drafts) if is_pure and rows else None
+        load, drafts = self._load_now(), plan.num_drafts
+        steady, self._before = self._before == drafts, drafts
         results = [result for _, result, _ in updates if result is not None]
-        if self._before is None or not results:
+        if plan.page_commands or not results or any(rank.prefills or rank.copies for rank in plan.ranks):
             return
         if steady:
             self._times.setdefault(load, {}).setdefault(drafts, deque(maxlen=_KEPT)).append(seconds)
@@ -116,21 +120,21 @@ class DraftChoice(Attachment):
     def _choose_next(self) -> None:
         """Continue or end a trial, and begin the next one when it is due."""
         known = self._times[self._load]
-        self._since += 1
+        self._since[self._load] = since = self._since.get(self._load, 0) + 1
         self._left = max(0, self._left - 1)
         if self._left or len(known[self._chosen]) < TRIAL:
             return
         self._chosen = best = self._best(self._load)
-        untried = [drafts for drafts in (self._most, 0) if drafts not in known]
+        untried = [drafts for drafts in (self._most, 0) if not known.get(drafts)]
         untried = untried or [
-            drafts for drafts in range(1, self._most) if drafts not in known and self._promises(drafts)
+            drafts for drafts in range(1, self._most) if not known.get(drafts) and self._promises(drafts)
         ]
         next_one = (untried or [drafts for drafts in known if drafts != best] or [best])[0]
-        at_once = untried and len(self._times) == 1
-        if at_once or (self._since >= BETWEEN and self._lost(best, next_one) <= SHARE):
+        at_once = untried and all(len(tried) < 2 for load, tried in self._times.items() if load != self._load)
+        if at_once or (since >= BETWEEN and self._lost(best, next_one) <= SHARE):
             self._chosen = next_one
             known[next_one] = known.pop(next_one, deque(maxlen=_KEPT))  # to the end: it was tried last
-            self._left, self._since = TRIAL, 0
+            self._left, self._since[self._load] = TRIAL, 0
 
     def _promises(self, drafts: int) -> bool:
         """Whether an untried number between 0 and `most` may be better than both at this load."""

@@ -57,8 +57,12 @@ def enforceable(schema: Any) -> Any:
         UserError: a text that the grammar allows could break the schema.
     """
 
+    is_named = _is_referred_to_by_name(schema)
+
     def change(inner: dict[str, Any]) -> dict[str, Any]:
         kept = {name: value for name, value in inner.items() if not _says_nothing(name, value, inner)}
+        if not is_named:
+            kept.pop("$id", None)  # any text, which llguidance would take for a URI
         least, named = kept.get("minProperties"), _texts(kept.get("required"))
         if isinstance(least, int) and least > len(named) + 1:
             raise UserError(
@@ -74,10 +78,7 @@ def enforceable(schema: Any) -> Any:
             kept["additionalProperties"] = False
         return _as_any_of(kept, schema) if isinstance(kept.get("oneOf"), list) and "anyOf" not in kept else kept
 
-    changed = each_schema(schema, change)
-    if isinstance(changed, dict) and not _is_referred_to_by_name(schema):
-        changed.pop("$id", None)  # any text, which llguidance would take for a URI
-    return changed
+    return each_schema(schema, change)
 
 
 def _is_referred_to_by_name(schema: Any) -> bool:

@@ -351,7 +351,7 @@ def arguments_object(arguments: str) -> dict[str, Any]:
     """Read a call's arguments. JSON that is no object, and what is no JSON, stands under `arguments`, as V4's own encoder has it."""
     try:
         parsed = json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         parsed = None
     return parsed if isinstance(parsed, dict) else {"arguments": arguments}
 

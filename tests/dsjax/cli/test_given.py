@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from dsjax.cli import app
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
+from sharding.errors import MeshError
 
 FILE = """
 model: deepseek-v3
@@ -71,6 +72,11 @@ def given(monkeypatch, tmp_path):
             {"num_processes": 2, "process_id": 1, "coordinator_address": "[::1]:7000"},
         ),
         ("--master-addr a", {"coordinator_address": "a:8476"}),
+        ("--block-size 32 --page-size 64", {"page_size": 64}),
+        ("--page-size 64 --block-size 32", {"page_size": 32}),
+        ("--tp 8 --tensor-parallel-size 4", {"mesh": "dp=1,tp=4"}),
+        ("--disable-radix-cache --enable-prefix-caching", {}),
+        ("--tp 8 --mesh dp=4", {"mesh": "dp=4,tp=8"}),
     ],
 )
 def test_an_option_of_another_engine_is_taken_for_ours(given, words, options):
@@ -86,6 +92,8 @@ def test_an_option_of_another_engine_is_taken_for_ours(given, words, options):
         ("-tp", "-tp without a value has no counterpart here; give --mesh tp=N"),
         ("--block-size 0", "--page-size is 0, expected an integer of at least 1"),
         ("--config", "Option '--config' requires an argument"),
+        ("--model-path", "--model-path without a value has no counterpart here; give --model"),
+        ("--kv-offloading-size inf", "--kv-offloading-size inf has no counterpart here"),
         ("--disable-radix-cache=1", "--disable-radix-cache is --no-enable-prefix-caching"),
     ],
 )
@@ -108,6 +116,29 @@ def test_a_file_gives_options_and_the_command_line_has_priority(given, words, op
 
 
 @pytest.mark.parametrize(
+    ("mesh", "message"), [("dp8", "found 'dp8', expected axis=size"), ("dp=2,dp=4", "axis dp is given twice")]
+)
+def test_a_wrong_mesh_is_refused_for_what_it_is_beside_another_engines_axis(given, mesh, message):
+    with pytest.raises(MeshError, match=message):
+        given(f"--prompt x --mesh {mesh} --tp 2")
+
+
+@pytest.mark.parametrize("words", ["--page-size 64", "--block-size 64"])
+def test_pages_of_a_file_are_those_of_the_command_lines_size(given, words):
+    assert given(f"--config FILE {words}", "num-gpu-blocks-override: 100\nprompt: x") == {
+        "page_size": 64,
+        "cache_tokens": 6400,
+    }
+
+
+def test_names_in_a_file_stay_as_they_are_written(given):
+    assert given("--config FILE", "prompt: 010\nmodel: 1.10\nrevision: 2024-01-02") == {
+        "model": "1.10",
+        "revision": "2024-01-02",
+    }
+
+
+@pytest.mark.parametrize(
     ("file", "message"),
     [
         ("max_num_sqs: 3", "c.yaml: max_num_sqs is no option of this command; --help-all lists them"),
@@ -119,6 +150,12 @@ def test_a_file_gives_options_and_the_command_line_has_priority(given, words, op
         ("tokenizer:", "c.yaml: tokenizer: found null"),
         ("enable-dbo: 1", "c.yaml: enable-dbo: found 1, expected true or false"),
         ("quantization: awq", "c.yaml: quantization: --quantization awq has no counterpart here"),
+        ("trust-remote-code: true", "c.yaml: trust-remote-code is no option of this command; --trust-remote-code is"),
+        ("page-size: 4\nblock-size: 8", "c.yaml: page-size and block-size are one option; leave one of them out"),
+        ("port: !!int abc", "c.yaml is no YAML"),
+        ("[" * 2000, "c.yaml is no YAML"),
+        ("speculative-config: {x: 2024-01-01}", "--speculative-config"),
+        ("false", "c.yaml has a bool"),
         ("- model", "c.yaml has a list; expected lines such as max-num-seqs: 64"),
         ("a: b: c", "c.yaml is no YAML: mapping values are not allowed here"),
     ],

@@ -19,14 +19,19 @@ class Machine:
     def __init__(self, seconds, accepts: float, noise: float = 0.05):
         self.seconds, self.accepts, self.noise = seconds, accepts, noise
         self.choice, self.rng = DraftChoice(MOST), random.Random(1)
+        self.scheduler = SimpleNamespace(ranks=[SimpleNamespace(running=[])])
+        self.choice.scheduled(self.scheduler)
         self.chosen: list[int] = []
         self.time = self.tokens = 0.0
 
-    def run(self, steps: int, rows: int = 1, prompts: bool = False) -> "Machine":
-        ahead, proposed = [], 0
-        for _ in range(steps):
+    def run(self, steps: int, rows: int = 1, *, prompts: int = 0, batches: int = 1) -> "Machine":
+        """prompts: every how many steps has one; 0: none. batches: that take turns, as with stages."""
+        ahead, proposed, running = [], 0, rows
+        self.scheduler.ranks[0].running = [None] * running
+        for step in range(steps):
             while len(ahead) < 2:
-                ahead.append(self.choice.choose(rows))
+                ahead.append(self.choose())
+            rows = (running + step % batches) // batches
             drafts = ahead.pop(0)
             self.chosen.append(drafts)
             seconds = self.seconds(drafts, rows) * self.rng.uniform(1, 1 + self.noise)
@@ -39,10 +44,15 @@ class Machine:
                 updates.append(Update(None, RowResult([7] * (1 + accepted), num_drafts=verified), None))
                 self.tokens += 1 + accepted
             row = ScheduledRow(None, 0, 1)
-            plan = StepPlan([RankPlan([row] * rows, [row] * prompts, [])], drafts)
+            has_prompt = prompts and step % prompts == 0
+            plan = StepPlan([RankPlan([row] * rows, [row] * has_prompt, [])], drafts)
             self.choice.after_step(seconds, plan, updates)
             self.time, proposed = self.time + seconds, drafts
         return self
+
+    def choose(self) -> int:
+        waiting = 300  # whatever waits for pages changes nothing
+        return self.scheduler.choose_drafts(len(self.scheduler.ranks[0].running) + waiting)
 
     @property
     def seconds_a_token(self) -> float:
@@ -87,19 +97,34 @@ def test_it_follows_what_changes():
 def test_loads_are_kept_apart_and_a_new_one_begins_with_what_is_best_nearby():
     machine = Machine(lambda drafts, rows: 1 + 0.05 * drafts * rows, 0.8)
     machine.run(300, rows=1)
-    assert machine.choice.choose(1) == MOST
+    assert machine.choose() == MOST
     begun = len(machine.chosen)
     machine.run(3000, rows=64)
     assert machine.chosen[begun] == MOST
     assert machine.chosen[-BETWEEN:].count(0) > BETWEEN / 2
-    assert machine.choice.choose(1) == MOST
+    machine.scheduler.ranks[0].running = [None]
+    assert machine.choose() == MOST
+
+
+def test_a_load_that_comes_and_goes_is_measured_too():
+    machine = Machine(lambda drafts, rows: 1 + 0.9 * drafts, 0.6)
+    for rows in [1, 2, 4, 8] + [15, 16] * 20:
+        machine.run(20, rows)
+    assert machine.chosen[-BETWEEN:].count(0) > BETWEEN / 2
+
+
+@pytest.mark.parametrize(("rows", "prompts", "batches"), [(7, 0, 2), (31, 0, 2), (4, 2, 1)])
+def test_batches_of_unequal_size_and_prompts_in_every_second_step_do_not_hide_what_drafts_cost(rows, prompts, batches):
+    machine = Machine(lambda drafts, rows: 1 + 0.9 * drafts, 0.6)
+    machine.choice.start(None, SimpleNamespace(num_batches=batches))
+    assert machine.run(1000, rows, prompts=prompts, batches=batches).chosen[-BETWEEN:].count(0) > BETWEEN / 2
 
 
 def test_steps_with_prompts_measure_nothing_and_another_mesh_begins_anew():
     machine = Machine(lambda drafts, rows: 1 + 0.9 * drafts, 0.6).run(500)
-    assert machine.choice.choose(1) == 0
+    assert machine.choose() == 0
     machine.seconds = lambda drafts, rows: 1 + (0 if drafts else 100)
-    machine.run(500, prompts=True)
-    assert machine.choice.choose(1) == 0
+    machine.run(500, prompts=1)
+    assert machine.choose() == 0
     machine.choice.start(None, SimpleNamespace(num_batches=2))
-    assert machine.choice.choose(1) == MOST
+    assert machine.choose() == MOST

@@ -27,6 +27,8 @@ def test_a_schema_s_id_is_a_name_that_references_within_it_do_not_need(name):
     schema = StructuredOutputs(json={"$id": name, "$ref": "#/$defs/n", "$defs": {"n": {"type": "number"}}})
     assert accepts(schema, "1.5")
     assert not accepts(schema, '"a"')
+    inner = StructuredOutputs(json={"properties": {"a": {"$id": name, "type": "number"}}, "required": ["a"]})
+    assert accepts(inner, '{"a": 1.5}')
 
 
 def test_a_reference_to_a_schema_s_id_is_followed():

@@ -67,6 +67,7 @@ def test_arguments_that_are_no_object_become_one_parameter():
     assert '<｜DSML｜parameter name="arguments" string="true">not JSON</｜DSML｜parameter>' in written
     assert '<｜DSML｜invoke name="g">\n\n</｜DSML｜invoke>' in written
     assert '<｜DSML｜parameter name="a" string="false">null</｜DSML｜parameter>' in written
+    assert "[[[" in V4Encoder().calls([("f", "[" * 9000)])
 
 
 @pytest.fixture
