@@ -90,7 +90,7 @@ def credit_rows() -> list[list[str]]:
 
 QUESTION = """
     model cluster hosts input_tokens output_tokens classes ttft_ms tpot_ms throughput measured network engine
-    operators mode batch context max_devices max_devices_per_instance price_per_hour explain num_prompts
+    operators mode batch context max_devices max_devices_per_instance price_per_hour explain sweep num_prompts
     request_rate warmup random_range_ratio burstiness seed rows pareto json_file
 """
 """Options of `dsjax plan` that say what is asked, on which grounds, and how the answer is given."""
