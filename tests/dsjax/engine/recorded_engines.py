@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from unittest import mock
 
 import msgspec
@@ -30,7 +31,7 @@ from dsjax.engine.schedule.mesh_changer import Generation
 from dsjax.engine.schedule.request import Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.text.logit_rules import LogitRules
-from dsjax.engine.transfer.messages import CHUNK_PAGES, TransferFailed
+from dsjax.engine.transfer.messages import CHUNK_PAGES, PrefillRequest, TransferFailed
 from dsjax.engine.transfer.prefill_links import LocalLink, PrefillLinks
 from dsjax.engine.transfer.send_buffers import Keeper
 
@@ -45,12 +46,14 @@ def make_executor(run: "Run", name: str, **options) -> ScriptedExecutor:
     return made
 
 
-def make_config(executor: ScriptedExecutor, *, drafts=None, **options) -> SchedulerConfig:
+def make_config(executor: ScriptedExecutor, *, drafts=None, budget=16, **options) -> SchedulerConfig:
     """A scheduler's sizes. drafts: the table of drafts by running requests."""
     speculation = None if drafts is None else SpeculativeConfig(
         method="mtp", num_speculative_tokens=4, num_speculative_tokens_per_batch_size=drafts
     )  # fmt: skip
-    return SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16, speculation=speculation, **options)
+    return SchedulerConfig.from_limits(
+        executor.limits, max_num_batched_tokens=budget, speculation=speculation, **options
+    )
 
 
 def make_balancer(run: "Run", **options) -> ExpertBalancer:
@@ -66,6 +69,7 @@ def make_core(
     balancer: ExpertBalancer | None = None,
     events: bool = False,
     links: "list[ScriptedLink] | None" = None,
+    connect: "Callable[[str], ScriptedLink] | None" = None,
     timeout: float = 1.0,
     local_tokens: int = 1,
     **options,
@@ -73,7 +77,8 @@ def make_core(
     """An engine that decodes, and computes prompts itself or has them computed behind these links."""
     parts = attachments_of(config, sinks=[EventStream(run, executor.name)] if events else ())
     if links is not None:
-        parts.append(LinksInTurns(links, local_tokens=local_tokens, timeout=timeout))
+        dialer = connect and SimpleNamespace(link_to=connect, close=lambda: None)
+        parts.append(LinksInTurns(links, dialer, local_tokens=local_tokens, timeout=timeout))
     if balancer is not None:
         parts.append(balancer)
     core = EngineCore(executor, config, attachments=parts, generations=Successors(), **options)
@@ -94,6 +99,7 @@ def make_prefill(
     *,
     balancer: ExpertBalancer | None = None,
     events: bool = False,
+    timeout: float = 1.0,
 ) -> "Prefill":
 
     def keepers(executor):
@@ -104,7 +110,7 @@ def make_prefill(
     if balancer is not None:
         parts.append(balancer)
     options = {"keepers": keepers, "generations": Successors()}
-    engine = PrefillEngine(executor, config, timeout=1.0, attachments=parts, **options)
+    engine = PrefillEngine(executor, config, timeout=timeout, attachments=parts, **options)
     engine.buffers._numbers = itertools.count(1)
     return Prefill(run, engine)
 
@@ -251,6 +257,9 @@ class Engine:
     def flush(self) -> None:
         self._core.flush_prefix_cache()
 
+    def rebalance(self) -> None:
+        self._core.part(ExpertBalancer).rebalance_now()
+
     def change(self, executor: ScriptedExecutor, config: SchedulerConfig) -> None:
         self._core.change(lambda: Generation(executor, config))
 
@@ -287,6 +296,11 @@ class Prefill:
     def turn(self) -> None:
         self._goes_on = self._goes_on and self.engine.turn(wait=False)
 
+    def hand(self, transfer: str, tokens: list[int]) -> None:
+        """Have a prompt computed that its decode engine will name by this transfer."""
+        pages = (len(tokens) - 1) // 4
+        self.engine.post(PrefillRequest(transfer, int32s(tokens[: pages * 4 + 1]), 0, pages), None)
+
     def survive_with(self, executor: ScriptedExecutor, config: SchedulerConfig) -> None:
         self.engine.core.generations.next = Generation(executor, config)
 
@@ -298,12 +312,17 @@ class Prefill:
 
 
 class ScriptedLink:
-    """A prefill engine of this process as a decode engine sees it."""
+    """A prefill engine of this process as a decode engine sees it.
+
+    Attributes:
+        lost: kinds of messages that do not reach the prefill engine.
+    """
 
     is_idle = False
 
     def __init__(self, prefill: Prefill):
         self._link = LocalLink(prefill.engine)
+        self.lost: tuple[type, ...] = ()
 
     @property
     def receive(self):
@@ -314,7 +333,8 @@ class ScriptedLink:
         self._link.receive = receive
 
     def send(self, message) -> None:
-        self._link.send(message)
+        if not isinstance(message, self.lost):
+            self._link.send(message)
 
     def pull(self, number, device, address=""):
         """A chunk; what another process keeps is always there."""

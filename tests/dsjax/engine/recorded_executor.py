@@ -61,6 +61,7 @@ class ScriptedExecutor(FakeExecutor):
         pulls_fail: whether no chunk can be pulled now.
         non_finite: by seed the position from which a request's values are not finite.
         failing: kinds of commands whose next launch fails, once for each entry.
+        failing_exchanges: numbers, counted from 0, of the commands that move experts and cannot.
         keeps_elsewhere: ranks whose chunks another process keeps.
     """
 
@@ -72,8 +73,9 @@ class ScriptedExecutor(FakeExecutor):
         self.pulls_fail = False
         self.non_finite: dict[int, int] = {}
         self.failing: list[type] = []
+        self.failing_exchanges: set[int] = set()
         self.keeps_elsewhere: set[int] = set()
-        self._windows = 0
+        self._windows = self._exchanges = 0
         self._found = self._found and sorted(self._found)
         self._placement = np.arange(LAYERS * SLOTS_PER_RANK * EXPERT_RANKS).reshape(LAYERS, -1) % EXPERTS
         self._moves_experts = moves_experts
@@ -155,6 +157,9 @@ class ScriptedExecutor(FakeExecutor):
         return LoadWindow(loads, by_rank)
 
     def _exchange(self, command: StageExperts | PlaceExperts) -> Exchanged:
+        number, self._exchanges = self._exchanges, self._exchanges + 1
+        if number in self.failing_exchanges:
+            return Exchanged(0.0, "the link is down")
         if isinstance(command, PlaceExperts):
             self._placement = self._placement.copy()
             self._placement[command.layer] = from_int32s(command.physical_to_logical)

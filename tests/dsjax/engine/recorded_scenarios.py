@@ -23,6 +23,7 @@ from recorded_executor import ScriptedExecutor
 from dsjax.engine.contract.commands import Copy, FetchPages, PlacePages, PullPages, ReadPages, Step, StorePages
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.transfer.messages import PrefillRequest
 
 KINDS = ("greedy", "sampled", "penalised", "biased", "logprobs", "prompt_logprobs", "structured", "open")
 MOVING = (Copy, StorePages, FetchPages, PlacePages, ReadPages, PullPages)
@@ -115,11 +116,14 @@ def sessions(engine: Engine, crowd: Crowd, turns: range) -> Actions:
     return {turn: [lambda turn=turn: say(turn)] for turn in turns}
 
 
-def plain(run: Run, *, ranks: int = 3, asynchronous: bool = True, policy: str = "priority") -> None:
+def plain(
+    run: Run, *, ranks: int = 3, pages: int = 15, asynchronous: bool = True, policy: str = "priority", **config
+) -> None:
     """Requests of all kinds on few pages."""
-    executor = make_executor(run, "engine", num_ranks=ranks, pages_per_rank=33)
-    config = make_config(executor, policy=policy)
-    engine = make_core(run, executor, config, events=True, async_scheduling=asynchronous)
+    executor = make_executor(run, "engine", num_ranks=ranks, pages_per_rank=pages + 18)
+    engine = make_core(
+        run, executor, make_config(executor, policy=policy, **config), events=True, async_scheduling=asynchronous
+    )
     crowd = Crowd(1, first_rank=2 * (policy == "fcfs"))
     run.play(together(
         crowd.arrivals(engine, 24 * ranks, every=1 / ranks, longest_output=40),
@@ -135,6 +139,173 @@ def plain(run: Run, *, ranks: int = 3, asynchronous: bool = True, policy: str = 
 def plain_synchronous(run: Run) -> None:
     """The same with one step at a time, in the order of arrival."""
     plain(run, ranks=2, asynchronous=False, policy="fcfs")
+
+
+def plain_uncached(run: Run) -> None:
+    """One rank without a prefix cache."""
+    plain(run, ranks=1, prefix_caching=False)
+
+
+def host_tier(run: Run) -> None:
+    """Pages that go to host memory and come back."""
+    executor = make_executor(run, "engine", num_ranks=2, pages_per_rank=25, host_pages_per_rank=16)
+    engine = make_core(run, executor, make_config(executor), events=True)
+    crowd = Crowd(2, beginnings=5)
+    run.play(together(
+        crowd.arrivals(engine, 60, every=1.5),
+        sessions(engine, crowd, range(7, 80, 9)),
+        {50: [engine.flush]},
+    ))  # fmt: skip
+    run.play(crowd.arrivals(engine, 12, every=3, kinds=("greedy", "sampled"), first=1))
+
+
+def disk_tier(run: Run, *, host_pages: int = 12) -> None:
+    """Pages that go to host memory and the disk, which is slow, fails, and works again; then what only the devices have goes there."""
+    executor = make_executor(
+        run,
+        "engine",
+        num_ranks=2,
+        pages_per_rank=25,
+        host_pages_per_rank=host_pages,
+        disk_pages=60,
+        disk_page_bytes=4096,
+    )
+    engine = make_core(run, executor, make_config(executor), events=True)
+    crowd = Crowd(3, beginnings=5)
+    run.play(together(
+        crowd.arrivals(engine, 90, every=4),
+        sessions(engine, crowd, range(7, 340, 19)),
+        {
+            50: [put(executor, reads_fail=True)],
+            80: [put(executor, reads_fail=False)],
+            120: [put(executor, writes_fail=True)],
+            132: [put(executor, writes_fail=False)],
+            140: [lambda: run.clock.advance(3.0)],
+            180: [put(executor, disk_seconds=9.0)],
+            **{turn: [lambda: run.clock.advance(1.5)] for turn in (200, 210, 220)},
+            221: [put(executor, disk_seconds=0.02)],
+            240: [lambda: run.clock.advance(9.5)],
+            300: [engine.flush],
+        },
+    ))  # fmt: skip
+    run.clock.advance(1.0)
+    run.play(crowd.arrivals(engine, 20, every=3, kinds=("greedy", "sampled"), first=1))
+    kept = executor.disk
+    engine.end()
+    run.engines.clear()
+    again = make_executor(run, "restarted", num_ranks=2, pages_per_rank=33, disk_pages=40, disk=dict(kept))
+    engine = make_core(run, again, make_config(again), events=True)
+    run.play(crowd.arrivals(engine, 24, every=2, kinds=("greedy", "sampled")))
+
+
+def disk_alone(run: Run) -> None:
+    """The same without host memory."""
+    disk_tier(run, host_pages=0)
+
+
+def separated(run: Run, *, lost: bool = True) -> None:
+    """Two prefill engines, one of them reached by its address; transfers that are cancelled, lost, late, failed and given up."""
+    first_executor = make_executor(run, "prefill", num_ranks=2, transfers=True)
+    first_executor.keeps_elsewhere = {1}
+    second_executor = make_executor(run, "other-prefill", transfers=True, pages_per_rank=49)
+    first = make_prefill(run, first_executor, make_config(first_executor, policy="priority"), events=True)
+    second = make_prefill(run, second_executor, make_config(second_executor))
+    executor = make_executor(run, "decode", num_ranks=2, transfers=True, pages_per_rank=41)
+    links = [ScriptedLink(first)]
+    engine = make_core(
+        run,
+        executor,
+        make_config(executor),
+        links=links,
+        connect=lambda address: ScriptedLink(second),
+        local_tokens=9,
+        timeout=0.4,
+        events=True,
+    )
+    crowd = Crowd(4, longest=100)
+
+    def handed(number: int) -> None:
+        prompt = (crowd.prompt() + [number] * 12)[:100]
+        if number % 3:
+            second.hand(f"handed-{number}", prompt)
+        engine.add(
+            f"handed-{number}",
+            prompt,
+            "greedy",
+            5,
+            number,
+            prefill={"address": "other:1", "transfer": f"handed-{number}"},
+        )
+
+    run.play(together(
+        crowd.arrivals(engine, 90, every=3.2, aborts=4, longest_output=12),
+        sessions(engine, crowd, range(7, 280, 19)),
+        {turn: [lambda turn=turn: handed(turn)] for turn in range(3, 290, 14)},
+        {
+            40: [put(executor, pulls_fail=True)],
+            50: [put(executor, pulls_fail=False)],
+            80: [put(executor, chunk_seconds=float("inf"))],
+            98: [put(executor, chunk_seconds=0.03), lambda: run.clock.advance(0.5)],
+            120: [put(links[0], lost=(PrefillRequest,))],
+            136: [put(links[0], lost=()), lambda: run.clock.advance(0.5)],
+            160: [put(first_executor, chunk_seconds=float("inf"))],
+            178: [put(first_executor, chunk_seconds=0.03), lambda: run.clock.advance(0.5)],
+            200: [engine.flush],
+            220: [links[0].fail],
+            222: [lambda: run.clock.advance(70.0)],
+            240: [put(first_executor, non_finite={0: 12})],
+            256: [put(first_executor, non_finite={})],
+        },
+    ))  # fmt: skip
+
+
+def two_prefills(run: Run) -> None:
+    """A crowd for which two prefill engines compute for long, by priority. Each is left alone for a while, twice."""
+    prefills = []
+    for number in range(2):
+        executor = make_executor(run, f"prefill-{number}", transfers=True, max_rows_prefill=1, max_chunk=4)
+        prefills.append(make_prefill(run, executor, make_config(executor, policy="priority", budget=8), timeout=3.0))
+    executor = make_executor(run, "decode", num_ranks=2, transfers=True, pages_per_rank=29)
+    links = [ScriptedLink(prefill) for prefill in prefills]
+    engine = make_core(
+        run, executor, make_config(executor, policy="priority"), links=links, local_tokens=9, timeout=1.5
+    )
+    crowd = Crowd(10, longest=80, beginnings=6)
+    run.play(together(
+        crowd.arrivals(engine, 80, every=3, kinds=("greedy", "sampled", "penalised"), longest_output=12),
+        {turn: [links[turn // 20 % 2].fail] for turn in (40, 60, 120, 140)},
+        {turn: [lambda: run.clock.advance(1.1)] for turn in (64, 144, 146)},
+        {180: [put(executor, chunk_seconds=0.2)]},
+    ))  # fmt: skip
+
+
+def drafts(run: Run, *, asynchronous: bool = True) -> None:
+    """Drafts by the number of running requests."""
+    executor = make_executor(run, "engine", num_ranks=2, pages_per_rank=33)
+    config = make_config(executor, drafts=((1, 1, 4), (2, 3, 0), (4, 5, 3), (6, 9, 1)), policy="priority")
+    engine = make_core(run, executor, config, async_scheduling=asynchronous)
+    crowd = Crowd(5)
+    run.play(together(
+        crowd.arrivals(engine, 60, every=1.4, longest_output=40),
+        {turn: [lambda turn=turn: engine.add(f"alone-{turn}", crowd.prompt(), "structured", 20, turn)] for turn in (150, 190)},
+    ))  # fmt: skip
+
+
+def drafts_synchronous(run: Run) -> None:
+    """The same with one step at a time."""
+    drafts(run, asynchronous=False)
+
+
+def balancing(run: Run) -> None:
+    """Experts that move between steps, at times in vain, and once because somebody asked."""
+    executor = make_executor(run, "engine", num_ranks=2, moves_experts=True)
+    executor.failing_exchanges = {9, 31}
+    engine = make_core(run, executor, make_config(executor), balancer=make_balancer(run))
+    crowd = Crowd(6)
+    run.play(crowd.arrivals(engine, 50, every=2, longest_output=16))
+    engine.rebalance()
+    run.play({})
+    run.play(crowd.arrivals(engine, 6, first=1))
 
 
 def everything(run: Run) -> None:
@@ -228,5 +399,20 @@ def changed_mesh(run: Run) -> None:
 
 
 SCENARIOS: dict[str, Callable[[Run], None]] = {
-    scenario.__name__: scenario for scenario in (plain, plain_synchronous, everything, changed_mesh)
+    scenario.__name__: scenario
+    for scenario in (
+        plain,
+        plain_synchronous,
+        plain_uncached,
+        host_tier,
+        disk_tier,
+        disk_alone,
+        separated,
+        two_prefills,
+        drafts,
+        drafts_synchronous,
+        balancing,
+        everything,
+        changed_mesh,
+    )
 }
