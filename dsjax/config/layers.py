@@ -61,7 +61,7 @@ def moe_layers(runs: Sequence[LayerRun]) -> list[int]:
 def in_runs(layers: Sequence[tuple[str, str]], number: int = 0) -> tuple[LayerRun, ...]:
     """Runs of layers of which each is given by its attention and MLP: of one kind, or of two that take turns, whichever is longer.
 
-    A stack is called after its kind and its first layer, so that each is in one run. number: of the first of these layers.
+    number: the number of the first of these layers. A stack is named after its kind and its first layer, so its name occurs in one run.
     """
     runs, first = [], 0
     while first < len(layers):

@@ -65,8 +65,10 @@ class AttentionFamily(Protocol):
         """How the cache stores a token, in plain values; engines share pages only where these are equal."""
 
     def turns(self, groups: Sequence[GroupShape], context: int, page_size: int) -> dict[str, int]:
-        """Turns of the loops in ``attend`` whose length depends on the rows, by the scope that names them, where each row of these groups
-        attends to ``context`` positions."""
+        """Trip counts of the data-dependent loops in ``attend``, by their name scope.
+
+        Each row of the groups attends to ``context`` positions.
+        """
 
     def backend(self, form: Form) -> str:
         """What computes a form: ``plain``, ``native`` or ``pallas``."""

@@ -9,7 +9,7 @@ from dsjax.model.parameter_counts import expert_parameters, mlp_parameters
 
 
 def attention_cost(config: ModelConfig, attention: str, form: str | Form, **work) -> AttentionCost:
-    """Cost of one layer's attention. attention: as of `LayerKind`; form: MLA's; work: the other arguments of `mla_cost`."""
+    """Return the cost of one layer's attention. attention: see `LayerKind`. form: the MLA form. work: the other arguments of `mla_cost`."""
     return mla_cost(config, form, **work) if attention == "mla" else compressed_cost(config, attention, **work)
 
 

@@ -79,7 +79,7 @@ class MicroBatches:
 
 
 def count_micro_batches(shapes: Sequence[GroupShape], most: int) -> int:
-    """Return how many micro-batches ``MicroBatches.of`` makes of groups of these shapes."""
+    """Return the number of micro-batches into which ``MicroBatches.of`` splits groups of these shapes."""
     return max(_pieces(shape, most) for shape in shapes)
 
 

@@ -87,7 +87,7 @@ def _compressed_matrices(config: ModelConfig, tp: int, attention: str) -> tuple[
 
 
 def compressor_columns(config: ModelConfig, attention: str) -> int:
-    """Columns of the matrices that make compressors' gates and values in one layer. attention: as of `LayerKind`."""
+    """Return the output width of one layer's compressor projections (gates and values). attention: see `LayerKind`."""
     return sum(2 * series * entry for entry, series in _compressors(config, attention))
 
 

@@ -52,7 +52,7 @@ def enable_compile_cache() -> Path | None:
         return folder
     if (error := why_unwritable(folder)) is None:
         if reason := why_distrusted(folder):
-            _warn(f"compiled programs that are read run in this process, and {reason}")
+            _warn(f"the cache of compiled programs is not safe: they run in this process, and {reason}")
     elif not _has_entries(folder):
         return _without_cache(f"cannot write {folder} ({error}); set JAX_COMPILATION_CACHE_DIR to a folder that can be")
     else:

@@ -143,7 +143,7 @@ def unfill(step: ModelStep, state: DeviceState, groups: list[RowGroup]) -> Bool[
 
 
 def _at(hidden: Float[Array, "B T *n D"], slots: Int[Array, "B J"]) -> Float[Array, "B J *n D"]:
-    """The hidden states of these token slots of each rank."""
+    """Select each DP rank's hidden states at these token slots."""
     return jnp.take_along_axis(hidden, slots.reshape(*slots.shape, *[1] * (hidden.ndim - 2)), axis=1)
 
 

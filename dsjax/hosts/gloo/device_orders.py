@@ -58,7 +58,7 @@ class DeviceOrders:
         self.break_with(lost)
 
     def break_with(self, ended: Collection[int]) -> None:
-        """Mark every group with a device of these processes as broken: a process that takes over their ids cannot join it."""
+        """Mark all groups with a device of these processes as broken. A new process with the same id cannot join them."""
         self._broken |= {group for group in self._formed if {self._process_of[i] for i in group} & set(ended)}
 
     def _groups(self, order: Sequence[int], shape: tuple[int, ...]) -> set[Group]:

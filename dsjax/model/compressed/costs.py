@@ -17,7 +17,7 @@ from dsjax.model.parameter_counts import attention_matrices, compressor_columns
 
 
 class Seen(NamedTuple):
-    """Of the mean query of a chunk: tokens of its window, entries that it attends to, and entries that are scored for it."""
+    """What a query reads, averaged over a chunk: window tokens, compressed entries attended to, and entries scored by the indexer."""
 
     window: float
     entries: float

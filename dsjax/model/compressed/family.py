@@ -73,7 +73,7 @@ class Compressed:
         return {"rates": list(self.config.v4.rates), "states": self.drafts + 1}
 
     def turns(self, groups: Sequence[GroupShape], context: int, page_size: int) -> dict[str, int]:
-        """Of a token: window pages, which are two but at the border of one; blocks of entries that it scores, and that it attends to."""
+        """Trip counts for one token: window pages (two, or one at a border), and blocks of entries to score and to attend to."""
         first, second = (context // rate for rate in self.config.v4.rates)
         entries = {"csa_scores": first, "csa_entries": min(first, self.config.index_topk), "hca_entries": second}
         return {"window_pages": min(2, -(-context // page_size))} | {
