@@ -50,7 +50,7 @@ class BroadcastLog:
         self._socket.bind(zmq_endpoint(endpoint.host, 0))
         port = split_address(self._socket.last_endpoint.decode().removeprefix("tcp://"))[1]
         self.address = join_address(endpoint.host, port)
-        endpoint.owned.add(self)
+        endpoint.own(self)
         endpoint.serve(_SERVICE, self._greet, roles=("member",), kind=bytes)
 
     def append(self, epoch: int, body: bytes) -> None:
@@ -62,6 +62,11 @@ class BroadcastLog:
             short = len(body) <= MOST_FRAME_BYTES
             rest = [] if short else [body[at : at + MOST_FRAME_BYTES] for at in range(0, len(body), MOST_FRAME_BYTES)]
             self._send(Entry(number, epoch, body if short else b""), rest)
+
+    def tend(self) -> None:
+        """Let go of readers that have gone while nothing is appended: libzmq frees their memory only when the socket is used."""
+        with self._lock, contextlib.suppress(zmq.ZMQError):  # closed
+            self._socket.getsockopt(zmq.EVENTS)
 
     def close(self, linger: float = 0.0) -> None:
         """End. linger: seconds in which what was appended may still leave."""

@@ -68,8 +68,7 @@ class Endpoint:
         silence: seconds after which a process that says nothing counts as lost, though its kernel lives.
         holds: services that will be served. What comes for one before waits until it is; for any other service it is refused.
 
-    turned_away: strangers so far, by what was wrong with them. owned: closed when this ends. at_end: called then, in the messaging
-    thread.
+    turned_away: strangers so far, by what was wrong with them. at_end: called when this ends, in the messaging thread.
 
     Raises:
         UserError: without a cluster key, the address is beyond the loopback interface; or libzmq is unsuitable. OSError: it cannot listen.
@@ -101,7 +100,7 @@ class Endpoint:
         self._dialling: dict[Peer, tuple[Future[Peer], float]] = {}  # until when
         self._monitors: dict[zmq.Socket, zmq.Socket] = {}
         self.at_end: list[Callable[[], object]] = []  # called in the messaging thread
-        self.owned: weakref.WeakSet = weakref.WeakSet()
+        self._owned: weakref.WeakSet = weakref.WeakSet()  # the messaging thread's
         self._sweep_at, self._sweeps_again = time.monotonic() + _SWEEP_SECONDS, False
         self._ended, self._closed, self._linger = threading.Event(), False, 0.0
         self.turned_away: Counter[str] = Counter()
@@ -187,13 +186,17 @@ class Endpoint:
         self._wake_up()
         self._ended.wait()
         self._tell_of_strangers(at_once=True)
-        for opened in list(self.owned):
+        for opened in list(self._owned):
             opened.close()
         ends = threading.Thread(target=self._context.term, name="dsjax-messaging-end", daemon=True)
         ends.start()
         ends.join(linger + _END_SECONDS)
 
     # For links and logs, which have sockets of their own.
+
+    def own(self, opened: Any) -> None:
+        """Tend a link or log each second, and close it when this ends."""
+        self.post(lambda: self._owned.add(opened))
 
     def socket(self, kind: int, host: str) -> zmq.Socket:
         """Make a socket with the options that all have. host: at which it listens, or to which it connects."""
@@ -430,7 +433,7 @@ class Endpoint:
                 self._tell_of_strangers()
 
     def sweep(self) -> None:
-        """Find out which processes that have connected are gone: a message to one of them cannot be sent."""
+        """Find out which processes that have connected are gone: a message to one of them cannot be sent. Tend links and logs."""
         self._sweep_at = time.monotonic() + (_SECOND_SWEEP_SECONDS if self._sweeps_again else _SWEEP_SECONDS)
         self._sweeps_again = False
         for name in [*self._accepted, *self._dropped]:
@@ -438,6 +441,8 @@ class Endpoint:
                 self._router.send_multipart([name, b""], zmq.NOBLOCK)
             except zmq.ZMQError:
                 self._gone.add(name)
+        for opened in list(self._owned):
+            opened.tend()
         for peer, (_, end) in list(self._dialling.items()):
             if time.monotonic() > end:
                 self._end_dial(peer, PeerLostError(f"{peer.address} cannot be reached"))

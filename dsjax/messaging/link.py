@@ -72,7 +72,7 @@ class _Bulk:
         for one in (self._socket, self._monitor, self._woken.fileno()):
             self._poller.register(one, zmq.POLLIN)
         self._lock, self._is_cancelled, self._is_closed = threading.RLock(), False, False
-        endpoint.owned.add(self)
+        endpoint.own(self)
 
     def wake(self) -> None:
         """Have `receive` return without a message, now or when it is called next. Any thread may call it."""
@@ -83,6 +83,16 @@ class _Bulk:
         """Have whoever waits raise `PeerLostError`, now and from now on. Any thread may call it."""
         self._is_cancelled = True
         self.wake()
+
+    def tend(self) -> None:
+        """Let go of connections that have ended while nobody uses this: libzmq keeps what it knows of them until somebody looks."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._is_closed:
+                    self._socket.getsockopt(zmq.EVENTS)
+                    self._look()
+            finally:
+                self._lock.release()
 
     def close(self, linger: float = 0.0) -> None:
         """End, also under a thread that waits. linger: seconds in which what was sent may still leave, while nobody waits for it."""
