@@ -12,7 +12,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from dsjax.addresses import join_address, split_address, zmq_endpoint
+from dsjax.addresses import split_address, zmq_endpoint
 from dsjax.background import note_failure
 from dsjax.messaging.curve import connect_with_curve, listen_with_curve, verify_roles
 from dsjax.messaging.endpoint import Endpoint
@@ -47,9 +47,7 @@ class BroadcastLog:
         self._socket = endpoint.socket(zmq.PUB, endpoint.host)
         listen_with_curve(self._socket, endpoint.credentials.key, _SERVICE)
         endpoint.admit(_SERVICE, verify_roles(endpoint.credentials.key))
-        self._socket.bind(zmq_endpoint(endpoint.host, 0))
-        port = split_address(self._socket.last_endpoint.decode().removeprefix("tcp://"))[1]
-        self.address = join_address(endpoint.host, port)
+        self.address = endpoint.bind(self._socket)
         endpoint.own(self)
         endpoint.serve(_SERVICE, self._greet, roles=("member",), kind=bytes)
 

@@ -116,7 +116,7 @@ class Endpoint:
             self._wake.close()
             self._woken.close()
             raise OSError(error.errno, os.strerror(error.errno) if error.errno else str(error)) from error
-        self.host, self.port = split_address(self._router.last_endpoint.decode().removeprefix("tcp://"))
+        self.host, self.port = _address_of(self._router)
         self.read(self._router, self._receive)
         self.read(self._router_monitor, self._watch_router)
         self.read(self._zap.socket, self._zap.answer)
@@ -220,6 +220,11 @@ class Endpoint:
         for option, value in options.items():
             socket.setsockopt(option, int(value))
         return socket
+
+    def bind(self, socket: zmq.Socket) -> str:
+        """Have a socket listen at a free port of this endpoint's host. Return `HOST:PORT`."""
+        socket.bind(zmq_endpoint(self.host, 0))
+        return join_address(self.host, _address_of(socket)[1])
 
     @staticmethod
     def watch(socket: zmq.Socket) -> zmq.Socket:
@@ -493,6 +498,10 @@ class Endpoint:
 def counted(turned_away: Counter[str]) -> str:
     """Say how many strangers were turned away, by reason."""
     return ", ".join(f"{count:,} {reason}" for reason, count in sorted(turned_away.items()))
+
+
+def _address_of(socket: zmq.Socket) -> tuple[str, int]:
+    return split_address(socket.last_endpoint.decode().removeprefix("tcp://"))
 
 
 def _property(frame: zmq.Frame, name: str) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from dsjax.addresses import join_address, split_address, zmq_endpoint
+from dsjax.addresses import split_address, zmq_endpoint
 from dsjax.messaging.curve import connect_with_curve, enforce, listen_with_curve, verify_roles, verify_ticket
 from dsjax.messaging.endpoint import CONNECT_SECONDS, Endpoint
 from dsjax.messaging.peer import NotAMemberError, PeerLostError
@@ -164,12 +164,10 @@ class LinkListener(_Bulk):
             enforce(self._socket, self._domain)
             endpoint.admit(self._domain, verify_ticket(self.ticket))
         try:
-            self._socket.bind(zmq_endpoint(endpoint.host, 0))
+            self.address = endpoint.bind(self._socket)
         except BaseException:
             self.close()
             raise
-        port = split_address(self._socket.last_endpoint.decode().removeprefix("tcp://"))[1]
-        self.address = join_address(endpoint.host, port)
 
     def receive(self, seconds: float | None = None) -> Message | None:
         """Wait for a message; None where none comes in time, or `wake` is called.
