@@ -62,7 +62,10 @@ class Message(NamedTuple):
 
 
 class _Bulk:
-    """A socket, what tells of its connections, and what wakes the thread that waits at it."""
+    """A socket, what tells of its connections, and what wakes the thread that waits at it.
+
+    The endpoint tends it from the constructor's end on: a subclass sets what `_look` reads before.
+    """
 
     def __init__(self, endpoint: Endpoint, kind: int, host: str):
         self._socket = endpoint.socket(kind, host)
@@ -145,7 +148,6 @@ class LinkListener(_Bulk):
     """
 
     def __init__(self, endpoint: Endpoint, names: Sequence[str] | None = None, *, encrypted: bool = False):
-        super().__init__(endpoint, zmq.ROUTER, endpoint.host)
         self._endpoint, self._domain = endpoint, f"link {next(_numbers)}"
         self.ticket = secrets.token_hex(16).encode()
         self._names = None if names is None else set(names)
@@ -154,6 +156,7 @@ class LinkListener(_Bulk):
         self._sweeps, self._sweep_at = 0, 0.0
         self._gone: set[bytes] = set()  # what they sent before can still be taken
         self._lost: list[str] = []
+        super().__init__(endpoint, zmq.ROUTER, endpoint.host)
         self._socket.router_mandatory = True
         credentials = endpoint.credentials
         if encrypted or credentials.encrypt_bulk:
@@ -281,8 +284,8 @@ class Link(_Bulk):
     ):
         host, port = split_address(address)
         endpoint.credentials.check_host(host)
-        super().__init__(endpoint, zmq.DEALER, host)
         self.address, self._has_ended = address, False
+        super().__init__(endpoint, zmq.DEALER, host)
         if encrypted or endpoint.credentials.encrypt_bulk:
             connect_with_curve(self._socket, endpoint.credentials.key, role)
         else:
