@@ -269,6 +269,7 @@ class PagedMLA:
         if index is not None and mla.kv_b.weight[...].ndim < len(mla.kv_b.weight.info.shape):
             index = None  # a scan has sliced it
         config, batch, heads, dtype = self.config, self.batch, self.heads, p.latent.dtype
+        N, U = config.mla.qk_nope_head_dim, config.mla.v_head_dim
         own, stored = self.kernels.pallas, mla.kv_b.weight.info.dtype
         interpret, fixed = own.interpret, own.fixed
         q, weights, up_value = p.q_nope, {}, None
@@ -282,9 +283,7 @@ class PagedMLA:
             weights = {"weight": mla.kv_b.weight[...]}
             weights |= {"scale": mla.kv_b.scale[...]} if hasattr(mla.kv_b, "scale") else {}
             if index is None:  # a layer's own, which is read as a stack of one
-                if "scale" in weights and not takes_by_head(
-                    *weights.values(), config.qk_nope_head_dim, config.v_head_dim
-                ):
+                if "scale" in weights and not takes_by_head(*weights.values(), N, U):
                     weights, stored = {"weight": mla.kv_b.value(dtype)}, dtype
                 weights, index = {name: array[None] for name, array in weights.items()}, jnp.int32(0)
 
@@ -295,7 +294,7 @@ class PagedMLA:
                 return values.reshape(*x.shape[:2], *values.shape[1:])
             values = product(
                 weights["weight"], weights.get("scale"), stored, index, x.reshape(-1, *x.shape[2:]),
-                config.v_head_dim, interpret=interpret, fixed=fixed, cores=own.cores,
+                U, interpret=interpret, fixed=fixed, cores=own.cores,
             )  # fmt: skip
             return values.reshape(*x.shape[:2], *values.shape[1:])
 
@@ -329,7 +328,8 @@ class PagedMLA:
         G, pages = next(iter(cache.values())).shape[2], rows.tables.shape[-1]
         block_pages = max(1, min(pages, self.block(R, C) // G))
         num_blocks = -(-pages // block_pages)
-        arrays, widths = self.arrays, {"latent": self.config.kv_lora_rank, "rope": self.config.qk_rope_head_dim}
+        mla = self.config.mla
+        arrays, widths = self.arrays, {"latent": mla.kv_lora_rank, "rope": mla.qk_rope_head_dim}
 
         def local(queries, weights, cache, layer, positions, tables, filled, chosen):
             # Pages past a row's table are page 0: no query sees their positions.

@@ -104,7 +104,7 @@ class MatricesInPlace:
             self._local(self.infos.get(f"{path.removesuffix('weight')}{part}")) for part in ("weight", "scale")
         )
         if path.endswith(".kv_b.weight"):
-            return takes_by_head(weight, scale, self.config.qk_nope_head_dim, self.config.v_head_dim)
+            return takes_by_head(weight, scale, self.config.mla.qk_nope_head_dim, self.config.mla.v_head_dim)
         return self._dense_takes(weight, scale)
 
     def multiply(

@@ -71,14 +71,14 @@ class NativeProducts:
     def attend(self, mla: MLA, p: Projections) -> tuple[Float[Array, "B S H U"], None]:
         """Causal attention of sequences to themselves: each is a row of the kernel, and lies on one page of a cache of its own."""
         config, (B, S) = mla.config, p.latent.shape[:2]
-        form, is_sparse = FORMS[self.form], p.index is not None and config.index_topk < S
+        form, is_sparse = FORMS[self.form], p.index is not None and config.mla.indexer.topk < S
 
         def native(q_nope, q_rope, latent, k_rope, weight, index):
             layer, tables = jnp.int32(0), jnp.arange(B)[:, None]
             where = layer, jnp.zeros(B, jnp.int32), jnp.full(B, S), tables, None
             if is_sparse:
                 positions = jnp.broadcast_to(jnp.arange(S), (B, S))
-                keys = {"index": index.key[None]}, layer, positions, tables, None, config.index_topk
+                keys = {"index": index.key[None]}, layer, positions, tables, None, config.mla.indexer.topk
                 at, count, words = self.kernels.index_choice(index.query, index.weight, *keys)
                 if form.masks:
                     where = *where, words
@@ -96,7 +96,7 @@ class NativeProducts:
             return out.reshape(B, S, *out.shape[2:])
 
         def plain(q_nope, q_rope, latent, k_rope, weight, index):
-            N = config.qk_nope_head_dim
+            N = config.mla.qk_nope_head_dim
             whole = Projections(q_nope, q_rope, latent, latent, k_rope, index)
             return attend(config, whole, weight[..., :N], weight[..., N:])[0]
 

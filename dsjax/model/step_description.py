@@ -121,7 +121,7 @@ class StepDescription:
             return Compressed(self.mesh, self.rules, self.config, self.cache_dtype, self.drafts)
         layout = common_layout(self.prefill_form, self.decode_form)
         where = self.mesh, self.rules, self.config, layout, self.cache_dtype, self.block_tokens, self.kernels
-        return PagedMLA(*where) if self.config.index_topk is None else Chosen(*where, self.index_scores)
+        return PagedMLA(*where) if self.config.mla.indexer is None else Chosen(*where, self.index_scores)
 
     @property
     def sharding(self) -> TokenSharding:

@@ -29,7 +29,7 @@ _WIDTHS = (
 
 def widths(config: ModelConfig) -> dict[str, int | None]:
     """The numbers of a configuration that a module's time depends on. Layers are not among them: they are counted, not timed."""
-    return {name: getattr(config, name) for name in _WIDTHS}
+    return {name: getattr(config, name, getattr(config.attention, name, None)) for name in _WIDTHS}
 
 
 class _Times(msgspec.Struct, frozen=True):

@@ -89,7 +89,8 @@ def make_step(
     if config.v4 is None:  # refuses forms that share no layout
         cache_groups(config, (), kept_in, layout=common_layout(prefill_form, decode_form))
     powers = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
-    index_scores = IndexScores.parse(args.index_scores, config.index_head_dim, powers)
+    indexer = config.attention.indexer
+    index_scores = IndexScores.parse(args.index_scores, indexer and indexer.head_dim, powers)
     expert_side = expert_spec(args)
     check_layout(config, spec, args.num_redundant, weights, expert_side, args.moe_dense_tp_size)
     if scheme.experts is not None and spec.expert_width_shards > 1:

@@ -45,7 +45,7 @@ def check_batch_invariant(step: ModelStep, platform: str, weights: Weights) -> N
 
 def _left_open(step: ModelStep, weights: Weights) -> Iterator[str]:
     """Why a step with Pallas kernels cannot have it."""
-    if step.config.index_topk is not None:
+    if step.config.attention.indexer is not None:
         yield "the model has sparse attention, parts of which are XLA's"
     if WEIGHT_FORMATS[weights].packed is not None:
         yield f"the experts' kernels for --weights {weights} take tiles that follow the rows"

@@ -72,7 +72,7 @@ class Chosen(PagedMLA):
         dense = partial(super().attend, mla, form)
         latents = {name: array for name, array in cache.items() if name not in INDEX_ARRAYS}
         # Where a table has room for ``index_topk`` tokens at most, all are chosen, and nothing is scored.
-        if rows.tables.shape[-1] * cache["index"].shape[2] <= self.config.index_topk:
+        if rows.tables.shape[-1] * cache["index"].shape[2] <= self.config.mla.indexer.topk:
             return dense(latents, layer, index, rows, p)
         with jax.named_scope(f"attend_{form}"):
             choice, plain = Choice(self, cache, layer, rows), dataclasses.replace(p, index=None)
@@ -171,7 +171,7 @@ class Choice:
         several are accumulated, and a context that is chosen whole shall give dense attention's bits.
         """
         block = max(1, min(self.pages, self.dense.block(self.rows.positions.shape[1], 1) // self.page_size))
-        needed = -(-self.dense.config.index_topk // (block * self.page_size))
+        needed = -(-self.dense.config.mla.indexer.topk // (block * self.page_size))
         return block * max(needed, min(-(-self.pages // block), 2))
 
     @property
@@ -190,7 +190,7 @@ class Choice:
 
     def block(self, queries: int) -> int:
         """Context positions that ``queries`` of a rank are scored against at once: whole pages, a power of two of them."""
-        products = 4 * queries * self.dense.config.index_n_heads * self.page_size
+        products = 4 * queries * self.dense.config.mla.indexer.n_heads * self.page_size
         most = max(1, min(self._most_bytes // products, self.pages))
         return self.page_size << (most.bit_length() - 1)
 
@@ -238,7 +238,7 @@ class Choice:
                 {name: array for name, array in cache.items() if (name in INDEX_ARRAYS) == of_index}
                 for of_index in (True, False)
             )
-            k = dense.config.index_topk
+            k = dense.config.mla.indexer.topk
             if dense.kernels.name("index choice") == "native" and index.query.dtype == jnp.float32:
                 choose_in_place = dense.kernels.native.index_choice
                 found = choose_in_place(index.query, index.weight, keys, layer, positions[0], tables[0], filled, k)

@@ -42,10 +42,11 @@ def test_parameters_of_v3_are_those_of_its_checkpoint():
     }
 
 
+DIRECT = dataclasses.replace(V3.mla, q_lora_rank=None)
 CHANGES = [
-    {"q_lora_rank": None},
+    {"mla": DIRECT},
     {"attention_bias": True},
-    {"attention_bias": True, "q_lora_rank": None},
+    {"attention_bias": True, "mla": DIRECT},
     {"tie_word_embeddings": True},
     {"n_shared_experts": 0},
     {"n_routed_experts": 0},
@@ -129,12 +130,16 @@ def test_v32_attends_to_index_topk_tokens_beyond_which_only_index_scores_and_key
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v2-lite", "deepseek-v3.2"])
 def test_weights_are_the_layer_without_its_norms(name):
     config = load_config(name)
-    norms = config.kv_lora_rank + (config.q_lora_rank or 0) + 2 * (config.index_head_dim or 0)
+    norms = (
+        config.mla.kv_lora_rank
+        + (config.mla.q_lora_rank or 0)
+        + 2 * (config.mla.indexer.head_dim if config.mla.indexer else 0)
+    )
     for form in ("CD", "CC", "A_CC", "A_CC_ME"):
         assert weight_values(config, form) == mla_parameters(config) - norms
 
 
-@pytest.mark.parametrize("config", [V3, dataclasses.replace(V3, q_lora_rank=None)], ids=["compressed", "direct"])
+@pytest.mark.parametrize("config", [V3, dataclasses.replace(V3, mla=DIRECT)], ids=["compressed", "direct"])
 def test_materialised_weights_are_those_of_the_declared_products(config):
     infos = abstract_parameters(config, weights="f32", materialise=True)
     layers = infos["moe_layers.attn_norm.scale"].shape[0]
@@ -142,9 +147,9 @@ def test_materialised_weights_are_those_of_the_declared_products(config):
     def values(name):
         return math.prod(infos[f"moe_layers.attn.{name}"].shape) // layers
 
-    query = config.q_lora_rank or config.hidden_size
-    rotary = query * config.num_attention_heads * config.qk_rope_head_dim
-    shared = values("kv_a.weight") + (values("q_a.weight") if config.query_compressed else 0)
+    query = config.mla.q_lora_rank or config.hidden_size
+    rotary = query * config.num_attention_heads * config.mla.qk_rope_head_dim
+    shared = values("kv_a.weight") + (values("q_a.weight") if config.mla.q_lora_rank is not None else 0)
     assert weight_values(config, "AM_CC_ME") == shared + rotary + values("query_key") + values("value_output")
 
 
