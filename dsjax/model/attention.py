@@ -21,11 +21,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt32
 
 from dsjax.config import ModelConfig
-from dsjax.kernels.pallas import tpu_attention, tpu_heads
+from dsjax.kernels.pallas import tpu_attention
 from dsjax.kernels.pallas.attention import latent_attention
 from dsjax.kernels.pallas.heads import absorb
 from dsjax.kernels.pallas.heads import expand as expand_values
-from dsjax.kernels.pallas.heads import takes as takes_by_head
 from dsjax.kernels.table import Kernels
 from dsjax.model import paging
 from dsjax.model.cache_groups import Arrays, CacheGroup, Layout, cache_groups
@@ -269,32 +268,18 @@ class PagedMLA:
         if index is not None and mla.kv_b.weight[...].ndim < len(mla.kv_b.weight.info.shape):
             index = None  # a scan has sliced it
         config, batch, heads, dtype = self.config, self.batch, self.heads, p.latent.dtype
-        N, U = config.mla.qk_nope_head_dim, config.mla.v_head_dim
         own, stored = self.kernels.pallas, mla.kv_b.weight.info.dtype
-        interpret, fixed = own.interpret, own.fixed
-        q, weights, up_value = p.q_nope, {}, None
-        if fixed and own.platform == "tpu":
-            up_key, up_value = mla.key_value_weight(dtype)
-            weights = {"keys": jnp.transpose(up_key, (1, 2, 0)), "values": jnp.swapaxes(up_value, 0, 1)}
-        elif index is None and not fixed:
+        interpret, q, weights, up_value = own.interpret, p.q_nope, {}, None
+        if index is None:
             up_key, up_value = mla.key_value_weight(dtype)
             q = jnp.einsum("brchn,mhn->brchm", q, up_key)
         else:
-            weights = {"weight": mla.kv_b.weight[...]}
-            weights |= {"scale": mla.kv_b.scale[...]} if hasattr(mla.kv_b, "scale") else {}
-            if index is None:  # a layer's own, which is read as a stack of one
-                if "scale" in weights and not takes_by_head(*weights.values(), N, U):
-                    weights, stored = {"weight": mla.kv_b.value(dtype)}, dtype
-                weights, index = {name: array[None] for name, array in weights.items()}, jnp.int32(0)
+            weights, index = _stacked(mla.kv_b, index)
 
         def by_head(product, weights, index, x):
-            if "keys" in weights:
-                name, part = ("absorb_keys", "keys") if product is absorb else ("expand_values", "values")
-                values = tpu_heads.by_head(weights[part], x.reshape(-1, *x.shape[2:]), name, interpret=interpret)
-                return values.reshape(*x.shape[:2], *values.shape[1:])
             values = product(
-                weights["weight"], weights.get("scale"), stored, index, x.reshape(-1, *x.shape[2:]),
-                U, interpret=interpret, fixed=fixed, cores=own.cores,
+                weights["weight"], weights.get("scale"), stored, index, x.reshape(-1, *x.shape[2:]), config.mla.v_head_dim,
+                interpret=interpret, cores=own.cores,
             )  # fmt: skip
             return values.reshape(*x.shape[:2], *values.shape[1:])
 
@@ -306,13 +291,13 @@ class PagedMLA:
                 attend = tpu_attention.latent_attention
             out = attend(
                 q, q_rope[0], cache, np.dtype(self.cache_dtype), layer, positions[0, :, 0], length[0], tables[0], filled,
-                scale=config.softmax_scale, interpret=interpret, fixed=fixed,
+                scale=config.softmax_scale, interpret=interpret,
             )  # fmt: skip
             return (by_head(expand_values, weights, index, out) if weights else out)[None]
 
         length = jnp.full(rows.positions.shape[:2], rows.positions.shape[2]) if rows.length is None else rows.length
         query, by_row = P(batch, None, None, heads), P(batch)
-        by_columns = {name: P(heads) if name in ("keys", "values") else P(None, None, heads) for name in weights}
+        by_columns = dict.fromkeys(weights, P(None, None, heads))
         specs = (query, query, by_columns, P(), dict.fromkeys(cache, P(None, batch)), P(), *[by_row] * 4)
         out = self._shard_map(local, specs, query)(
             q, p.q_rope, weights, index, cache, layer, rows.positions, length, rows.tables, rows.filled

@@ -114,7 +114,7 @@ class ExpertDispatch:
     @property
     def config(self) -> DispatchConfig:
         """``dispatch`` as this step's kernels carry it out."""
-        by_choice = self.dispatch.by_choice or self.products.ordered
+        by_choice = self.dispatch.by_choice or self.products.native
         return replace(self.dispatch, by_choice=by_choice, in_memory=self._in_memory)
 
     def mean_load(self, tokens: int) -> float:

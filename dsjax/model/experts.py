@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -29,7 +29,7 @@ from dsjax.kernels.gate import gated
 from dsjax.kernels.pallas import activations, fp4_products, tpu_products
 from dsjax.kernels.pallas.addressing import addressable
 from dsjax.kernels.pallas.experts import combine, round_pairs
-from dsjax.kernels.pallas.products import SLACK, Groups, ProductTiles, down, gate_up
+from dsjax.kernels.pallas.products import SLACK, Groups, down, gate_up
 from dsjax.kernels.table import Kernels
 from dsjax.model import fp8_product
 from dsjax.model.fp4_matrix import PACKED, PARTS, decoded, format_of, meant, swiglu_w4a4, swiglu_w4a8
@@ -38,7 +38,7 @@ from dsjax.model.parameters import dequantise, reinterpret
 from sharding import fp8
 from sharding.dispatch.wire import PackedRows
 from sharding.indices import cut, pick, take
-from sharding.sums import add_in_order, pieces_here
+from sharding.sums import pieces_here
 
 Params = Mapping[str, Array]
 """``gate_up.weight [X, D, 2, F]``, ``down.weight [X, F, D]`` in storage dtype; FP8 also has ``gate_up.scale`` and ``down.scale``, packed
@@ -93,17 +93,11 @@ class ExpertProduct:
             if self.is_native(rows_ND.dtype):
                 return self._native(experts, rows_ND, ids_NK, weights_NK)
             mean_load = ids_NK.size / experts.count if self.mean_load is None else self.mean_load
-            if self.kernels.fixed and ids_NK.shape[1] > 1:
-                terms = self.terms(params, rows_ND, ids_NK, weights_NK)
-                return add_in_order(terms.astype(jnp.float32), axis=1).astype(rows_ND.dtype)
             ours = self.implementation == "auto" and self.scheme.experts is None  # others are XLA's to multiply
             if self.kernels.name("experts") == "pallas" and ours:
                 stack = experts.stack()
                 if self.kernels.pallas.platform == "tpu":
                     return self._mosaic(experts, stack, rows_ND, ids_NK, weights_NK, mean_load)
-                if self.kernels.fixed and not all(map(addressable, stack.values())):
-                    stack = {name: lax.dynamic_index_in_dim(array, experts.layer, 0) for name, array in stack.items()}
-                    experts = replace(experts, params=stack | {"layer": jnp.int32(0)})
                 if experts.fp4 is not None or all(map(addressable, stack.values())):
                     return self._pallas(experts, stack, rows_ND, ids_NK, weights_NK, mean_load)
             pairs = sort_pairs(ids_NK, weights_NK, experts.count)
@@ -209,17 +203,13 @@ class ExpertProduct:
             else:
                 widen, narrow = gate_up, down
                 weights = {name: self._weights(stack, name) for name in ("gate_up", "down")}
-                fixed = self.kernels.pallas.fixed
-                of_both["tiles"] = ProductTiles.fixed(own_load) if fixed else self.kernels.pallas.tiles
+                of_both["tiles"] = self.kernels.pallas.tiles
             hidden_PF = widen(*weights["gate_up"], experts.layer, x_PD, groups, **gates, **of_both)
             y_PD = narrow(*weights["down"], experts.layer, hidden_PF, groups, **of_both)
             place = place_NK - first
             place = jnp.where((place >= 0) & (place < jnp.minimum(total - first, size)), place, -1)
             round_ND = combine(y_PD, place, weights_NK, own_load * X, interpret=interpret)
-            if out_ND is None:
-                return round_ND
-            # A row's only term comes in one round.
-            return jnp.where(place >= 0, round_ND, out_ND) if K == 1 else out_ND + round_ND
+            return round_ND if out_ND is None else out_ND + round_ND
 
         out_ND = one_round(0)
         if size < N * min(K, X):
@@ -231,9 +221,7 @@ class ExpertProduct:
         (N, K), X = ids_NK.shape, experts.count
         size = round_pairs(mean_load, X, N * min(K, X))
         own_load = min(mean_load, size / X)
-        fixed = self.kernels.fixed  # then a row has one term, which the callers see to
-        choose = tpu_products.TpuProductTiles.fixed if fixed else tpu_products.TpuProductTiles.for_load
-        tiles = choose(own_load)
+        tiles = tpu_products.TpuProductTiles.for_load(own_load)
         pairs = sort_pairs(ids_NK, weights_NK, X)
         options = {"mean_load": own_load, "tiles": tiles, "interpret": self.kernels.pallas.interpret}
 
@@ -248,12 +236,6 @@ class ExpertProduct:
             hidden_SF = tpu_products.gate_up(gate_up, experts.layer, x_SD, placed, limit=self.limit, **options)
             y_SD = tpu_products.down(down, experts.layer, hidden_SF, placed, **options)
             y_SD = jnp.where(placed.used_S[:, None], y_SD * weight_S[:, None], 0)
-            if fixed:
-                at_S = jnp.where(placed.used_S, row_S, N)
-                place_N = (
-                    jnp.full((N,), -1, jnp.int32).at[at_S].set(jnp.arange(len(at_S), dtype=jnp.int32), mode="drop")
-                )
-                return jnp.where(place_N[:, None] >= 0, y_SD.take(place_N, axis=0, mode="clip"), out_ND)
             return out_ND.at[row_S].add(y_SD, mode="promise_in_bounds")
 
         out_ND = one_round(0, jnp.zeros(rows_ND.shape, jnp.float32))

@@ -15,7 +15,7 @@ from dsjax.engine.afd.options import afd_addresses, expert_spec
 from dsjax.engine.device import expert_programs
 from dsjax.engine.device.process import cache_folder
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.batch_invariance import OPEN_SUMS, check_batch_invariant
+from dsjax.engine.setup.batch_invariance import check_batch_invariant
 from dsjax.engine.setup.combinations import check_family
 from dsjax.engine.setup.expert_location import ExpertLocation
 from dsjax.engine.setup.fitting import check_layout
@@ -164,7 +164,7 @@ def make_step(
         infos = {path: info for path, info in table.infos.items() if EXPERTS in path}
         step = dataclasses.replace(step, table=table.without(infos), apart=experts_apart(args, infos))
     if args.batch_invariant:
-        check_batch_invariant(step, platform, weights)
+        check_batch_invariant(step, platform)
     return step
 
 
@@ -217,9 +217,6 @@ def _kernels(
         tiles=None if args.kernel_config is None else Path(args.kernel_config),
         cores=Cores.of(device),
     )
-    if args.batch_invariant and kernels.pallas is not None:
-        kernels = dataclasses.replace(kernels, pallas=dataclasses.replace(kernels.pallas, fixed=True))
-        kernels = dataclasses.replace(kernels, note="; ".join(filter(None, (kernels.note, OPEN_SUMS))))
     if kernels.pallas is None or kernels.pallas.platform != "tpu":
         return kernels
     refused = {
@@ -227,7 +224,7 @@ def _kernels(
         ("experts",): _refuses_experts(config, spec, weights, scheme) if config.is_moe else "",
     }
     left = tuple(name for names, reason in refused.items() if reason for name in names)
-    if (not WEIGHT_FORMATS[weights].keeps_fp8 and not kernels.fixed) or scheme.dynamic:
+    if not WEIGHT_FORMATS[weights].keeps_fp8 or scheme.dynamic:
         left += ("other products",)  # XLA's own are as good with other weights, which is nothing to note
     return dataclasses.replace(
         kernels, left_plain=left, note="; ".join(filter(None, (kernels.note, *refused.values())))
