@@ -40,7 +40,7 @@ from dsjax.model.sparse import unpack
 from dsjax.model.transformer import MLA, Projections, expand
 from sharding import Rules, fp8
 from sharding.indices import cut
-from sharding.on_ranks import constrain, on_ranks
+from sharding.on_ranks import OneRank, constrain, on_ranks
 
 SHORTEST_BLOCK, LONGEST_BLOCK = 128, 1024
 BLOCK_BYTES = 256 * 2**20
@@ -95,7 +95,7 @@ class AttentionFamily(Protocol):
 class PagedMLA:
     """MLA: an ``AttentionFamily``, for a mesh and a cache layout."""
 
-    mesh: Mesh
+    mesh: Mesh | OneRank
     rules: Rules
     config: ModelConfig
     layout: Layout

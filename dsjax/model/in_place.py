@@ -27,7 +27,7 @@ from dsjax.model.norm import LayerNorm, RMSNorm
 from dsjax.model.parameters import Matrix, Multiply, ParameterInfo, reinterpret, value_of
 from dsjax.model.transformer import Transformer
 from sharding import MeshSpec, Rules, fp8
-from sharding.on_ranks import on_ranks
+from sharding.on_ranks import OneRank, on_ranks
 from sharding.sums import pieces_here, tree_sum
 
 SHARED_DEPTHS = ("heads", "mlp_width", "shared_width", "expert_width")
@@ -44,7 +44,7 @@ class MatricesInPlace:
     config: ModelConfig
     infos: Mapping[str, ParameterInfo]
     spec: MeshSpec
-    mesh: Mesh
+    mesh: Mesh | OneRank
     rules: Rules
     kernels: Kernels
     scheme: ActivationScheme

@@ -30,7 +30,6 @@ from dsjax.model.rows import RowGroup
 from dsjax.model.token_sharding import TokenSharding
 from dsjax.model.transformer import Projections
 from sharding.dispatch import Transit
-from sharding.on_ranks import if_any
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,13 +71,15 @@ class LayerParts:
         """What stands before attention's heads: its projections, and the entries that it writes to the cache."""
         x = self.sharding.whole(x)
         project = partial(self._project, of, x)
-        mix, p = if_any(of.tokens.active, project, lambda: _zeros(jax.eval_shape(project)))
+        mix, p = self.sharding.if_any(of.tokens.active, project, lambda: _zeros(jax.eval_shape(project)))
         return Projected(x, mix, p), self.attention.cache_entries(of.block.attn, cache, of.layer, of.tokens, p)
 
     def attend_projected(self, of: Layer, projected: Projected, cache: Cache) -> Float[Array, "B T *n D"]:
         """The rest of ``attend``."""
         x, mix, p = projected.x, projected.mix, projected.projections
-        return if_any(of.tokens.active, lambda: self.add_heads(of, x, mix, self.heads(of, p, cache)), lambda: x)
+        return self.sharding.if_any(
+            of.tokens.active, lambda: self.add_heads(of, x, mix, self.heads(of, p, cache)), lambda: x
+        )
 
     def _project(self, of: Layer, x: Float[Array, "B T *n D"]) -> tuple[Any, Projections]:
         of, tokens, normalise = of.here(), of.tokens, self.products.normalise
@@ -156,7 +157,7 @@ class LayerParts:
             y = here.block.mlp(normed, multiply)
             return self.sharding.whole(here.block.mlp_residual.post(x, mix, y))
 
-        return if_any(of.tokens.active, multiplied, lambda: x)
+        return self.sharding.if_any(of.tokens.active, multiplied, lambda: x)
 
     def _normed(self, of: Layer, x: Float[Array, "B T *n D"]) -> tuple[Float[Array, "B T D"], Any]:
         """What attention left, normalised for the MLP or the experts; and what ``Residual.post`` is given."""
@@ -191,7 +192,7 @@ class LayerParts:
             mix = _zeros(jax.eval_shape(lambda: of.block.mlp_residual.pre(x)[1]))
             return Sent(x, mix, zeros, transit)
 
-        return if_any(of.tokens.active, routed, nowhere)
+        return self.sharding.if_any(of.tokens.active, routed, nowhere)
 
     def choose(self, of: Layer, x: Float[Array, "B T *n D"]) -> tuple[Float[Array, "B T D"], Any, Routing]:
         """The tokens as experts read them, what ``Residual.post`` is given, and the experts of each."""
@@ -239,7 +240,11 @@ class LayerParts:
             return None
         multiply = self.products.multiply(of.index, split_tokens=True, by_data=self.by_data(of, normed))
         share = lambda: of.here().block.moe.shared(normed, multiply)  # noqa: E731
-        return if_any(of.tokens.active, share, lambda: jnp.zeros_like(normed)) if of.tokens is not None else share()
+        return (
+            self.sharding.if_any(of.tokens.active, share, lambda: jnp.zeros_like(normed))
+            if of.tokens is not None
+            else share()
+        )
 
     # The fourth part.
 

@@ -28,7 +28,7 @@ from sharding.dispatch.transit import ExchangePlan, Method, Transit, run_togethe
 from sharding.dispatch.wire import WireFormat
 from sharding.errors import MeshError
 from sharding.mesh import MeshSpec
-from sharding.on_ranks import on_one_rank, on_ranks
+from sharding.on_ranks import OneRank, on_ranks
 
 
 def dispatch(
@@ -95,7 +95,7 @@ class Exchange:
     """
 
     spec: MeshSpec
-    mesh: Mesh
+    mesh: Mesh | OneRank
     config: DispatchConfig
     group: ExpertGroup
     method: Method
@@ -104,9 +104,16 @@ class Exchange:
 
     @classmethod
     def of(
-        cls, spec: MeshSpec, mesh: Mesh, config: DispatchConfig, x_TD, slots_TK, experts: int, home: bool = False
+        cls,
+        spec: MeshSpec,
+        mesh: Mesh | OneRank,
+        config: DispatchConfig,
+        x_TD,
+        slots_TK,
+        experts: int,
+        home: bool = False,
     ) -> Exchange:
-        """Make the exchange for arrays of these shapes. Arguments and errors as of ``dispatch``."""
+        """Make the exchange for arrays of these shapes. Arguments and errors as of ``dispatch``; mesh: as of ``sharding.on_ranks``."""
         tokens, top_k = slots_TK.shape
         if tokens % spec.dp_size:
             raise MeshError(
@@ -185,8 +192,8 @@ class Exchange:
 
     @property
     def _dp_ranks(self) -> int:
-        """Number of DP ranks whose tokens the arrays hold: 1 inside ``on_one_rank``."""
-        return 1 if on_one_rank() else self.spec.dp_size
+        """Number of DP ranks whose tokens the arrays hold."""
+        return 1 if isinstance(self.mesh, OneRank) else self.spec.dp_size
 
     def _experts(self, experts: ExpertsOfMesh, params: Any) -> RankExperts:
         return RankExperts(self.group, experts.local_experts, params, self.config.report, self.home)
