@@ -175,8 +175,8 @@ NAMED = {
     },
     r"sparse.attention|sparse_attention|(model|plan).sparse|indexer(?!ror)|index_(topk|scores|n_heads|head_dim)\b|v3\.2|deepseek_v32": {
         "dsjax/checkpoint": "names.py",
-        "dsjax/config": "families.py hugging_face.py model_config.py",
-        "dsjax/engine/setup": "args.py assembly.py batch_invariance.py",
+        "dsjax/config": "attention.py families.py hugging_face.py",
+        "dsjax/engine/setup": "args.py assembly.py",
         "dsjax/kernels/native": "index.h",
         "dsjax/kernels/pallas": "index.py tpu_index.py",
         "dsjax/kernels": "table.py",

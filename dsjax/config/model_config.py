@@ -244,8 +244,7 @@ class ModelConfig:
 
     @property
     def attention(self) -> MlaConfig | DeepseekV4:
-        """Sizes of attention. Both classes have `q_lora_rank`, `qk_nope_head_dim`, `qk_rope_head_dim`, `qk_head_dim`, `v_head_dim`,
-        `latent_dim` and `indexer`."""
+        """Sizes of attention, of either family: both classes have the fields that planner and engine ask of any."""
         return self.mla or self.v4
 
     @property

@@ -112,14 +112,12 @@ class ExpertProduct:
 
     def terms(
         self, params: Params, rows_ND: Float[Array, "N D"], ids_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"]
-    ) -> Float[Array, "N K D"]:
-        """Return the weighted result of each of a row's experts, zero for none. The row's home rank adds them (``sharding.dispatch``)."""
-        if self.is_native(rows_ND.dtype):
-            experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme, self.limit)
-            return self._native(experts, rows_ND, ids_NK, weights_NK, apart=True)
-        N, K = ids_NK.shape
-        repeated = rows_ND.take(jnp.repeat(jnp.arange(N), K), axis=0)
-        return self(params, repeated, ids_NK.reshape(N * K, 1), weights_NK.reshape(N * K, 1)).reshape(N, K, -1)
+    ) -> Float[Array, "N K D"] | None:
+        """Return the weighted result of each of a row's experts, zero for none; None where no kernel gives it (``sharding.dispatch``)."""
+        if not self.is_native(rows_ND.dtype):
+            return None
+        experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme, self.limit)
+        return self._native(experts, rows_ND, ids_NK, weights_NK, apart=True)
 
     def is_native(self, dtype: np.dtype) -> bool:
         """Whether rows of ``dtype`` go through the native kernel."""

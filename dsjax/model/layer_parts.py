@@ -1,8 +1,8 @@
 """The four parts of a decoder layer: attention, the way of its tokens to their experts, these, and the way back.
 
 Each part takes one value of ``dsjax/model/layer_values.py`` and gives the next; whoever runs a layer calls them one after the other, or
-something else between them (``docs/architecture.md``). ``send`` and ``receive`` have a part of their own for what travels, which
-computes nothing: ``exchange_tokens`` and ``exchange_sums``.
+something else between them (``docs/architecture.md``). What travels in ``send`` and ``receive`` are ``ways_there`` and ``ways_back``,
+which compute nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from dsjax.model.rows import RowGroup
 from dsjax.model.token_sharding import TokenSharding
 from dsjax.model.transformer import Projections
 from sharding.dispatch import Transit
+from sharding.dispatch.transit import in_turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +171,7 @@ class LayerParts:
 
     def send(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sent:
         """Choose the experts of each token, and send it to them."""
-        return self.exchange_tokens(of, self.route(of, x))
+        return in_turn(self.ways_there(of, x), self.route(of, x))
 
     def route(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sent:
         """``send`` without the exchange: active tokens are packed for the physical copies of their experts."""
@@ -210,16 +211,10 @@ class LayerParts:
             routing = self.sharding.on_each_rank(choose_here, by_data=by_data)(beside, logits, of.tokens.ids)
         return normed, mix, routing
 
-    def exchange_tokens(self, of: Layer, sent: Sent) -> Sent:
-        """The rest of ``send``: the exchange alone."""
-        for exchange in self.ways_there(of, sent.x):
-            sent = exchange(of, sent)
-        return sent
-
-    def ways_there(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sequence[Callable[[Layer, Sent], Sent]]:
-        """The exchanges of ``exchange_tokens``, one after the other: one, or two where rows go by way of another rank."""
+    def ways_there(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sequence[Callable[[Sent], Sent]]:
+        """The rest of ``send``, the exchanges alone: one, or two where rows go by way of another rank."""
         exchange, _ = self.experts.exchange(of, x)
-        return [_travelling(exchange.send), _travelling(exchange.relay)][: 1 + exchange.relays]
+        return [*map(_travelling, exchange.there)]
 
     # The third part.
 
@@ -250,18 +245,12 @@ class LayerParts:
 
     def receive(self, of: Layer, computed: Computed) -> tuple[Float[Array, "B T *n D"], dict[str, Array]]:
         """Bring the experts' sums back, and add them; and the exchange's counts."""
-        return self.add(of, self.exchange_sums(of, computed))
+        return self.add(of, in_turn(self.ways_back(of, computed.x), computed))
 
-    def exchange_sums(self, of: Layer, computed: Computed) -> Computed:
-        """The exchange of ``receive`` alone."""
-        for exchange in self.ways_back(of, computed.x):
-            computed = exchange(of, computed)
-        return computed
-
-    def ways_back(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sequence[Callable[[Layer, Computed], Computed]]:
-        """The exchanges of ``exchange_sums``, as ``ways_there``."""
+    def ways_back(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sequence[Callable[[Computed], Computed]]:
+        """The exchanges of ``receive`` alone, as ``ways_there``."""
         exchange, _ = self.experts.exchange(of, x)
-        return [_travelling(exchange.answer), _travelling(exchange.relay_back)][: 1 + exchange.relays]
+        return [*map(_travelling, exchange.back)]
 
     def add(self, of: Layer, computed: Computed) -> tuple[Float[Array, "B T *n D"], dict[str, Array]]:
         """The rest of ``receive``: each token's sum of what came back."""
@@ -282,10 +271,10 @@ class LayerParts:
         return y if shared is None else y + shared
 
 
-def _travelling(exchange: Callable[[Transit], Transit]) -> Callable[[Layer, Any], Any]:
-    """An exchange as a step of ``Sent`` or ``Computed``, for whoever names the layer."""
+def _travelling(exchange: Callable[[Transit], Transit]) -> Callable[[Any], Any]:
+    """An exchange as a step of ``Sent`` or ``Computed``."""
 
-    def travel(of: Layer, value: Any) -> Any:
+    def travel(value: Any) -> Any:
         with jax.named_scope("experts"):
             return replace(value, transit=exchange(value.transit))
 

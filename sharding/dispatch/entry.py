@@ -24,7 +24,7 @@ from sharding.dispatch.memory import Memory
 from sharding.dispatch.methods import Alone, ByChoice, InChunks
 from sharding.dispatch.padded import Padded
 from sharding.dispatch.ragged import Ragged
-from sharding.dispatch.transit import ExchangePlan, Method, Transit, run_together
+from sharding.dispatch.transit import ExchangePlan, Method, Stage, Transit, in_turn, run_together
 from sharding.dispatch.wire import WireFormat
 from sharding.errors import MeshError
 from sharding.mesh import MeshSpec
@@ -86,9 +86,8 @@ class ExpertsOfMesh(NamedTuple):
 class Exchange:
     """One dispatch in parts: ``dispatch`` runs ``begin``, ``compute`` and ``finish``.
 
-    ``begin`` is ``prepare``, ``send`` and ``relay``; ``finish`` is ``answer``, ``relay_back`` and ``add``. ``send`` and ``answer`` are only
-    the collectives that carry rows. ``relay`` and ``relay_back`` are the second stage's collectives, and the reordering of rows between
-    the stages; without a second stage (``relays``) they do nothing. Each part passes a ``Transit`` to the next, whose arrays have a
+    ``begin`` is ``prepare`` and the exchanges ``there``; ``finish`` is the exchanges ``back`` and ``add``. The first exchange is only
+    collectives that carry rows; a second one reorders rows before it. Each part passes a ``Transit`` to the next, whose arrays have a
     leading axis for the rank, over ``spec.token_axes``.
 
     tokens: number of tokens of the whole step; the other fields are as in ``dispatch``. Make it with ``Exchange.of``.
@@ -131,7 +130,7 @@ class Exchange:
 
     def begin(self, x_TD: Float[Array, "T D"], slots_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"]) -> Transit:
         """Send the tokens to the ranks of their experts; ``compute`` takes the result."""
-        return self.relay(self.send(self.prepare(x_TD, slots_TK, weights_TK)))
+        return in_turn(self.there, self.prepare(x_TD, slots_TK, weights_TK))
 
     def prepare(
         self, x_TD: Float[Array, "T D"], slots_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"]
@@ -142,18 +141,15 @@ class Exchange:
         run = self._on_ranks(lambda *inputs: _stacked(self.method.prepare(*inputs)), (self._over_ranks,) * 3)
         return run(*inputs)
 
-    def send(self, transit: Transit) -> Transit:
-        """Exchange the packed rows."""
-        return self._travel(self.method.send, transit)
+    @property
+    def there(self) -> tuple[Stage, ...]:
+        """The exchanges of packed rows: one, or two through a forwarding rank."""
+        return tuple(partial(self._travel, stage) for stage in self.method.there)
 
     @property
-    def relays(self) -> bool:
-        """Whether rows travel in two stages, through a forwarding rank."""
-        return self.method.relays
-
-    def relay(self, transit: Transit) -> Transit:
-        """Forward the rows from the ranks between the two stages."""
-        return self._travel(self.method.relay, transit) if self.relays else transit
+    def back(self) -> tuple[Stage, ...]:
+        """The exchanges of the experts' results."""
+        return tuple(partial(self._travel, stage) for stage in self.method.back)
 
     def compute(self, transit: Transit, experts: ExpertsOfMesh) -> Transit:
         """Apply the experts to the rows that arrived."""
@@ -165,15 +161,7 @@ class Exchange:
 
     def finish(self, transit: Transit, experts: ExpertsOfMesh) -> tuple[Float[Array, "T D"], Counts | None]:
         """Return the experts' results to their tokens and add them up; returns what ``dispatch`` returns."""
-        return self.add(self.relay_back(self.answer(transit)), experts)
-
-    def answer(self, transit: Transit) -> Transit:
-        """Exchange the experts' results."""
-        return self._travel(self.method.answer, transit)
-
-    def relay_back(self, transit: Transit) -> Transit:
-        """Forward the results from the ranks between the two stages."""
-        return self._travel(self.method.relay_back, transit) if self.relays else transit
+        return self.add(in_turn(self.back, transit), experts)
 
     def add(self, transit: Transit, experts: ExpertsOfMesh) -> tuple[Float[Array, "T D"], Counts | None]:
         """Add the returned results, after any further rounds."""
@@ -187,7 +175,7 @@ class Exchange:
         tokens = self.tokens // self.spec.dp_size * self._dp_ranks
         return unpad_per_dp_rank(y_TD, tokens, self._dp_ranks), counts if self.config.report else None
 
-    def _travel(self, part: Callable[[Transit], Transit], transit: Transit) -> Transit:
+    def _travel(self, part: Stage, transit: Transit) -> Transit:
         return self._on_ranks(lambda transit: _stacked(part(_own(transit))), (self._over_ranks,))(transit)
 
     @property

@@ -27,7 +27,7 @@ from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.local import goes_to
 from sharding.dispatch.padded import Padded
 from sharding.dispatch.route import Route, add_returned, cells_of, fill_cells, plan_route
-from sharding.dispatch.transit import ExchangePlan, Transit
+from sharding.dispatch.transit import ExchangePlan, Stage, Transit
 from sharding.dispatch.wire import WireFormat
 
 
@@ -53,7 +53,6 @@ class Hierarchical(Padded):
     tokens: int
 
     name = "hierarchical"
-    relays = True
 
     @classmethod
     def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, home: bool) -> Hierarchical:
@@ -80,6 +79,16 @@ class Hierarchical(Padded):
     def stages(self) -> tuple[ExpertGroup, ExpertGroup]:
         """Who meets between hosts, and inside one."""
         return self.group.in_two_stages()
+
+    @property
+    def there(self) -> tuple[Stage, ...]:
+        """Between hosts, and then inside each."""
+        return self.send, self.relay
+
+    @property
+    def back(self) -> tuple[Stage, ...]:
+        """Inside each host, and then between them."""
+        return self.answer, self.relay_back
 
     @property
     def _blocks(self) -> int:

@@ -14,7 +14,7 @@ from jaxtyping import Array
 from sharding.dispatch.collectives import Collective
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.local import Counts, RankExperts, home_slots
-from sharding.dispatch.transit import ExchangePlan, Method, Transit, whole_exchange
+from sharding.dispatch.transit import ExchangePlan, Method, Stage, Transit, whole_exchange
 from sharding.dispatch.wire import WireFormat
 from sharding.sums import add_in_order
 
@@ -80,20 +80,20 @@ class ByChoice(Method):
         return Transit(inner.rows, (inner.kept, home))
 
     @property
-    def relays(self) -> bool:
-        """As ``method``."""
-        return self.method.relays
+    def there(self) -> tuple[Stage, ...]:
+        """As ``method`` has them."""
+        return self.send, *map(self._beside_home, self.method.there[1:])
+
+    @property
+    def back(self) -> tuple[Stage, ...]:
+        """As ``method`` has them."""
+        return self.answer, *map(self._beside_home, self.method.back[1:])
 
     def send(self, transit: Transit) -> Transit:
         """As ``method`` does; and the pooling of own tokens over ``tp``."""
         kept, home = transit.kept
         inner = self.method.send(Transit(transit.rows, kept))
         return Transit(inner.rows, (inner.kept, home and tuple(map(self.group.pool_width, home))))
-
-    def relay(self, transit: Transit) -> Transit:
-        """As ``method`` does."""
-        inner = self.method.relay(self._inner(transit))
-        return Transit(inner.rows, (inner.kept, transit.kept[1]))
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
         """As ``method`` does; and the expert that own tokens use."""
@@ -106,11 +106,6 @@ class ByChoice(Method):
         kept, own = transit.kept
         inner = self.method.answer(Transit(transit.rows, kept))
         return Transit(inner.rows, (inner.kept, None if own is None else self.group.share_width(own)))
-
-    def relay_back(self, transit: Transit) -> Transit:
-        """As ``method`` does."""
-        inner = self.method.relay_back(self._inner(transit))
-        return Transit(inner.rows, (inner.kept, transit.kept[1]))
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
         """The terms in the order of choices, and the own expert's behind them."""
@@ -135,8 +130,16 @@ class ByChoice(Method):
 
     def after_further(self, transit: Transit, so_far: Any) -> Transit:
         """As ``method`` does."""
-        inner = self.method.after_further(self._inner(transit), so_far)
-        return Transit(inner.rows, (inner.kept, transit.kept[1]))
+        return self._beside_home(lambda inner: self.method.after_further(inner, so_far))(transit)
+
+    def _beside_home(self, stage: Stage) -> Stage:
+        """A stage of ``method``'s, past which the own expert's rows or sums are carried."""
+
+        def carried(transit: Transit) -> Transit:
+            inner = stage(self._inner(transit))
+            return Transit(inner.rows, (inner.kept, transit.kept[1]))
+
+        return carried
 
     def _inner(self, transit: Transit) -> Transit:
         return Transit(transit.rows, transit.kept[0])
