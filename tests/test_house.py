@@ -170,7 +170,7 @@ NAMED = {
         "dsjax/kernels/native": "bindings.cc experts.h fp4.h harness.cc products_fp4.cc",
         "dsjax/kernels": "native_calls.py table.py",
         "dsjax/kernels/pallas": "fp4_products.py",
-        "dsjax/model": "experts.py fp4_matrix.py transformer.py",
+        "dsjax/model": "expert_weights.py experts.py fp4_matrix.py transformer.py",
         "dsjax/plan": "chip.py engine.py precision.py",
     },
     r"sparse.attention|sparse_attention|(model|plan).sparse|indexer(?!ror)|index_(topk|scores|n_heads|head_dim)\b|v3\.2|deepseek_v32": {

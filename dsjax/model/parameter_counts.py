@@ -45,15 +45,6 @@ def layer_parameters(config: ModelConfig, kind: LayerKind, active: bool = False)
     return total + experts * expert_parameters(config) + router_parameters(config) + chooses
 
 
-def indexer_parameters(config: ModelConfig) -> int:
-    """One layer's indexer: queries, key with its norm, weights of the heads (V3.2: 13,959,424); 0 without sparse attention."""
-    indexer = config.mla.indexer
-    if indexer is None:
-        return 0
-    heads, width = indexer.n_heads, indexer.head_dim
-    return config.mla.q_lora_rank * heads * width + config.hidden_size * (width + heads) + 2 * width
-
-
 def attention_matrices(config: ModelConfig, tp: int = 1, attention: str = "mla") -> tuple[list[tuple[int, int]], int]:
     """A device's part of one attention layer: shapes `[in, out]` of the matrices that can be quantised, and the number of all other values.
 

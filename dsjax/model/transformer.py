@@ -406,13 +406,11 @@ class Transformer(nnx.Module):
         if mtp:
             self.mtp = MTP(declare, config)
 
-    def __call__(
-        self, tokens: Int[Array, "B S"], dtype=jnp.float32, products=XlaProducts(), *, remat=False, unroll=False
-    ) -> Output:
+    def __call__(self, tokens: Int[Array, "B S"], dtype=jnp.float32, products=XlaProducts(), *, unroll=False) -> Output:
         """Logits of every position.
 
-        products: how sums are made; ``NativeProducts`` for the engine's bits. remat: recompute each layer in the backward pass instead of
-        keeping its activations. unroll: compile every layer for itself, which on a CPU saves copying what the backward pass needs.
+        products: how sums are made; ``NativeProducts`` for the engine's bits. unroll: compile every layer for itself, which
+        on a CPU saves copying what the backward pass needs.
         """
         given = self._given(tokens, products)
         x, runs = self.residual.enter(self.embed(tokens, dtype)), []
@@ -426,7 +424,7 @@ class Transformer(nnx.Module):
                     seen.append(one)
                 return x, seen
 
-            x, seen = jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights, unroll=unroll)
+            x, seen = jax.lax.scan(body, x, weights, unroll=unroll)
             runs.append(seen)
         hidden = products.normalise(self.final_norm, self.residual.leave(x))
         seen = (by_layer([[one[i] for one in kinds if one[i] is not None] for kinds in runs]) for i in range(2))

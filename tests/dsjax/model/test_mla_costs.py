@@ -9,7 +9,7 @@ from dsjax.config import bundled_models, load_config
 from dsjax.model.cache_groups import BF16
 from dsjax.model.forms import FORMS
 from dsjax.model.mla_costs import mla_cost, weight_values
-from dsjax.model.parameter_counts import indexer_parameters, mla_parameters, parameter_counts
+from dsjax.model.parameter_counts import mla_parameters, parameter_counts
 from dsjax.model.parameter_table import abstract_parameters
 from sharding import fp8
 
@@ -111,7 +111,7 @@ def test_item_sizes_count_bytes_and_a_token_writes_the_entry_that_its_form_reads
 @pytest.mark.parametrize("form", ["CC", *ABSORBED])
 def test_v32_costs_what_v3_does_up_to_index_topk_but_for_its_projections_and_keys(form):
     dense, sparse = (mla_cost(config, form, rows=2, chunk=3, context=2048) for config in (V3, V32))
-    assert sparse.linear_flops - dense.linear_flops == 2 * 6 * (indexer_parameters(V32) - 256)
+    assert sparse.linear_flops - dense.linear_flops == 2 * 6 * (mla_parameters(V32) - mla_parameters(V3) - 256)
     assert (sparse.attention_flops, sparse.index_flops) == (dense.attention_flops, 0)
     assert sparse.cache_read_bytes - dense.cache_read_bytes == 2 * 2048 * 256
 
