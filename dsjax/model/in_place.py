@@ -214,8 +214,7 @@ class MatricesInPlace:
             rows = fp8.dequantise(*self.scheme.quantise(x[0])) if quantised else x[0]
             where = arrays["weight"], arrays.get("scale"), layer
             out = self.kernels.native.dense(*where, rows, pieces=pieces, transposed=transposed)
-            # Between emulated devices a collective costs more than its bytes.
-            return tree_sum(out, depth, shares, split=split, dtype=dtype, least=8)[None] if depth else out[None]
+            return tree_sum(out, depth, shares, split=split, dtype=dtype)[None] if depth else out[None]
 
         own = P(spec[0], *columns, depth) if transposed else spec  # as the weight lies
         rows = self.spec.head_axes if by_data else None
