@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -278,10 +279,10 @@ class PagedMLA:
 
         def by_head(product, weights, index, x):
             values = product(
-                weights["weight"], weights.get("scale"), stored, index, x.reshape(-1, *x.shape[2:]), config.mla.v_head_dim,
+                weights["weight"], weights.get("scale"), stored, index, rearrange(x, "r c ... -> (r c) ..."), config.mla.v_head_dim,
                 interpret=interpret, cores=own.cores,
             )  # fmt: skip
-            return values.reshape(*x.shape[:2], *values.shape[1:])
+            return rearrange(values, "(r c) ... -> r c ...", r=len(x))
 
         def local(q, q_rope, weights, index, cache, layer, positions, length, tables, filled):
             q = by_head(absorb, weights, index, q[0]) if weights else q[0]

@@ -95,8 +95,8 @@ class LayerParts:
         of = of.here()
         tokens, found, start = of.tokens, [], 0
         for group in tokens.groups:
-            B, R, C = group.tokens.shape
-            part = jax.tree.map(lambda a: a[:, start : start + R * C].reshape(B, R, C, *a.shape[2:]), p)  # noqa: B023
+            _, R, C = group.tokens.shape
+            part = jax.tree.map(lambda a: rearrange(a[:, start : start + R * C], "b (r c) ... -> b r c ...", c=C), p)  # noqa: B023
 
             def attend(form: Form, length: Int[Array, "B R"], group=group, part=part) -> Array:
                 tables, windows = group.tables, None
@@ -139,7 +139,7 @@ class LayerParts:
             B, R, C = group.tokens.shape
             if by_data and len(tokens.groups) == 1:
                 heads, multiply = (
-                    heads.reshape(B, R * C, *heads.shape[3:]),
+                    rearrange(heads, "b r c ... -> b (r c) ..."),
                     self.products.multiply(index, split_tokens=True, scatter=True),
                 )
             out = self.attention.output(of.block.attn, group.shape.form, heads, multiply)

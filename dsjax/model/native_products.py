@@ -14,6 +14,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jaxtyping import Array, Float, Int
 
 from dsjax.kernels.native_calls import NativeKernels
@@ -83,15 +84,15 @@ class NativeProducts:
                 if form.masks:
                     where = *where, words
                 else:  # each query is a row, whose page has what it chose, in the order of positions
-                    q_nope, q_rope = (q.reshape(B * S, 1, *q.shape[2:]) for q in (q_nope, q_rope))
+                    q_nope, q_rope = (rearrange(q, "b s h n -> (b s) 1 h n") for q in (q_nope, q_rope))
                     latent, k_rope = (
-                        jax.vmap(lambda array, at: array[at])(array, at).reshape(B * S, -1, array.shape[-1])
+                        rearrange(jax.vmap(lambda array, at: array[at])(array, at), "b s k w -> (b s) k w")
                         for array in (latent, k_rope)
                     )
                     where = layer, count.reshape(-1) - 1, jnp.ones(B * S), jnp.arange(B * S)[:, None], None
             cache = {"latent": latent[None], "rope": k_rope[None]}
             name, scale = form.kernels["native"], config.softmax_scale
-            weights = {"weight": weight.reshape(1, len(weight), -1)}
+            weights = {"weight": rearrange(weight, "m h n -> 1 m (h n)")}
             out = self.kernels.attention(name, q_nope, q_rope, weights, layer, cache, *where, scale=scale)
             return out.reshape(B, S, *out.shape[2:])
 

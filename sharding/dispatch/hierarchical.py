@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
 from sharding.dispatch.collectives import Collective, over_width, spread
@@ -156,13 +157,12 @@ class Hierarchical(Padded):
     def _onward(self, slots_NK: Int[Array, "N K"], turn: jax.Array | int) -> _Way:
         """Where the rows that crossed go inside this host: to each rank a run of cells of each sender."""
         between, inside = self.stages
-        N, K = slots_NK.shape
         here_NK = (slots_NK >= 0) & (slots_NK // between.experts == between.index())
         local_NK = jnp.where(here_NK, slots_NK - between.index() * between.experts, -1)
-        senders = local_NK.reshape(between.size, -1, K)
+        senders = rearrange(local_NK, "(sender n) k -> sender n k", sender=between.size)
         route = jax.vmap(partial(plan_route, inside))(senders)
         place = route.place_TK - turn * self.capacity
         now = route.sends_TK & (place >= 0) & (place < self.capacity)
         run = route.rank_TK * between.size + jnp.arange(between.size)[:, None, None]
         cell = jnp.where(now, run * self.capacity + place, self.group.size * self.capacity)
-        return _Way(cell.reshape(N, K), now.reshape(N, K))
+        return _Way(*(rearrange(a, "sender n k -> (sender n) k") for a in (cell, now)))

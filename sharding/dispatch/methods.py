@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import lax
 from jaxtyping import Array
 
@@ -75,7 +76,7 @@ class ByChoice(Method):
         home = (x_TD, *home_slots(slots_TK)) if self.home else None
         if self.apart:
             x_TD = jnp.repeat(x_TD, self.top_k, axis=0)
-            slots_TK, weights_TK = slots_TK.reshape(-1, 1), weights_TK.reshape(-1, 1)
+            slots_TK, weights_TK = (rearrange(a, "t k -> (t k) 1") for a in (slots_TK, weights_TK))
         inner = self.method.prepare(x_TD, slots_TK, weights_TK)
         return Transit(inner.rows, (inner.kept, home))
 
@@ -112,8 +113,8 @@ class ByChoice(Method):
         kept, own = transit.kept
         y, counts = self.method.add(Transit(transit.rows, kept), experts.without_home)
         if self.apart:
-            tokens = y.shape[0] // self.top_k
-            y = add_in_order(y.reshape(tokens, self.top_k, -1).astype(jnp.float32), axis=1).astype(y.dtype)
+            terms = rearrange(y, "(t k) d -> t k d", k=self.top_k)
+            y = add_in_order(terms.astype(jnp.float32), axis=1).astype(y.dtype)
         return y if own is None else y + own, counts
 
     def rounds(self, transit: Transit) -> Array | None:
@@ -161,14 +162,14 @@ class InChunks(Method):
         """Cut the tokens into chunks."""
         pad = partial(pad_rows, rows=self.chunks * self.chunk)
         inputs = pad(x_TD, fill=0), pad(slots_TK, fill=-1), pad(weights_TK, fill=0)
-        return Transit([array.reshape(self.chunks, self.chunk, -1) for array in inputs], None)
+        return Transit([rearrange(array, "(chunks t) w -> chunks t w", t=self.chunk) for array in inputs], None)
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
         """Exchange and compute chunk after chunk."""
         _, (y, counts) = lax.scan(
             lambda _, inputs: (None, whole_exchange(self.method, *inputs, experts)), None, transit.rows
         )
-        return Transit(y.reshape(self.chunks * self.chunk, -1)[: self.tokens], counts)
+        return Transit(rearrange(y, "chunks t d -> (chunks t) d")[: self.tokens], counts)
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
         """The sums as they are, and the chunks' counts together."""

@@ -19,7 +19,7 @@ class KernelOrder:
 
     sizes: of the chunks that order them, by name: ``depth`` of one product, ``splits`` that are added afterwards, ``rows`` of a tile, which
     decide the tensor core's instruction. depends: what chose the sizes (``ROWS``, ``MESH``); nothing where they are the same for every
-    shape, or where the caller gave them. exact: the kernel has no sum whose order matters.
+    shape. exact: the kernel has no sum whose order matters.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)

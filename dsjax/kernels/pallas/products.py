@@ -178,11 +178,11 @@ def dense(
     weight: ``[L, K, N]``, or ``[L, K, 2, F]`` whose products come as ``[T, 2, F]``. scale: as for the experts; of a fused matrix only where
     128 divides F (``takes``).
     """
-    quantised, reckoned = isinstance(x_TK, fp8.Quantised), not isinstance(tiles, ProductTiles)
+    quantised = isinstance(x_TK, fp8.Quantised)
     (T, _), K = x_TK.values.shape if quantised else x_TK.shape, weight.shape[1]
     flat = weight.reshape(weight.shape[0], 1, K, -1)
     scales = None if scale is None else scale.reshape(scale.shape[0], 1, scale.shape[1], -1)
-    if reckoned:
+    if not isinstance(tiles, ProductTiles):
         kind = Product("dense" + "_fp8" * quantised, K, flat.shape[-1], np.dtype(weight_dtype).name, T)
         default = ProductTiles.dense(T, K, flat.shape[-1], cores.count)
         tiles = default.chosen(tiles, kind, _taken(False, x_TK, weight_dtype), cores)
@@ -191,7 +191,7 @@ def dense(
     one = Groups(jnp.zeros((1,), jnp.int32), jnp.full((1,), T, jnp.int32), T)
     out = _product(
         flat, scales, weight_dtype, layer, x, one, fused=False, dtype=dtype, interpret=interpret, tiles=tiles, name="dense",
-        reckoned=reckoned, cores=cores,
+        cores=cores,
     )  # fmt: skip
     if tiles.splits > 1:
         with jax.named_scope("dense_splits"):
@@ -218,11 +218,9 @@ def takes(weight: Array, scale: Array | None) -> bool:
 
 def _product(
     weight, scale, weight_dtype, layer, x, groups: Groups, *, fused: bool, dtype, interpret: bool, tiles, name="", powers=False,
-    limit=None, reckoned=False, cores=Cores(),
+    limit=None, cores=Cores(),
 ):  # fmt: skip
-    """reckoned: that tiles which are given were reckoned from the shape, as they are here where none are given."""
     quantised = isinstance(x, fp8.Quantised)
-    given = isinstance(tiles, ProductTiles) and not reckoned
     name = (name or ("experts_gate_up" if fused else "experts_down")) + "_fp8" * quantised
     if not isinstance(tiles, ProductTiles):
         kind = Product(name, weight.shape[2], weight.shape[-1], np.dtype(weight_dtype).name, groups.mean_load)
@@ -251,7 +249,7 @@ def _product(
     elif tiles.splits > 1:
         shapes = [jax.ShapeDtypeStruct((tiles.splits, rows, N), jnp.float32)]
     sizes = {"depth": tiles.depth, "splits": tiles.splits, "rows": tiles.rows}
-    order = KernelOrder(sizes, () if given else (ROWS, MESH))
+    order = KernelOrder(sizes, (ROWS, MESH))
     out = pl.pallas_call(
         kernel,
         grid=(tiles.spread, pl.cdiv(N, tiles.columns), X * tiles.splits),

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
@@ -97,11 +98,10 @@ def _by_blocks(function: Callable, arguments, together: int):
         # The last block is filled with the last query again: what it gets there is dropped.
         filler = [(0, 0), (0, 0), (0, blocks * together - C)] + [(0, 0)] * (array.ndim - 3)
         padded = jnp.pad(array, filler, mode="edge")
-        return jnp.moveaxis(padded.reshape(*array.shape[:2], blocks, together, *array.shape[3:]), 2, 0)
+        return rearrange(padded, "b r (block c) ... -> block b r c ...", c=together)
 
     out = jax.lax.map(lambda block: function(*block), jax.tree.map(split, arguments))
-    out = jnp.moveaxis(out, 0, 2)
-    return out.reshape(*out.shape[:2], blocks * together, *out.shape[4:])[:, :, :C]
+    return rearrange(out, "block b r c ... -> b r (block c) ...")[:, :, :C]
 
 
 @dataclass(frozen=True)
@@ -202,13 +202,14 @@ class Choice:
         """Attention of queries to what they choose, copied to pages of their own: each is a row of dense attention."""
         B, R, C = positions.shape
         entries, count = self.entries(positions, index)
-        pages = jnp.arange(R * C * self.list_pages).reshape(1, R * C, -1)
-        tables, length = jnp.broadcast_to(pages, (B, *pages.shape[1:])), active.reshape(B, R * C).astype(jnp.int32)
-        own = Rows(count.reshape(B, R * C, 1) - 1, tables, length)
-        alone = jax.tree.map(lambda a: a.reshape(B, R * C, 1, *a.shape[3:]), p)
+        by_query = partial(rearrange, pattern="b r c ... -> b (r c) ...")
+        pages = rearrange(jnp.arange(R * C * self.list_pages), "(q page) -> q page", q=R * C)
+        tables, length = jnp.broadcast_to(pages, (B, *pages.shape)), by_query(active).astype(jnp.int32)
+        own = Rows(by_query(count)[..., None] - 1, tables, length)
+        alone = jax.tree.map(lambda a: jnp.expand_dims(by_query(a), 2), p)
         with jax.named_scope("chosen"):
             out = attend(entries, jnp.int32(0), rows=own, p=alone)
-        return out.reshape(B, R, C, *out.shape[3:])
+        return rearrange(out, "b (r c) 1 ... -> b r c ...", r=R)
 
     def entries(
         self, positions: Int[Array, "B R C"], index: IndexProjections
@@ -219,9 +220,10 @@ class Choice:
         def copy(found, latents, layer, tables):
             with jax.named_scope("gather"):
                 at, count = found.positions
-                at = jnp.pad(at, ((0, 0), (0, 0), (0, k - at.shape[-1]))).reshape(at.shape[0], -1)
+                at = rearrange(jnp.pad(at, ((0, 0), (0, 0), (0, k - at.shape[-1]))), "r c k -> r (c k)")
                 read = {name: paging.read_tokens(array, layer, tables, at) for name, array in latents.items()}
-                return {name: array.reshape(1, -1, G, *array.shape[2:]) for name, array in read.items()}, count[None]
+                paged = {name: rearrange(a, "r (page g) ... -> 1 (r page) g ...", g=G) for name, a in read.items()}
+                return paged, count[None]
 
         by_rank = P(self.dense.batch)
         specs = {name: P(None, self.dense.batch) for name in self.cache if name not in INDEX_ARRAYS}
