@@ -70,8 +70,8 @@ def dispatch(
         spec, mesh, config, x_TD, slots_TK, _leading_dimension(params) if experts is None else experts, home
     )
     ranks = ExpertsOfMesh(local_experts, params, param_specs)
-    transit = exchange.compute(exchange.begin(x_TD, slots_TK, weights_TK), ranks)
-    return exchange.finish(transit, ranks)
+    arrived = in_turn(exchange.there, exchange.prepare(x_TD, slots_TK, weights_TK))
+    return exchange.add(in_turn(exchange.back, exchange.compute(arrived, ranks)), ranks)
 
 
 class ExpertsOfMesh(NamedTuple):
@@ -84,11 +84,10 @@ class ExpertsOfMesh(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """One dispatch in parts: ``dispatch`` runs ``begin``, ``compute`` and ``finish``.
+    """One dispatch in parts: ``prepare``, the exchanges ``there``, ``compute``, the exchanges ``back``, and ``add``.
 
-    ``begin`` is ``prepare`` and the exchanges ``there``; ``finish`` is the exchanges ``back`` and ``add``. The first exchange is only
-    collectives that carry rows; a second one reorders rows before it. Each part passes a ``Transit`` to the next, whose arrays have a
-    leading axis for the rank, over ``spec.token_axes``.
+    The first exchange of a way is only collectives that carry rows; a second one reorders the rows before it. Each part passes a
+    ``Transit`` to the next, whose arrays have a leading axis for the rank, over ``spec.token_axes``.
 
     tokens: number of tokens of the whole step; the other fields are as in ``dispatch``. Make it with ``Exchange.of``.
     """
@@ -128,14 +127,10 @@ class Exchange:
         method = _method(group, config, home, on_rank, top_k, x_TD.shape[1], x_TD.dtype)
         return cls(spec, mesh, config, group, method, tokens, home)
 
-    def begin(self, x_TD: Float[Array, "T D"], slots_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"]) -> Transit:
-        """Send the tokens to the ranks of their experts; ``compute`` takes the result."""
-        return in_turn(self.there, self.prepare(x_TD, slots_TK, weights_TK))
-
     def prepare(
         self, x_TD: Float[Array, "T D"], slots_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"]
     ) -> Transit:
-        """Pack the tokens for sending."""
+        """Pack the tokens for sending; arguments as of ``dispatch``."""
         pad = partial(pad_per_dp_rank, dp=self._dp_ranks, multiple=self.spec.tp_size)
         inputs = pad(x_TD, fill=0), pad(slots_TK, fill=-1), pad(weights_TK.astype(jnp.float32), fill=0)
         run = self._on_ranks(lambda *inputs: _stacked(self.method.prepare(*inputs)), (self._over_ranks,) * 3)
@@ -159,12 +154,8 @@ class Exchange:
 
         return self._on_ranks(on_rank, (self._over_ranks, experts.param_specs))(transit, experts.params)
 
-    def finish(self, transit: Transit, experts: ExpertsOfMesh) -> tuple[Float[Array, "T D"], Counts | None]:
-        """Return the experts' results to their tokens and add them up; returns what ``dispatch`` returns."""
-        return self.add(in_turn(self.back, transit), experts)
-
     def add(self, transit: Transit, experts: ExpertsOfMesh) -> tuple[Float[Array, "T D"], Counts | None]:
-        """Add the returned results, after any further rounds."""
+        """Add the returned results, after any further rounds; returns what ``dispatch`` returns."""
 
         def on_rank(transit: Transit, params: Any) -> tuple[jax.Array, Counts]:
             y_TD, counts = self.method.add(_own(transit), self._experts(experts, params))
