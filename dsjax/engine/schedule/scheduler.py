@@ -40,8 +40,7 @@ class Scheduler:
     source: where pages are beside the devices; None: nowhere. page_events: whether they are collected, for `take_page_events`.
 
     Attributes:
-        choose_drafts: given the requests of the fullest rank, how many tokens each row of the next step drafts; None: as the
-            configuration has it.
+        choose_drafts: returns how many tokens each row of the next step drafts; None: `SpeculativeConfig.drafts` says it.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Scheduler:
         self._router = Router(self.ranks)
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
-        self.choose_drafts: Callable[[int], int] | None = None
+        self.choose_drafts: Callable[[], int] | None = None
 
     @property
     def num_unfinished(self) -> int:
@@ -258,12 +257,13 @@ class Scheduler:
                 rank.leave_if_due(request)
 
     def _num_drafts(self) -> int:
-        """Drafts of the next step: what is chosen for the rank that may have most rows in it."""
+        """Return the number of drafts of a row in the next step."""
+        if self.choose_drafts is not None:
+            return self.choose_drafts()
         if self.config.speculation is None:
             return 0
-        choose = self.choose_drafts or self.config.speculation.drafts
         most = max(len(rank.running) + len(rank.waiting) for rank in self.ranks)
-        return choose(max(1, min(most, self.config.max_num_seqs)))
+        return self.config.speculation.drafts(max(1, min(most, self.config.max_num_seqs)))
 
 
 def _check_fits(request: Request, config: SchedulerConfig) -> None:
