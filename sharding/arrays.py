@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from sharding.jax_internals import put_like
+from sharding.jax_internals import batched_device_put
 
 
 def put(tree: Any, sharding: Sharding) -> Any:
@@ -31,17 +31,20 @@ class RepeatedPut:
     """
 
     def __init__(self, sharding: Sharding):
-        self._sharding = sharding
-        self._known: dict[tuple[tuple[int, ...], np.dtype], Callable[[np.ndarray], jax.Array]] = {}
+        self._sharding, self._put = sharding, batched_device_put()
+        # By shape and dtype: the abstract value, and by device the part of an array that goes there.
+        self._known: dict[tuple[tuple[int, ...], np.dtype], tuple[Any, list[tuple[slice, ...]], list[jax.Device]]] = {}
 
     def __call__(self, array: np.ndarray) -> jax.Array:
         """The array on the devices."""
         known = self._known.get((array.shape, array.dtype))
         if known is not None:
-            return known(array)
+            described, parts, devices = known
+            return self._put(described, self._sharding, [array[part] for part in parts], devices)
         made = put(array, self._sharding)
         if self._sharding.is_fully_addressable and made.dtype == array.dtype:
-            self._known[array.shape, array.dtype] = put_like(made)
+            places = self._sharding.addressable_devices_indices_map(array.shape)
+            self._known[array.shape, array.dtype] = made.aval, list(places.values()), list(places)
         return made
 
 

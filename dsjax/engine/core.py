@@ -90,8 +90,10 @@ class EngineCore:
 
     @property
     def rest_seconds(self) -> float | None:
-        """How soon `look` is wanted while nothing is to be computed, also for requests that are parked; None: never."""
-        wanted = [part.look_seconds for part in self.attachments] + [self.parked.look_seconds(time.monotonic())]
+        """Seconds after which to call `look` while there is nothing to compute; None: never."""
+        wanted = [part.look_seconds for part in self.attachments]
+        if self.parked:
+            wanted.append(self.parked.look_seconds(time.monotonic()))
         return min((seconds for seconds in wanted if seconds is not None), default=None)
 
     def part(self, kind: type[Part]) -> Part | None:

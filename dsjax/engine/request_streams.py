@@ -271,7 +271,7 @@ class RequestStreams(ABC):
             stream.tell()
         stopped = [update.request for update in followed if update.request.request_id in to_abort] if to_abort else []
         for observer in self.observers:
-            with contained("observers", "It misses what one step did."):
+            try:
                 if followed:
                     observer.on_updates(followed)
                 if stopped:
@@ -280,6 +280,8 @@ class RequestStreams(ABC):
                     observer.on_step(stats)
                 if outputs:
                     observer.on_outputs(outputs)
+            except Exception as error:
+                note_failure("observers", error, "It misses what one step did.")
 
     def fail_requests(self, error: BaseException) -> None:
         """Give every stream an error: the engine has failed."""
