@@ -28,9 +28,10 @@ from dsjax.engine.device.launch_rows import (
     read_step,
     split_page_changes,
 )
+from dsjax.engine.device.lowered_programs import COPIES
 from dsjax.engine.device.page_staging import PageStaging
-from dsjax.engine.device.process import explained_out_of_memory
-from dsjax.engine.device.programs import COPIES, Programs
+from dsjax.engine.device.process import explain_out_of_memory
+from dsjax.engine.device.programs import Programs
 from dsjax.engine.device.slots import LaunchShape
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.model import step as model_step
@@ -119,7 +120,7 @@ class MeshExecutor(DeviceAccess):
         """Lay out and send a command's inputs, and start it if the devices may take it now."""
         pending = self._table.launch(command)
         self._queue.append(pending)
-        with explained_out_of_memory("a step was launched", SMALLER_STEPS):
+        try:
             if self.max_in_flight > 1:
                 pending.started = time.monotonic()
                 for array in pending.running:
@@ -128,11 +129,14 @@ class MeshExecutor(DeviceAccess):
                     pending.last = None  # a part of the state, which the next program takes
             elif len(self._queue) == 1:
                 self._advance()
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            explain_out_of_memory(error, "a step was launched", SMALLER_STEPS)
+            raise
         return pending
 
     def wait(self, pending: Pending) -> None:
         """Wait until a command is done; start the next one."""
-        with explained_out_of_memory("a step was computed", SMALLER_STEPS):
+        try:
             while not pending.done:
                 head = self._queue[0]
                 self._finish(head)
@@ -140,6 +144,9 @@ class MeshExecutor(DeviceAccess):
                 if self._queue and self._queue[0].started:  # enqueued before, and begun only now
                     self._queue[0].started = max(self._queue[0].started, head.ended)
                 self._advance()
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            explain_out_of_memory(error, "a step was computed", SMALLER_STEPS)
+            raise
 
     def collect(self, pending: Pending) -> Any:
         """Wait for a command, and give what came of it."""

@@ -140,31 +140,37 @@ class OutOfDeviceMemoryError(UserError):
 
 @contextmanager
 def explained_out_of_memory(doing: str, advice: str) -> Iterator[None]:
-    """Turn XLA's out-of-memory error into one that says what ran out while ``doing`` what, and what to do.
-
-    Raises:
-        OutOfDeviceMemoryError: in place of XLA's error; all others pass.
-        JaxRuntimeError: in place of a `ValueError`, as which JAX's fast way to call a program raises what fails while it is started. On
-            the CPU platform a program may run where it is started, so that a collective whose other side is gone fails there.
-    """
+    """Call `explain_out_of_memory` with an error of the block."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        text = str(error)
-        is_status = type(error) is ValueError and _STATUS.match(text)
-        if is_status and "RESOURCE_EXHAUSTED" not in text:
-            raise jax.errors.JaxRuntimeError(text) from error
-        if "RESOURCE_EXHAUSTED" not in text or (isinstance(error, ValueError) and not is_status):
-            raise
-        wanted = re.search(r"allocate (?:size )?([\d,.]+ ?[KMGT]?i?B|\d+ bytes|\d+)", text)
-        stats = jax.local_devices()[0].memory_stats() or {}
-        state = (
-            f"; of {stats['bytes_limit'] / 1e9:,.1f} GB of the pool {stats['bytes_in_use'] / 1e9:,.1f} GB were in use"
-            if {"bytes_limit", "bytes_in_use"} <= stats.keys()
-            else ""
-        )
-        size = f" for {wanted.group(1)}" if wanted else ""
-        raise OutOfDeviceMemoryError(f"a device has no memory left{size} while {doing}{state}; {advice}") from error
+        explain_out_of_memory(error, doing, advice)
+        raise
+
+
+def explain_out_of_memory(error: Exception, doing: str, advice: str) -> None:
+    """Raise an error that explains XLA's out-of-memory error: what ran out while ``doing`` what, and what to do.
+
+    Raises:
+        OutOfDeviceMemoryError: in place of XLA's error. This function returns if the error is another one.
+        JaxRuntimeError: in place of a `ValueError`, as which JAX's fast way to call a program raises what fails while it is started. On
+            the CPU platform a program may run where it is started, so that a collective whose other side is gone fails there.
+    """
+    text = str(error)
+    is_status = type(error) is ValueError and _STATUS.match(text)
+    if is_status and "RESOURCE_EXHAUSTED" not in text:
+        raise jax.errors.JaxRuntimeError(text) from error
+    if "RESOURCE_EXHAUSTED" not in text or (isinstance(error, ValueError) and not is_status):
+        return
+    wanted = re.search(r"allocate (?:size )?([\d,.]+ ?[KMGT]?i?B|\d+ bytes|\d+)", text)
+    stats = jax.local_devices()[0].memory_stats() or {}
+    state = (
+        f"; of {stats['bytes_limit'] / 1e9:,.1f} GB of the pool {stats['bytes_in_use'] / 1e9:,.1f} GB were in use"
+        if {"bytes_limit", "bytes_in_use"} <= stats.keys()
+        else ""
+    )
+    size = f" for {wanted.group(1)}" if wanted else ""
+    raise OutOfDeviceMemoryError(f"a device has no memory left{size} while {doing}{state}; {advice}") from error
 
 
 def keep_freed_memory() -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dsjax.engine.contract.commands import Command, FetchPages, PlacePages, ReadPages, int32s
-from dsjax.engine.schedule.borders import usable
 from dsjax.engine.schedule.landing_area import LandingArea
 from dsjax.engine.schedule.page_source import CommandTurn, Lookup, PageSource, RankPages
 from dsjax.engine.schedule.pages import PagePool, window_name
@@ -92,7 +91,7 @@ class PageLoads:
             return Admittance.PASSED
         here = found
         if self._pool.num_windows and not (rest and rest[0] in self.landing):
-            border = usable(self._pool, names, self._pool.count(names, elsewhere=self), self)
+            border = self._pool.usable(names, self._pool.count(names, elsewhere=self), self)
             wanted = [*names[:border], window_name(names[border - 1])] if border else []
             here = self._pool.find(wanted)
             rest = wanted[len(here) :]

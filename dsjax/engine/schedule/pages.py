@@ -7,6 +7,7 @@ from hashlib import sha256
 from dsjax.engine.contract.commands import NAME_BYTES, int32s
 from dsjax.engine.schedule.page_events import PageEvents
 from dsjax.engine.schedule.request import Request
+from dsjax.model.cache_groups import HELD_WINDOWS
 
 _NO_SALT = bytes(NAME_BYTES)
 
@@ -163,6 +164,24 @@ class PagePool:
             length += 1
         return length
 
+    def usable(
+        self, names: Sequence[bytes], cached: int, loads: Container[bytes] = (), promised: Container[bytes] = ()
+    ) -> int:
+        """Return how many of the first `cached` pages a request can go on from: all; with window pages, those up to the last usable border.
+
+        A border is the end of a page. To go on there a request needs the pages before it and the window page of the last of them: each
+        layer's window rests on the layer below, so recomputing a window of tokens is not exact.
+
+        loads: pages that can be loaded. promised: pages that requests are about to compute, with the window page beside each.
+        """
+        if not self.num_windows:
+            return cached
+        for border in range(cached, 0, -1):
+            name = names[border - 1]
+            if name in promised or (window := window_name(name)) in self or window in loads:
+                return border
+        return 0
+
     def seal(self, page: int, name: bytes) -> bool:
         """Let a full page that nobody writes any more be found, unless another one has this hash already; whether it can be found."""
         if self._hash_of[page] is not None or self._page_of.setdefault(name, page) != page:
@@ -233,6 +252,19 @@ def extend_hashes(request: Request, page_size: int) -> list[bytes]:
 def window_name(name: bytes) -> bytes:
     """The name of the window page of the tokens of a page, given that page's."""
     return sha256(name + b"window").digest()
+
+
+def window_columns(tokens: int, page_size: int) -> int:
+    """Return the largest number of pages that have a part of `tokens` tokens and of the `page_size - 1` tokens before them."""
+    return (tokens + 2 * page_size - 3) // page_size + 1
+
+
+def held_windows(rows: int, tokens: int, page_size: int, num_drafts: int) -> int:
+    """Return the largest number of window pages that requests hold at a time, plus the one that is never allocated.
+
+    rows: running requests, each with drafts of two steps and the page that it may end at. tokens: of prompts, in all steps under way.
+    """
+    return 1 + rows * (HELD_WINDOWS + 3 * num_drafts // page_size) + -(-tokens // page_size)
 
 
 def _root(salt: str | None) -> bytes:

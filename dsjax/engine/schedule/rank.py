@@ -7,7 +7,6 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from dsjax.engine.schedule.borders import kept, usable
 from dsjax.engine.schedule.page_loads import Admittance, PageLoads
 from dsjax.engine.schedule.pages import PagePool, extend_hashes, window_name
 from dsjax.engine.schedule.request import RankPlan, Request, ScheduledRow, Status
@@ -78,7 +77,7 @@ class Rank:
         """Tokens that this rank would have to compute for a request's next one, given what is cached and promised."""
         names = self.readable(request)
         found = self.pool.count(names, self.promised, self.loads)
-        cached = usable(self.pool, names, found, self.loads, self.promised)
+        cached = self.pool.usable(names, found, self.loads, self.promised)
         return len(request.token_ids) - cached * self.pool.page_size
 
     def add(self, request: Request) -> None:
@@ -252,7 +251,7 @@ class Rank:
                     num_loading += 1
                 at += 1
                 continue
-            border = usable(self.pool, names, len(cached))
+            border = self.pool.usable(names, len(cached))
             request.missed_border = len(cached) if border < len(cached) else 0
             cached = cached[:border]
             at_border = [window_name(names[border - 1])] if border and self.pool.num_windows else []
@@ -402,7 +401,7 @@ class Rank:
         page_size, sealed = self.pool.page_size, request.num_sealed_pages
         full = computed // page_size
         if full > sealed and self.config.prefix_caching:
-            names, borders = extend_hashes(request, page_size), kept(request, page_size)
+            names, borders = extend_hashes(request, page_size), _kept_borders(request, page_size)
             self.pool.seal_of(request, sealed, request.pages[sealed:full])
             for index in range(sealed, full) if request.window_pages else ():
                 name = window_name(names[index])
@@ -443,6 +442,16 @@ class Rank:
     def _set_backlog(self, request: Request, tokens: int) -> None:
         self.backlog += tokens - request.backlog
         request.backlog = tokens
+
+
+def _kept_borders(request: Request, page_size: int) -> tuple[int, int]:
+    """Return the borders, in pages, whose window page is kept because others are likely to go on from there.
+
+    They are the last border before the prompt's last token, for the same prompt sent again, and the one at which this request found pages
+    without a window page: a third request may begin with what two have begun with. The window pages where a request has gone on, ended or
+    was preempted are kept too.
+    """
+    return (request.num_prompt_tokens - 1) // page_size, request.missed_border
 
 
 def _computes(prompts: list[Request], index: int, name: bytes) -> bool:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from dsjax.engine.contract.backoff import Backoff
 from dsjax.engine.contract.commands import NAME_BYTES, Command, PullPages, int32s, names_of
-from dsjax.engine.schedule.borders import usable
 from dsjax.engine.schedule.landing_area import LandingBuffer
 from dsjax.engine.schedule.page_source import CommandTurn, Lookup, PageSource, RankPages
 from dsjax.engine.schedule.pages import extend_hashes
@@ -220,7 +219,7 @@ class RemotePrefills(PageSource):
         if joined is not None and joined.owner is request:
             return Lookup.ABSENT
         pool = self.ranks[rank].pool
-        lacking = len(request.token_ids) - usable(pool, names, len(cached)) * pool.page_size
+        lacking = len(request.token_ids) - pool.usable(names, len(cached)) * pool.page_size
         if lacking < self.local_tokens or not self._links(request, now):
             return Lookup.ABSENT
         requests, pages = self._reserved(rank)
