@@ -7,16 +7,14 @@ after which the generation breaks; so all wait here, without a limit, until all 
 from __future__ import annotations
 
 import struct
-import time
 from collections import deque
 from collections.abc import Sequence
 
 from dsjax.engine.afd.expert_link import ExpertLink
-from dsjax.hosts.group import GroupError, HostGroup
+from dsjax.hosts.group import HostGroup
 from dsjax.messaging import Endpoint, Link, LinkListener, PeerLostError
 from dsjax.messaging.link import LinkLostError
 
-_LOOK_SECONDS = 0.2
 _WORD = struct.Struct("<QQ")
 """Number of the wait, and a number."""
 
@@ -27,15 +25,14 @@ class AttentionProcesses:
     All make it at the same place, ``meet`` before the first step, and ``tell`` and ``wait`` in order. One that is alone waits for nobody.
 
     Args:
-        name: of the side; all use the name that process 0 gives. group: None if this process is alone. owns_endpoint: whether ``close``
-            closes the endpoint too.
+        name: of the side; all use the name that process 0 gives. group: None if this process is alone.
 
     Attributes:
         number, count: which of the side's processes this is, and of how many. leads: whether it speaks for all.
     """
 
-    def __init__(self, endpoint: Endpoint, name: bytes, group: HostGroup | None = None, *, owns_endpoint: bool = False):
-        self.endpoint, self._group, self._owns_endpoint = endpoint, group, owns_endpoint
+    def __init__(self, endpoint: Endpoint, name: bytes, group: HostGroup | None = None):
+        self.endpoint, self._group = endpoint, group
         self.name, self.generation, self.leads, own, ids = name, 0, True, 0, [0]
         if group is not None:
             own, ids = group.options.process_id, [member.process_id for member in group.present]
@@ -54,8 +51,8 @@ class AttentionProcesses:
         if not self._words:
             return
         agreement, self._listener = self._group.agreement, LinkListener(self.endpoint, list(self._words))
-        told = agreement.ask("attention processes", [self._listener.address, self._listener.ticket])
-        agreement.run("attention connections", lambda: self._connect(told))
+        doors = agreement.ask("attention processes", (self._listener.address, self._listener.ticket))
+        agreement.run("attention connections", lambda: self._connect(doors))
         if self._is_abandoned:
             self.abandon()
 
@@ -114,30 +111,13 @@ class AttentionProcesses:
         self.abandon()
         for link in list(self._to_experts):
             self.remove(link)
-        if self._owns_endpoint:
-            self.endpoint.close()
+        self.endpoint.release()
 
-    def _connect(self, told: Sequence[tuple[str, bytes]]) -> None:
-        """Connect to the others, and wait for a word of each."""
-        own, end = str(self._group.options.process_id), time.monotonic() + self._group.options.start_timeout
-        try:
-            for member, (address, ticket) in zip(self._group.present, told, strict=True):
-                if str(member.process_id) != own:
-                    link = self._links[str(member.process_id)] = Link(self.endpoint, address, ticket, own)
-                    link.send(_WORD.pack(0, 0))
-            while missing := sorted(name for name, words in self._words.items() if not words):
-                message = self._listener.receive(_LOOK_SECONDS)
-                if message is not None:
-                    self._words[message.sender].append(_WORD.unpack(message.header))
-                    continue
-                self._group.check()
-                if time.monotonic() > end:
-                    raise GroupError(f"processes {missing} of the attention side do not connect to {own}")
-            for words in self._words.values():
-                words.popleft()
-        except PeerLostError as error:
-            self._group.check(error)
-            raise GroupError(f"another process of the attention side is gone: {error}") from error
+    def _connect(self, doors: Sequence[tuple[str, bytes]]) -> None:
+        own = str(self._group.options.process_id)
+        for member, door in zip(self._group.present, doors, strict=True):
+            if str(member.process_id) != own:
+                self._links[str(member.process_id)] = self._group.link_to(member.process_id, door, own)
 
 
 def _gone(name: str) -> RuntimeError:

@@ -23,7 +23,7 @@ from jaxtyping import Array
 from dsjax.engine.contract.executor import ExpertCounts, RankResults
 from dsjax.engine.pipeline.stage_executor import LastStageOutput
 from dsjax.hosts.group import GroupError, HostGroup
-from dsjax.messaging import Link, LinkListener, NotAMemberError, PeerLostError
+from dsjax.messaging import Link, LinkListener
 from dsjax.messaging.link import LinkLostError, Message
 
 _LOOK_SECONDS = 0.5
@@ -114,13 +114,13 @@ class ProcessLinks:
         senders = {} if place == 0 else {HIDDEN: order[place - 1]}
         for name, sender in (senders if self.ends else senders | {RESULTS: order[-1]}).items():
             listener = LinkListener(group.endpoint, [name], encrypted=name == RESULTS)
-            self._inboxes[name] = _Inbox(listener, self._name(sender))
+            self._inboxes[name] = _Inbox(listener, group.member(sender).name)
             doors[name] = listener.address, listener.ticket
         told = group.agreement.ask("stages", doors)
         doors_of = {member.process_id: doors for member, doors in zip(group.present, told, strict=True)}
         name = RESULTS if self.ends else HIDDEN
         for other in order[:-1] if self.ends else order[place + 1 : place + 2]:
-            self._next.append(self._connect(other, doors_of[other], name))
+            self._next.append(group.link_to(other, doors_of[other][name], name, encrypted=self.ends))
 
     def arriving(self, send: Callable[[np.ndarray], Array]) -> _Arriving:
         """Where the first stage here takes hidden states from. send: brings them to its devices."""
@@ -175,20 +175,6 @@ class ProcessLinks:
     def _end(self) -> None:
         for link in (*self._next, *(inbox.listener for inbox in self._inboxes.values())):
             link.close(_LINGER_SECONDS)
-
-    def _connect(self, process_id: int, doors: dict[str, tuple[str, bytes]], name: str) -> Link:
-        address, ticket = doors[name]
-        try:
-            return Link(self._group.endpoint, address, ticket, name, encrypted=name == RESULTS)
-        except (PeerLostError, NotAMemberError) as error:
-            self._group.check(error)
-            raise GroupError(
-                f"{self._name(process_id)} cannot be reached at {address}, where it takes what other stages send ({error}); see that "
-                "hosts let each other in at every port"
-            ) from error
-
-    def _name(self, process_id: int) -> str:
-        return next(member.name for member in self._group.present if member.process_id == process_id)
 
     def _later(self, send: Callable[[], None]) -> None:
         """Send in the thread, behind what it has to send already; raise what came of that."""
