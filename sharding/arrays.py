@@ -9,8 +9,6 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from sharding.jax_internals import batched_device_put
-
 
 def put(tree: Any, sharding: Sharding) -> Any:
     """A pytree of host arrays on the devices of ``sharding``. Where those are of several processes, each calls this with equal values.
@@ -21,31 +19,6 @@ def put(tree: Any, sharding: Sharding) -> Any:
         return jax.device_put(tree, sharding)
     arrays = jax.tree.map(np.asarray, tree)
     return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), arrays)
-
-
-class RepeatedPut:
-    """``put`` for arrays that go to the same devices again and again, each step's inputs: what JAX works out of a shape is kept.
-
-    That is most of what ``jax.device_put`` costs a small array: 18 µs instead of 197 on one device, 130 instead of 309 on 32 (two busy
-    cores, 2026-11-28, `python tools/bench_host.py --put --mesh dp=1 dp=32` at commit 69443ce0).
-    """
-
-    def __init__(self, sharding: Sharding):
-        self._sharding, self._put = sharding, batched_device_put()
-        # By shape and dtype: the abstract value, and by device the part of an array that goes there.
-        self._known: dict[tuple[tuple[int, ...], np.dtype], tuple[Any, list[tuple[slice, ...]], list[jax.Device]]] = {}
-
-    def __call__(self, array: np.ndarray) -> jax.Array:
-        """The array on the devices."""
-        known = self._known.get((array.shape, array.dtype))
-        if known is not None:
-            described, parts, devices = known
-            return self._put(described, self._sharding, [array[part] for part in parts], devices)
-        made = put(array, self._sharding)
-        if self._sharding.is_fully_addressable and made.dtype == array.dtype:
-            places = self._sharding.addressable_devices_indices_map(array.shape)
-            self._known[array.shape, array.dtype] = made.aval, list(places.values()), list(places)
-        return made
 
 
 def own_parts(array: jax.Array) -> list[jax.Array]:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array
 
 from dsjax.checkpoint.held_weights import HeldWeights
-from dsjax.engine.contract.commands import Clear, Command, Copy, Flush, Score, Step
+from dsjax.engine.contract.commands import Clear, Command, Copy, Custom, Flush, Score, Step
 from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, ExpertCounts, Progress, RankResults
 from dsjax.engine.device import device_state
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Kind, Pending, Running
@@ -113,12 +113,15 @@ class MeshExecutor(DeviceAccess):
         return next((offered for part in self._parts if (offered := part.extension(kind)) is not None), None)
 
     def awaits(self, command: Command) -> bool:
-        """Whether somebody will wait for a command of this kind."""
-        return self._table.is_awaited(command)
+        """Whether somebody will wait for a command of this kind; nobody waits for a page source's own commands."""
+        handler = self._table.get(type(command))
+        return handler is not None and handler.is_awaited
 
     def launch(self, command: Command) -> Pending:
         """Lay out and send a command's inputs, and start it if the devices may take it now."""
-        pending = self._table.launch(command)
+        handler = self._table[command.source if isinstance(command, Custom) else type(command)]
+        pending = Pending(command, handler)
+        pending.running = handler.execute(pending, command)
         self._queue.append(pending)
         try:
             if self.max_in_flight > 1:
@@ -244,7 +247,7 @@ class MeshExecutor(DeviceAccess):
         nothing: list[list] = [[] for _ in command.ranks]
         most_drafts = [self._slots.most_drafts(rank) for rank in command.ranks]
         inputs = [
-            self.send(pack_launch(command, launch, shape, within if place == 0 else nothing, most_drafts))
+            self.programs.put_rows(pack_launch(command, launch, shape, within if place == 0 else nothing, most_drafts))
             for place, (launch, shape) in enumerate(zip(launches, shapes, strict=True))
         ]
         rules = [self._rules(command, launch, shape) for launch, shape in zip(launches, shapes, strict=True)]
@@ -334,7 +337,7 @@ class MeshExecutor(DeviceAccess):
             row[0, 0, : len(part)], table[0, 0, : len(pages)] = part, pages
             table[0, 0, limits.max_pages : limits.max_pages + len(windows)] = windows - limits.pages_per_rank
             first[0, 0], length[0, 0] = start, len(part)
-            inputs.append(self.send(RowGroup.pack(row, first, length, table)))
+            inputs.append(self.programs.put_rows(RowGroup.pack(row, first, length, table)))
 
         def run() -> Running:
             for packed in inputs:
@@ -366,7 +369,7 @@ class MeshExecutor(DeviceAccess):
 
     def _change(self, kind: str, inputs: Iterable[np.ndarray]) -> Running:
         """Send all inputs now; then run the program of this kind, which changes the state, with each of them."""
-        sent = [self.send(one) for one in inputs]
+        sent = [self.programs.put_rows(one) for one in inputs]
 
         def run() -> Running:
             for packed in sent:
@@ -380,9 +383,10 @@ class MeshExecutor(DeviceAccess):
         rules = self._slots.rules_of(command, launch, shape)
         if rules.wanted is None:
             return rules
-        masks = None if rules.masks is None else self.send(rules.masks)
+        send = self.programs.put_rows
+        masks = None if rules.masks is None else send(rules.masks)
         wanted = self.send_everywhere(rules.wanted)
-        return rules._replace(wanted=wanted, biases=[self.send(piece) for piece in rules.biases], masks=masks)
+        return rules._replace(wanted=wanted, biases=[send(piece) for piece in rules.biases], masks=masks)
 
     def _collect_step(self, pending: Pending) -> list[RankResults]:
         """What a step's rows yielded, which the slots follow."""
