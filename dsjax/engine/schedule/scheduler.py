@@ -204,7 +204,8 @@ class Scheduler:
                     and new[0] not in request.stop_ids
                     and len(tokens) + 1 < request.max_total_tokens
                     and request.first_token_time is not None
-                    and not result.failed
+                    and result.finite
+                    and result.error is None
                 ):
                     tokens.append(new[0])
                     made += 1
@@ -314,7 +315,7 @@ def _enter(rank: Rank, request: Request, result: RowResult, now: float) -> tuple
             result = result._replace(token_ids=result.token_ids[:count], scores=scores, finite=True, error=None)
             break
     else:
-        if result.failed:
+        if not result.finite or result.error is not None:
             reason = FinishReason.ERROR
             if not result.finite:
                 rank.invalidate_request(request)
