@@ -85,7 +85,7 @@ class Handler(NamedTuple):
 
 
 class CommandTable(dict[type[Command] | str, Handler]):
-    """The handlers of an executor, by kind of command; those of `Custom` commands by the name of their page source."""
+    """The handlers of an executor by kind of command; for `Custom` commands, by the name of their page source."""
 
     def add(self, kind: type[Command] | str, handler: Handler) -> None:
         """Add the handler of a kind; a `ValueError` if the kind has one."""

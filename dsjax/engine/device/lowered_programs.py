@@ -1,6 +1,6 @@
-"""``LoweredPrograms``: the programs of an engine as they are traced: the step in every shape of its launches, and the small ones beside it.
+"""``LoweredPrograms``: traces the programs of an engine: the step in each shape of a launch, and the small programs beside it.
 
-Each is traced from descriptions of parameters and state. A program that changes the state takes it donated, and gives it back.
+They are traced from descriptions of parameters and state. A program that changes the state takes it as a donated argument and returns it.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ COPIES = 32
 
 
 class LoweredPrograms:
-    """Traces each program of a model, or of a stage of it, without compiling, also for devices that are not here.
+    """Traces the programs of a model, or of one stage, without compiling; the devices need not be here.
 
-    ``lower_…`` says what a program takes and gives. Of a stage behind the first, programs with layers in them also take the hidden states
-    of the stage before, last; ``_lower_step`` says which these are.
+    The docstring of each ``lower_…`` has the program's arguments and results. In a stage after the first, programs with layers
+    (``_lower_step``) also take the hidden states of the previous stage as their last argument.
 
     Args:
-        params, state: or descriptions of them.
-        experts_per_exchange: experts that a rank sends and receives in one run of ``stage_experts``; 0: experts stay where they are.
+        params, state: arrays or their descriptions.
+        experts_per_exchange: experts that a rank sends and receives in one run of ``stage_experts``; 0: experts do not move.
         experts: the backend that computes the routed experts, if they have devices of their own.
 
     Attributes:
-        rows, everywhere: shardings of what the host sends: one entry for each DP rank; whole on every device.
-        shared: whether other processes have a part of the mesh: all but the outcome of a step must be gathered to be read then.
+        rows, everywhere: shardings of the host's inputs: one entry for each DP rank; replicated.
+        shared: whether other processes have a part of the mesh. Then all results but a step's outcome must be gathered to be read.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class LoweredPrograms:
         experts: Worker | None = None,
     ):
         self.experts = experts
-        # The dispatch always counts: that takes no collective, and recording the counts must not compile anything.
+        # The dispatch always counts, which takes no collective, because recording the counts must not compile anything.
         self._step = dataclasses.replace(step, dispatch=dataclasses.replace(step.dispatch, report=True))
         self._params = device_state.description(dict(params))
         self._limits, self._exchanged = limits, experts_per_exchange
@@ -71,7 +71,7 @@ class LoweredPrograms:
         self.shared = not self.rows.is_fully_addressable
 
     def shape(self, decode: Rectangle | None, prefill: Rectangle | None) -> LaunchShape:
-        """The shape of a launch."""
+        """Return the shape of a launch."""
         forms, limits = (self._step.decode_form, self._step.prefill_form), self._limits
         groups = [
             rectangle and GroupShape(*rectangle, limits.max_pages, form, limits.window_columns)
@@ -81,20 +81,20 @@ class LoweredPrograms:
         return LaunchShape(*groups, limits.page_size, sampling_room(decode, prefill, limits.max_rows_decode, drafts))
 
     def described_moved(self, table: Table = "context") -> dict[str, jax.ShapeDtypeStruct]:
-        """Descriptions of what ``take_pages`` gives of a kind of pages; empty of window pages in a model without them."""
+        """Describe the results of ``take_pages`` for a kind of pages; empty for window pages in a model without them."""
         return device_state.describe_moved(self._step, self._state, table)
 
     def lower(self, key: ProgramKey) -> Lowered:
-        """Trace the program of a key: its kind, and the arguments of ``lower_…`` of that name."""
+        """Trace the program of a key: its kind and the arguments of its ``lower_…``."""
         kind, *arguments = key
         return getattr(self, "lower_" + kind.replace(" ", "_"))(*arguments)
 
     def lower_step(self, shape: LaunchShape, scored: bool = False) -> Lowered:
         """``(params, state, packed) -> (state, positions, outcome, logits, hidden, reports)``, with ``scored`` also ``Scores``.
 
-        The rows of a launch, each with its most probable tokens. positions: those that make a token, packed; outcome: their tokens,
-        see ``commit``; logits: theirs; hidden: of all token slots. With ``scored`` the tokens behind each position of the prefill
-        row are scored. A stage before the last gives ``(state, positions, hidden, reports)``.
+        Computes the rows of a launch with their most probable tokens. positions: those that make a token, packed; outcome: their tokens,
+        see ``commit``; logits: at these positions; hidden: of all token slots. With ``scored``, the token after each position of the
+        prefill row is scored. A stage before the last returns ``(state, positions, hidden, reports)``.
         """
 
         def run(params, state, packed, *arrived):
@@ -114,9 +114,9 @@ class LoweredPrograms:
         return self._lower_step(run, shape)
 
     def lower_enter(self, positions: int, firsts: tuple[int, ...], drafts: int) -> Lowered:
-        """``(state, positions, outcome[, drafts]) -> state`` of a stage before the last, with what the last one made of a launch's rows.
+        """``(state, positions, outcome[, drafts]) -> state`` of a stage before the last: enter the last stage's results of a launch.
 
-        outcome, drafts: as ``step`` and ``drafts`` give them, so many drafts. firsts: see ``entering``.
+        outcome, drafts: as ``step`` and ``drafts`` return them. firsts: see ``entering``.
         """
         packed, outcome = (self._described((n * positions,), np.int32) for n in (len(dataclasses.fields(Positions)), 1))
         proposed = [self._described((len(firsts), drafts), np.int32)] if drafts else []
@@ -134,7 +134,7 @@ class LoweredPrograms:
     def lower_drafting_step(self, shape: LaunchShape, count: int) -> Lowered:
         """``(params, state, packed) -> (state, outcome, drafts [B, R, count], reports)``: ``step`` and ``drafts`` in one program.
 
-        For decode rows whose tokens are the most probable ones: nothing stands between the two then, and a launch is saved.
+        For decode rows that take their most probable tokens; it saves a launch.
         """
 
         def run(params, state, packed, *arrived):
@@ -150,9 +150,9 @@ class LoweredPrograms:
         return self._lower_step(run, shape)
 
     def lower_drafts(self, shape: LaunchShape, count: int) -> Lowered:
-        """``(params, state, packed, positions, outcome, hidden) -> (state, drafts [B, R + R2, count])``: what the MTP module proposes.
+        """``(params, state, packed, positions, outcome, hidden) -> (state, drafts [B, R + R2, count])``, by the MTP module.
 
-        packed: the input of ``step``; all others are its results.
+        packed: the input of ``step``; the others are results of ``step``.
         """
 
         def run(params, state, packed, at, outcome, hidden):
@@ -166,9 +166,9 @@ class LoweredPrograms:
         return self._lower_step(run, shape, at, outcome, hidden)
 
     def _lower_step(self, run: Callable, shape: LaunchShape | GroupShape, *arguments: Any) -> Lowered | CutLowered:
-        """A program with layers in it, of parameters, state, packed rows, and ``arguments`` or what has come from the stage before.
+        """Trace a program with layers, of parameters, state, packed rows, and ``arguments`` or the previous stage's hidden states.
 
-        Where experts are apart, it is as many programs as it takes.
+        With experts on devices of their own, it is cut into several programs.
         """
         packed = self._described((shape.packed_width,), np.int32)
         if not arguments and not self._step.begins:
@@ -188,7 +188,7 @@ class LoweredPrograms:
         return self._lower_small(slots.admit, self._described((ADMIT_WIDTH,), np.int32))
 
     def _lower_small(self, function: Callable, *arguments: Any) -> Lowered:
-        """A program that gives the state as ``function(step, state, *arguments)`` changes it."""
+        """Trace a program that returns the state as ``function(step, state, *arguments)`` changes it."""
         run = lambda state, *arguments: self._pin(function(self._step, state, *arguments), self._state)  # noqa: E731
         return jax.jit(run, donate_argnums=0).lower(self._state, *arguments)
 
@@ -214,12 +214,12 @@ class LoweredPrograms:
         return self._lower_small(device_state.clear_pages, self._described((pages,), bool))
 
     def lower_read_loads(self) -> Lowered:
-        """``loads -> (loads, zeros)``: the experts' loads since they were read last; donated."""
+        """``loads -> (loads, zeros)``: the experts' loads since the last reading; donated."""
         run = lambda loads: self._pin((loads, jnp.zeros_like(loads)), (self._state.loads,) * 2)  # noqa: E731
         return jax.jit(run, donate_argnums=0).lower(self._state.loads)
 
     def lower_take_pages(self, table: Table) -> Lowered:
-        """``(state, pages [B, moved(table)]) -> copies of them``, see ``device_state.describe_moved``; reads the state alone."""
+        """``(state, pages [B, moved(table)]) -> copies``, see ``device_state.describe_moved``; the state is not donated."""
         pages = self._described((device_state.moved(table),), np.int32)
 
         def run(state, pages):
@@ -228,12 +228,12 @@ class LoweredPrograms:
         return jax.jit(run).lower(self._state, pages)
 
     def lower_put_pages(self, table: Table) -> Lowered:
-        """``(state, copies, pages) -> state`` with the copies in these pages."""
+        """``(state, copies, pages) -> state`` with the copies written to these pages."""
         pages = self._described((device_state.moved(table),), np.int32)
         return self._lower_small(partial(device_state.put_pages, table=table), self.described_moved(table), pages)
 
     def lower_biases(self, positions: int) -> Lowered:
-        """``(state, positions, logits, biases) -> logits``; reads the state alone. ``positions``: their number in ``LaunchShape``."""
+        """``(state, positions, logits, biases) -> logits``; the state is not donated. ``positions``: their number in ``LaunchShape``."""
         at, _, logits = self._of_positions(positions)
         biases = self._described((bias_width(positions), 4), np.int32)
 
@@ -258,7 +258,7 @@ class LoweredPrograms:
         return jax.jit(run, donate_argnums=0).lower(self._state, at, logits, logits, masks, wanted)
 
     def lower_score(self, positions: int) -> Lowered:
-        """``(logits, outcome) -> Scores`` of the outcome's tokens, where this process can read them."""
+        """``(logits, outcome) -> Scores`` of the outcome's tokens, readable by this process."""
         _, outcome, logits = self._of_positions(positions)
 
         def run(logits, outcome):
@@ -268,9 +268,9 @@ class LoweredPrograms:
         return jax.jit(run).lower(logits, outcome)
 
     def lower_every_token(self) -> Lowered:
-        """``(params, state, packed) -> (state, logits [C, V])`` of the row of rank 0; all ranks compute one of the widest chunk.
+        """``(params, state, packed) -> (state, logits [C, V])`` of rank 0's row; every rank computes a row of the widest chunk.
 
-        packed: see ``RowGroup.pack``, with its own page table. A stage before the last gives hidden states in the logits' place.
+        packed: see ``RowGroup.pack``, with its own page table. A stage before the last returns hidden states instead of logits.
         """
         shape = self.shape(None, Rectangle(1, self._limits.max_chunk)).prefill
 
@@ -288,11 +288,11 @@ class LoweredPrograms:
         return self._lower_step(run, shape)
 
     def lower_gather(self, described: Any) -> Lowered:
-        """``tree -> tree``, whole on every device."""
+        """``tree -> tree``, replicated."""
         return jax.jit(lambda tree: tree, out_shardings=self.everywhere).lower(described)
 
     def _of_positions(self, positions: int):
-        """Descriptions of what a step hands on to the sampling programs: packed positions, outcome, logits."""
+        """Describe what a step passes to the sampling programs: packed positions, outcome, logits."""
         at = self._described((len(dataclasses.fields(Positions)) * positions,), np.int32)
         outcome = self._described((positions,), np.int32)
         if self.shared:
@@ -300,11 +300,11 @@ class LoweredPrograms:
         return at, outcome, self._logits(positions)
 
     def _of_step(self, shape: LaunchShape):
-        """Descriptions of what a step hands on to the drafts' program: what ``_of_positions`` has, and the hidden states."""
+        """Describe what a step passes to the drafts' program: ``_of_positions`` and the hidden states."""
         return *self._of_positions(shape.positions), self._hidden(shape.tokens)
 
     def _hidden(self, tokens: int) -> jax.ShapeDtypeStruct:
-        """A description of the hidden states of so many token slots a DP rank."""
+        """Describe the hidden states of ``tokens`` token slots on each DP rank."""
         return self._described((tokens, *self._step.config.streams, self._step.config.hidden_size), self._step.dtype)
 
     def _logits(self, positions: int) -> jax.ShapeDtypeStruct:
@@ -313,7 +313,7 @@ class LoweredPrograms:
         return jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
 
     def _pin(self, tree, described):
-        """What a program gives, sharded as the next program expects it."""
+        """Shard a program's results as the next program expects them."""
         return jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda array: array.sharding, described))
 
     def _described(self, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
@@ -321,15 +321,15 @@ class LoweredPrograms:
 
 
 def entering(shape: LaunchShape, drafts: int) -> tuple[str, int, tuple[int, ...], int]:
-    """The key of the program that enters a launch's tokens, which depends on its rows only where drafts are entered."""
+    """Return the key of the program that enters a launch's tokens. It depends on the rows only if drafts are entered."""
     return "enter", shape.positions, tuple(shape.first_positions.tolist()) if drafts else (), drafts
 
 
 def gathering(tree: Any) -> tuple[ProgramKey, Any]:
-    """The key of the program that gathers such a tree, and descriptions of the tree's arrays."""
+    """Return the key of the program that gathers a tree like this one, and descriptions of the tree's arrays."""
     described = device_state.description(tree)
     leaves, structure = jax.tree.flatten(described)
-    # Without the devices, which are others when the mesh is made anew.
+    # Without the devices, which differ when the mesh is made anew.
     layouts = (one.sharding.spec if isinstance(one.sharding, NamedSharding) else str(one.sharding) for one in leaves)
     arrays = ((one.shape, str(one.dtype), layout) for one, layout in zip(leaves, layouts, strict=True))
     return ("gather", structure, *arrays), described

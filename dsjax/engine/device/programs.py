@@ -1,4 +1,4 @@
-"""``Programs``: the compiled programs of an executor: which there are, and how each is had."""
+"""``Programs``: the compiled programs of an executor."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from sharding.cut import Worker
 from sharding.jax_internals import batched_device_put
 
 _SELDOM_WANTED = {"step": 5, "drafting step": 3, "drafts": 1}
-"""For each program, the place from which on its results are wanted seldom, and gathered by a program of their own."""
+"""For each kind of program, the index of the first result that is seldom read and has a gathering program of its own."""
 
 
 class RepeatedPut:
-    """``put`` for arrays that go to the same devices again and again, each step's inputs: what JAX works out of a shape is kept.
+    """``put`` for arrays that repeatedly go to the same devices, the inputs of each step: what JAX derives from a shape is kept.
 
-    That is most of what ``jax.device_put`` costs a small array: 18 µs instead of 197 on one device, 130 instead of 309 on 32 (two busy
+    That is most of what ``jax.device_put`` costs for a small array: 18 µs instead of 197 on one device, 130 instead of 309 on 32 (two busy
     cores, 2026-11-28, `python tools/bench_host.py --put --mesh dp=1 dp=32` at commit 69443ce0).
     """
 
@@ -44,7 +44,7 @@ class RepeatedPut:
         self._known: dict[tuple[tuple[int, ...], np.dtype], tuple[Any, list[tuple[slice, ...]], list[jax.Device]]] = {}
 
     def __call__(self, array: np.ndarray) -> jax.Array:
-        """The array on the devices."""
+        """Return the array on the devices."""
         known = self._known.get((array.shape, array.dtype))
         if known is not None:
             described, parts, devices = known
@@ -57,15 +57,15 @@ class RepeatedPut:
 
 
 class Programs(LoweredPrograms):
-    """Compiles each program once: when it is first asked for (``get``) or by ``warm_up``.
+    """Compiles each program once, at its first ``get`` or in ``warm_up``.
 
     Args:
         step, params, state, limits, experts_per_exchange, experts: as in ``LoweredPrograms``.
-        meet: waits for the other processes of the mesh after a compilation at first use: in a collective that has a time limit.
-        library: where programs of earlier meshes in the same layout are found, and these are kept.
+        meet: waits for the other processes of the mesh after a compilation at first use, because collectives have a time limit.
+        library: keeps programs for later meshes of the same layout, and for later starts.
 
     Attributes:
-        store: the programs that are compiled.
+        store: the compiled programs.
         put_rows: sends an array to the devices of each DP rank.
     """
 
@@ -90,62 +90,61 @@ class Programs(LoweredPrograms):
         self._shapes: dict[tuple[Rectangle | None, Rectangle | None], LaunchShape] = {}
 
     def _compiler_options(self, key: ProgramKey) -> dict[str, int | bool] | None:
-        # Where a step is exact, sums of layers and head are the kernels', and log-probabilities have an order of their own
-        # (`log_softmax`): XLA sums a draw's probabilities alone.
+        # In an exact step, kernels compute the sums of layers and head, and `log_softmax` has a fixed order: only draws have sums of XLA's.
         platform = self._step.mesh.devices.flat[0].platform
         return compiler_options(platform, sums=not self._step.is_exact or key[0] == "draw")
 
     def of(self, step: ModelStep, experts: Worker) -> Programs:
-        """Compile the same programs for the same model and state with another backend of the routed experts."""
+        """Compile the same programs for another backend of the routed experts."""
         programs = Programs(step, self._params, self._state, self._limits, self._exchanged, self.meet, experts=experts)
-        there = dict(self.store.compiled)  # another thread may have one more compiled
+        there = dict(self.store.compiled)  # a copy, because another thread may compile one more
         labels = {key: str(key[0]) for key in there if key[0] != "gather"}
-        # What gathers results knows nothing of experts.
+        # Gathering programs do not depend on experts.
         programs.store.compiled |= {key: program for key, program in there.items() if key not in labels}
         programs.store.compile_all(labels, lambda done, total, label: None, programs._compile_gathers)
         return programs
 
     @property
     def compiled(self) -> frozenset[Hashable]:
-        """Keys of the programs that exist."""
+        """Keys of the compiled programs."""
         return frozenset(self.store.compiled)
 
     def allocate(self) -> DeviceState:
-        """The state at the start: everything zero, experts placed as the step says."""
+        """Make the initial state: zeros, and experts placed as in the step."""
         state = jax.block_until_ready(self.get("allocate")())
         if self._state.copies is not None:
             state.copies = put(self._step.placement.tables, self.everywhere)
         return state
 
     def get(self, kind: str, *arguments: Hashable) -> Compiled:
-        """The program of a kind, compiled where it is not yet: ``lower_…`` of that name says what it takes and gives."""
+        """Return a program, compiled if necessary. The ``lower_…`` of its kind has its arguments and results."""
         key = kind, *arguments
         return self.store.compiled.get(key) or self.store.get(key, lambda: self.lower(key))
 
     def shape(self, decode: Rectangle | None, prefill: Rectangle | None) -> LaunchShape:
-        """The shape of a launch; the same object each time."""
+        """Return the shape of a launch, the same object each time."""
         if (decode, prefill) not in self._shapes:
             self._shapes[decode, prefill] = super().shape(decode, prefill)
         return self._shapes[decode, prefill]
 
     def gather(self, tree: Any) -> Any:
-        """What a program gave, where this process can read it: where ``shared``, all processes run a program that brings it there."""
+        """Make a program's results readable by this process. If ``shared``, all processes run a program that replicates them."""
         if not self.shared:
             return tree
         key, described = gathering(tree)
         return self.store.get(key, lambda: self.lower_gather(described))(tree)
 
     def no_masks(self, positions: int) -> Array:
-        """Masks that allow everything, on the devices."""
+        """Return masks that allow every token, on the devices."""
         if positions not in self._no_masks:
             shape = (self._limits.num_ranks, positions, mask_words(self._limits.vocab_size))
             self._no_masks[positions] = put(np.full(shape, -1, np.int32), self.rows)
         return self._no_masks[positions]
 
     def warm_up(self, buckets: Buckets, progress: Progress | None = None) -> None:
-        """Compile all that ``buckets`` can ask for: traced here one by one, compiled on all cores at once.
+        """Compile all programs that ``buckets`` need. This thread traces them one by one; all cores compile them.
 
-        What ``progress`` raises ends the warm-up: what waits is not compiled, and what is being compiled is waited for.
+        An exception of ``progress`` ends the warm-up after the compilations that are running.
         """
         labels = self.labels(buckets)
         report = progress or (lambda done, total, label: None)
@@ -156,9 +155,9 @@ class Programs(LoweredPrograms):
         self.store.compile_all(labels, report, self._compile_gathers)
 
     def compile_ahead(self, buckets: Buckets, go_on: Callable[[int, str], bool]) -> bool:
-        """Compile what ``warm_up`` would, one after the other in this thread, for the library alone; whether all of it is there.
+        """Compile the programs of ``warm_up`` one by one in this thread, for the library alone. Return whether all are there.
 
-        go_on: asked before each program and at the end, with how many are there and the next one's name; False ends it.
+        go_on: called before each program and at the end, with the number of finished programs and the next one's name; False: stop.
         """
         labels = self.labels(buckets)
         for done, (key, label) in enumerate(labels.items()):
@@ -167,7 +166,7 @@ class Programs(LoweredPrograms):
             if not self.store.shelf.has(key):
                 self.store.compile(key, partial(self.lower, key))
                 self._compile_gathers(key)
-            self.store.compiled.clear()  # a program that is loaded takes memory of the devices
+            self.store.compiled.clear()  # loaded programs take memory of the devices
         return go_on(len(labels), "all")
 
     def drop(self) -> None:
@@ -176,7 +175,7 @@ class Programs(LoweredPrograms):
         self._no_masks.clear()
 
     def _compile_gathers(self, producer: ProgramKey) -> None:
-        """Compile what brings to all devices that which is wanted seldom of a program's results: reports, prompts' scores, drafts."""
+        """Compile the programs that replicate the results of a program that are seldom read: reports, prompt scores, drafts."""
         program, first = self.store.compiled[producer], _SELDOM_WANTED.get(producer[0])
         if not self.shared or first is None:
             return
@@ -191,7 +190,7 @@ class Programs(LoweredPrograms):
                 self.store.compile(key, lambda described=described: self.lower_gather(described))
 
     def labels(self, buckets: Buckets) -> dict[ProgramKey, str]:
-        """Keys and names of all programs that ``buckets`` can ask for; those that gather come with what they gather."""
+        """Return keys and names of all programs that ``buckets`` need, without gathering programs."""
         labels: dict[ProgramKey, str] = {}
         ends = self._step.ends
         launches = [(*shapes, False) for shapes in buckets.shapes()]
