@@ -24,9 +24,9 @@ from waits import until
 from dsjax import background
 from dsjax.background import WORK, contained, failure_counts, start_thread
 from dsjax.engine.afd.messages import OPEN, Answered, Open, Opened
-from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.elastic import compile_ahead, follower
+from dsjax.engine.engine_thread import AsyncEngine
 from dsjax.engine.expert_process import ExpertProcess
 from dsjax.engine.experts import expert_balancer
 from dsjax.engine.experts.eplb import EplbConfig
