@@ -1,14 +1,14 @@
 """`DiskPages`: threads that write pages to the disk, read and delete them, so that no step waits for any of it."""
 
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 
-from dsjax.background import contained, start_thread
+from dsjax.background import WorkQueue, contained
 from dsjax.engine.tiers.page_folder import Page, PageFileError, PageFiles
 from dsjax.engine.tiers.page_tiers import PageReports
 
@@ -47,13 +47,12 @@ class DiskPages:
         self._others: list[tuple[float, str, int]] = []
         self._own = self._other_bytes = 0
         self._warned: set[str] = set()
-        self._writing: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._reading: queue.SimpleQueue[tuple[int, int, bytes] | None] = queue.SimpleQueue()
+        self._writer = WorkQueue("disk writer", "dsjax-page-writer", cost="A page is not written or not deleted.")
+        self._readers = WorkQueue("disk reader", "dsjax-page-reader", threads=READERS)
         self._listed = threading.Event()
-        self._writing.put(self._list)
-        self._writer = start_thread("disk writer", self._write_on, name="dsjax-page-writer", restarts=True)
-        for index in range(READERS):
-            start_thread("disk reader", self._read_on, name=f"dsjax-page-reader-{index}", restarts=True)
+        self._writer.put(self._list)
+        self._writer.start()
+        self._readers.start()
         if not self._listed.wait(LISTING_SECONDS):
             _log.warning(
                 f"--disk-cache: {files.folder.path} has so many pages that listing them takes more than {LISTING_SECONDS:.0f} s; it goes "
@@ -62,17 +61,17 @@ class DiskPages:
 
     def write(self, number: int, name: bytes, page: Page) -> None:
         """Write a page, which is not changed any more."""
-        self._writing.put(lambda: self._write(number, name, page))
+        self._writer.put(partial(self._write, number, name, page))
 
     def drop(self, everything: bool, names: list[bytes]) -> None:
         """Delete all pages, and then those of these names, after what was to be written before."""
-        self._writing.put(lambda: self._delete(everything, names))
+        self._writer.put(partial(self._delete, everything, names))
 
     def read(self, rank: int, number: int, name: bytes) -> None:
         """Read a page."""
         with self._lock:
             self._pages[rank, number] = None
-        self._reading.put((rank, number, name))
+        self._readers.put(partial(self._read_or_drop, rank, number, name))
 
     def take(self, rank: int, number: int) -> Page:
         """Give a page that was reported as read; it is kept no longer."""
@@ -95,22 +94,14 @@ class DiskPages:
 
     def close(self) -> None:
         """End the threads, when what is to be written is, or `END_SECONDS` have passed."""
-        self._writing.put(None)
-        for _ in range(READERS):
-            self._reading.put(None)
-        self._writer.join(END_SECONDS)
-        if self._writer.is_alive():
+        self._readers.close()
+        if not self._writer.close(END_SECONDS):
             _log.warning(
                 "--disk-cache: some pages were not written in the %.0f s after the end; they are lost.", END_SECONDS
             )
         self._files.folder.close()
 
     # In the writer's thread.
-
-    def _write_on(self) -> None:
-        while (task := self._writing.get()) is not None:
-            with contained("disk writer", "A page is not written or not deleted."):
-                task()
 
     def _list(self) -> None:
         names: list[bytes] = []
@@ -173,20 +164,18 @@ class DiskPages:
 
     # In a reader's.
 
-    def _read_on(self) -> None:
-        while (task := self._reading.get()) is not None:
-            rank, number, name = task
-            with self._lock:
-                if (rank, number) not in self._pages:  # dropped meanwhile
-                    continue
-            page = self._read_page(name)
-            with self._reported:
-                if (rank, number) in self._pages:
-                    self._pages[rank, number] = page
-                    if page is None:
-                        del self._pages[rank, number]
-                    self._read.append((rank, number, page is not None))
-                    self._reported.notify()
+    def _read_or_drop(self, rank: int, number: int, name: bytes) -> None:
+        with self._lock:
+            if (rank, number) not in self._pages:  # dropped meanwhile
+                return
+        page = self._read_page(name)
+        with self._reported:
+            if (rank, number) in self._pages:
+                self._pages[rank, number] = page
+                if page is None:
+                    del self._pages[rank, number]
+                self._read.append((rank, number, page is not None))
+                self._reported.notify()
 
     def _read_page(self, name: bytes) -> Page | None:
         try:

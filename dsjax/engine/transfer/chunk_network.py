@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import queue
 import threading
 import time
 from collections import OrderedDict
@@ -12,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
-from dsjax.background import contained, note_failure, start_thread
+from dsjax.background import WorkQueue, contained, note_failure, start_thread
 from dsjax.engine.contract.commands import WINDOW_NUMBERS
 from dsjax.engine.transfer.messages import Chunk, ChunkGoneError, PublishedChunk, PullDone
 from dsjax.engine.transfer.transport import Shapes, Transport
@@ -99,9 +98,8 @@ class ChunkServer:
         self._numbers = itertools.count(1)
         self._published: dict[int, _Published] = {}
         self._peers: set[Peer] = set()
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        for _ in range(_PUBLISHERS):
-            start_thread("chunk server", self._run, name="dsjax-chunk-server", restarts=True)
+        self._tasks = WorkQueue("chunk server", "dsjax-chunk-server", threads=_PUBLISHERS)
+        self._tasks.start()
         endpoint.serve(_PULL, self._pull, roles=(ROLE,), kind=int)
         endpoint.serve(_DONE, self._done, roles=(ROLE,), kind=PullDone)
 
@@ -110,8 +108,7 @@ class ChunkServer:
         for service in (_PULL, _DONE):
             self._endpoint.withdraw(service)
         self._tasks.put(lambda: self._withdraw(lambda _: True))
-        for _ in range(_PUBLISHERS):
-            self._tasks.put(None)
+        self._tasks.close()
 
     # In the messaging thread.
 
@@ -130,13 +127,9 @@ class ChunkServer:
 
     # In the threads that use the transport.
 
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            before = time.monotonic() - self._timeout
-            self._withdraw(lambda published: published.since < before)  # noqa: B023
-            task()
-
     def _publish(self, request: Request, chunk: Chunk | None) -> None:
+        before = time.monotonic() - self._timeout
+        self._withdraw(lambda published: published.since < before)
         if chunk is None:
             request.refuse(f"chunk {request.body} is not kept any more")
             return

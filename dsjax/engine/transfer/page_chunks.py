@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from dsjax.background import contained, note_failure, start_thread
+from dsjax.background import WorkQueue, contained, note_failure
 from dsjax.engine.contract.commands import WINDOW_NUMBERS, DropChunks, PullPages, SendPages
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
 from dsjax.engine.device.device_state import moved
@@ -67,8 +66,9 @@ class PageChunks(DevicePart, PageStore):
             for described in self._described.values()
         )
         self._devices, self.processes_of_ranks = self._places_of_ranks()
-        self._leaving: queue.SimpleQueue[tuple[int, Any, bool] | list[int] | None] = queue.SimpleQueue()
-        self._wanted: queue.SimpleQueue[Landing | None] = queue.SimpleQueue()
+        unwanted_stay = "Chunks that nobody wants are kept until the mesh changes."
+        self._offers = WorkQueue("chunk offer", "dsjax-chunks", cost=unwanted_stay)
+        self._pulls = WorkQueue("chunk pull", "dsjax-pull", threads=PULLERS)
         self._landed: dict[tuple[int, int], tuple[Landing, int]] = {}
         self._closed = False
         self._lock = threading.Lock()
@@ -88,13 +88,12 @@ class PageChunks(DevicePart, PageStore):
     def send_chunks(self, offer: Offer, drop: Drop = lambda numbers: None) -> None:
         """Have chunks offered, and dropped, in a thread of their own."""
         self._offer, self._drop = offer, drop
-        start_thread("chunk offer", self._offer_on, name="dsjax-chunks", restarts=True)
+        self._offers.start()
 
     def pull_chunks(self, pull: Pull, report: Callable[[PulledChunk], None]) -> None:
         """Pull chunks by this; what came of each is reported in a thread of its own."""
         self._pull, self._report = pull, report
-        for _ in range(PULLERS):
-            start_thread("chunk pull", self._pull_on, name="dsjax-pull", restarts=True)
+        self._pulls.start()
 
     def _send(self, _: Pending, command: SendPages) -> Running:
         pairs = [np.frombuffer(rank_pairs, "<i4").reshape(-1, 2) for rank_pairs in command.ranks]
@@ -113,13 +112,15 @@ class PageChunks(DevicePart, PageStore):
                 for rank, chunk in enumerate(rank_chunks):
                     if chunk is not None:
                         kept = self.processes_of_ranks[rank][0] == jax.process_index()
-                        self._leaving.put((chunk[0], self._part(taken, rank if kept else None), kept))
+                        part = self._part(taken, rank if kept else None)
+                        self._offers.put(partial(self._offer_when_computed, chunk[0], part, kept=kept))
                 yield next(iter(taken.values()))
 
         return run()
 
     def _drop_sent(self, _: Pending, command: DropChunks) -> Running:
-        self._leaving.put(np.frombuffer(command.numbers, "<i4").tolist())
+        numbers = np.frombuffer(command.numbers, "<i4").tolist()
+        self._offers.put(lambda: self._drop(numbers))
         yield from ()
 
     def _begin_pulls(self, _: Pending, command: PullPages) -> Running:
@@ -140,7 +141,7 @@ class PageChunks(DevicePart, PageStore):
         def run() -> Running:
             for landing in landings.values():
                 if landing.rank in self._devices:
-                    self._wanted.put(landing)
+                    self._pulls.put(partial(self._pull_and_report, landing))
             yield from ()
 
         return run()
@@ -197,9 +198,8 @@ class PageChunks(DevicePart, PageStore):
         """End the threads. What is being pulled is not reported."""
         with self._lock:
             self._closed = True
-        self._leaving.put(None)
-        for _ in range(PULLERS):
-            self._wanted.put(None)
+        self._offers.close()
+        self._pulls.close()
 
     def _places_of_ranks(self) -> tuple[dict[int, jax.Device], list[list[int]]]:
         """The first device here of each rank that has any; and each rank's processes, in the order of its devices."""
@@ -229,36 +229,27 @@ class PageChunks(DevicePart, PageStore):
 
     # In threads of their own.
 
-    def _offer_on(self) -> None:
-        while (task := self._leaving.get()) is not None:
-            if isinstance(task, list):
-                with contained("chunk offer", "Chunks that nobody wants are kept until the mesh changes."):
-                    self._drop(task)
-                continue
-            number, chunk, kept = task
-            try:
-                jax.block_until_ready(chunk)
-                self._offer(number, chunk if kept else None)
-            except Exception as error:  # the step that made it may have failed, which the engine finds out by itself
-                note_failure(
-                    "chunk offer", error, "Who wants the chunk is told that it is gone, and computes its pages."
-                )
-                with contained("chunk offer"):
-                    self._offer(number, None)
-                if kept:  # who pulls it may have heard of it from process 0, and wait for it here
-                    with contained("chunk offer"):
-                        self._drop([number])
+    def _offer_when_computed(self, number: int, chunk: Chunk, *, kept: bool) -> None:
+        """Wait for a chunk and offer it. kept: by this process."""
+        try:
+            jax.block_until_ready(chunk)
+            self._offer(number, chunk if kept else None)
+        except Exception as error:  # the step that made it may have failed, which the engine finds out by itself
+            note_failure("chunk offer", error, "Who wants the chunk is told that it is gone, and computes its pages.")
+            with contained("chunk offer"):
+                self._offer(number, None)
+            if kept:  # who pulls it may have heard of it from process 0, and wait for it here
+                self._drop([number])
 
-    def _pull_on(self) -> None:
-        while (landing := self._wanted.get()) is not None:
-            rank, pages = landing.rank, landing.pages
-            with self._lock:
-                wanted = any((rank, page) in self._landed for page in pages)
-            landing.chunk = self._pulled(landing) if wanted else None
-            pulled = PulledChunk(rank, landing.source.link, landing.number, pages, landing.chunk is not None)
-            with self._lock, contained("chunk pull"):
-                if not self._closed:
-                    self._report(pulled)
+    def _pull_and_report(self, landing: Landing) -> None:
+        rank, pages = landing.rank, landing.pages
+        with self._lock:
+            wanted = any((rank, page) in self._landed for page in pages)
+        landing.chunk = self._pulled(landing) if wanted else None
+        pulled = PulledChunk(rank, landing.source.link, landing.number, pages, landing.chunk is not None)
+        with self._lock:
+            if not self._closed:
+                self._report(pulled)
 
     def _pulled(self, landing: Landing) -> Chunk | None:
         try:
