@@ -1,4 +1,4 @@
-"""``PageChunks``: the executor's part that sends pages to other engines and pulls theirs, without a step waiting for either."""
+"""`PageChunks`: the executor's part that sends pages to other engines and pulls theirs. No step waits for either."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ PULLERS = 2
 
 @dataclass(eq=False)
 class Landing:
-    """A chunk that a rank pulls, known to every process: pages are staged by chunks, in the same order everywhere.
+    """A chunk that a rank pulls. Every process knows it: all stage pages by chunks, in the same order.
 
-    chunk: None until it has come, and where this process has no device of the rank.
+    chunk: None until it is here, or if this process has no device of the rank.
     """
 
     rank: int
@@ -40,7 +40,7 @@ class Landing:
 
     @property
     def table(self) -> Table:
-        """The kind of its pages."""
+        """The kind of the chunk's pages."""
         return "window" if self.number >= WINDOW_NUMBERS else "context"
 
 
@@ -50,10 +50,10 @@ def move_chunk(chunk: Chunk, device: jax.Device) -> Chunk:
 
 
 class PageChunks(DevicePart, PageStore):
-    """Pages go to chunks by the program that takes pages to host memory; a thread offers them when they are there.
+    """Copies pages into chunks by the program that also takes pages to host memory. A thread offers the chunks once they are computed.
 
-    A chunk is one device's part of what that program gives: the arrays of ``describe_moved`` for one DP rank. Of a rank on several
-    processes, the one with its first device keeps the chunks; each pulls to its first device of the rank.
+    A chunk is one device's part of that program's result: the arrays of `describe_moved` for one DP rank. If a rank has devices in
+    several processes, the process with the first device keeps the rank's chunks; each process pulls to its own first device of the rank.
 
     chunk_shapes, window_shapes, processes_of_ranks: see `ChunkPort`.
     """
@@ -82,16 +82,16 @@ class PageChunks(DevicePart, PageStore):
         table.add(DropChunks, Handler(self._drop_sent))
 
     def extension(self, kind: type) -> Any:
-        """Offer the way to other engines to the scheduler's part in transfers."""
+        """Offer this as the `ChunkPort`."""
         return self if kind is ChunkPort else None
 
     def send_chunks(self, offer: Offer, drop: Drop = lambda numbers: None) -> None:
-        """Have chunks offered, and dropped, in a thread of their own."""
+        """Begin to offer and drop chunks, in a thread."""
         self._offer, self._drop = offer, drop
         self._offers.start()
 
     def pull_chunks(self, pull: Pull, report: Callable[[PulledChunk], None]) -> None:
-        """Pull chunks by this; what came of each is reported in a thread of its own."""
+        """Begin to pull chunks with `pull`, and to report the result of each, in threads."""
         self._pull, self._report = pull, report
         self._pulls.start()
 
@@ -124,9 +124,9 @@ class PageChunks(DevicePart, PageStore):
         yield from ()
 
     def _begin_pulls(self, _: Pending, command: PullPages) -> Running:
-        """Begin to pull chunks of ranks with a device of this process; note those of all ranks.
+        """Begin to pull the chunks of ranks with a device of this process, and note the chunks of all ranks.
 
-        They are noted at once: a `FetchPages` may be laid out before earlier commands are done.
+        They are noted at once, because a `FetchPages` may be prepared before earlier commands are done.
         """
         landings: dict[tuple[int, int, int], Landing] = {}
         for rank, quadruples in enumerate(command.ranks):
@@ -147,7 +147,7 @@ class PageChunks(DevicePart, PageStore):
         return run()
 
     def take(self, wanted: RankArrays, places: RankArrays) -> tuple[list[StagedPiece], RankArrays]:
-        """Pieces of the pages that have come in chunks, a chunk of each rank at a time, and the places of all others."""
+        """Return pieces of the pages that came in chunks, a chunk of each rank at a time, and the places of all other pages."""
         rest: RankArrays = []
         groups: dict[Table, list[list[tuple[Landing, np.ndarray]]]] = {table: [] for table in TABLES}
         for rank, (numbers, rank_places) in enumerate(zip(wanted, places, strict=True)):
@@ -180,7 +180,7 @@ class PageChunks(DevicePart, PageStore):
             self._landed.pop((rank, number), None)
 
     def stage(self, landings: Sequence[Landing | None], table: Table = "context") -> dict[str, Array]:
-        """Put chunks of a kind of all ranks together as the program that places pages takes them; None: nothing of that rank."""
+        """Join chunks of one kind, one of each rank, as the program that places pages takes them. None: no chunk of that rank."""
         staged = {}
         for name, described in self._described[table].items():
             pieces = []
@@ -195,14 +195,14 @@ class PageChunks(DevicePart, PageStore):
         return staged
 
     def close(self) -> None:
-        """End the threads. What is being pulled is not reported."""
+        """End the threads. Pulls that are in progress are not reported."""
         with self._lock:
             self._closed = True
         self._offers.close()
         self._pulls.close()
 
     def _places_of_ranks(self) -> tuple[dict[int, jax.Device], list[list[int]]]:
-        """The first device here of each rank that has any; and each rank's processes, in the order of its devices."""
+        """Return this process's first device of each rank that has one here, and each rank's processes in the order of its devices."""
         described = next(iter((self._described["context"] or self._described["window"]).values()))
         here: dict[int, jax.Device] = {}
         processes: list[list[int]] = [[] for _ in range(described.shape[0])]
@@ -215,7 +215,7 @@ class PageChunks(DevicePart, PageStore):
         return here, processes
 
     def _part(self, taken: dict[str, Array], rank: int | None) -> Chunk:
-        """A rank's part of what was taken; None: of any rank, to wait for it."""
+        """Return a rank's part of what was taken. None: the part of any rank, only to wait for it."""
         device = self._devices[rank] if rank is not None else next(iter(self._devices.values()))
         return {
             name: next(shard.data for shard in array.addressable_shards if shard.device == device)
@@ -227,10 +227,10 @@ class PageChunks(DevicePart, PageStore):
             self._zeros[name, device] = jax.device_put(np.zeros((1, *described.shape[1:]), described.dtype), device)
         return self._zeros[name, device]
 
-    # In threads of their own.
+    # In the threads.
 
     def _offer_when_computed(self, number: int, chunk: Chunk, *, kept: bool) -> None:
-        """Wait for a chunk and offer it. kept: by this process."""
+        """Wait for a chunk and offer it. kept: whether this process keeps it."""
         try:
             jax.block_until_ready(chunk)
             self._offer(number, chunk if kept else None)
@@ -238,7 +238,7 @@ class PageChunks(DevicePart, PageStore):
             note_failure("chunk offer", error, "Who wants the chunk is told that it is gone, and computes its pages.")
             with contained("chunk offer"):
                 self._offer(number, None)
-            if kept:  # who pulls it may have heard of it from process 0, and wait for it here
+            if kept:  # another process may know of it from process 0, and wait for it here
                 self._drop([number])
 
     def _pull_and_report(self, landing: Landing) -> None:
@@ -262,7 +262,7 @@ class PageChunks(DevicePart, PageStore):
 
 
 def _chunks(pairs: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """(number, pages) of the chunks in the pairs of a `SendPages`."""
+    """Return (number, pages) of each chunk in the pairs of a `SendPages`."""
     if not len(pairs):
         return []
     ends = np.flatnonzero(np.diff(pairs[:, 0])) + 1
