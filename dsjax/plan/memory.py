@@ -1,6 +1,8 @@
 """What lies in a device's memory: weights to the byte, the latent cache, and what is set aside."""
 
+import functools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsjax.config import ModelConfig
@@ -31,9 +33,10 @@ class StageShare:
     cache_per_request: int
 
 
+@functools.lru_cache(maxsize=4096)
 def stage_shares(
     config: ModelConfig, layout: InstanceLayout, precision: Precision, mtp: bool = False
-) -> list[StageShare]:
+) -> Sequence[StageShare]:
     """Return the share of each stage. Exact: FP8 scales are counted block by block (ragged ends included).
 
     What `tp` divides: heads' matrices, MLP and shared-expert widths, the vocabulary; the latents' projections, router and
