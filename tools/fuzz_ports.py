@@ -54,6 +54,7 @@ import zmq
 from listening_sockets import listening_addresses
 from processes import Group, Processes, free_port
 from quick_compilation import QUICK_COMPILATION
+from worded_checkpoint import write_worded_checkpoint
 from zmq.utils.monitor import recv_monitor_message
 
 from dsjax.hosts.wire import JoinRequest
@@ -457,8 +458,6 @@ def ending(processes: Processes, *names: str) -> Iterator[dict[str, int]]:
 
 def serve_command(folder: Path, *options: str) -> list[str]:
     """Python's arguments that serve a tiny model, which is written to a folder."""
-    from worded_checkpoint import write_worded_checkpoint
-
     named = ["--model", str(write_worded_checkpoint(folder)), "--served-model-name", MODEL, "--port", "0"]
     return ["-m", "dsjax.serve", *named, *options, "--kernels", "plain", *SIZES.split()]
 

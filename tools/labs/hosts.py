@@ -94,14 +94,14 @@ def start(args: argparse.Namespace, folder: Path, network: Namespaces | None) ->
     rows = -(-args.sessions // (args.processes * args.devices))
     width = round(args.checkpoint_gb * 1e9 / (_EXPERTS * _LAYERS * _MATRICES * _WIDTH * _BYTES))
     large = {"n_routed_experts": _EXPERTS, "moe_intermediate_size": max(16, width)} if args.checkpoint_gb else {}
-    options = tiny_server(
+    flags = tiny_server(
         args.model or write_worded_checkpoint(folder, **large),
         mesh=args.mesh or f"dp={args.processes * args.devices}",
         max_num_seqs=max(1, rows),
         max_num_batched_tokens=max(16, rows),
         heartbeat_timeout=args.heartbeat_timeout,
     )
-    flags = [*options, *args.serve]
+    flags += args.serve
     if network is not None:
         return group_serving_on(network, flags)
     own = dict.fromkeys(range(args.processes), flags)

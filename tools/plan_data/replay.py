@@ -160,9 +160,8 @@ def cluster_of(run: Run, devices: int) -> Cluster:
     cluster = load_cluster(f"{name}-{size}")
     if run.device == "b300":
         chip = dataclasses.replace(load_cluster("gb300-nvl72-36").hardware, scale_up_devices=8, devices_per_host=8)
-        cluster = dataclasses.replace(
-            cluster, hardware=chip, network_gbps=800.0 if run.prefill else cluster.network_gbps
-        )
+        gbps = 800.0 if run.prefill else cluster.network_gbps
+        cluster = dataclasses.replace(cluster, hardware=chip, network_gbps=gbps)
     return cluster.resized(-(-devices // cluster.devices_per_host))
 
 
@@ -179,24 +178,24 @@ def _work(run: Run) -> Workload:
     return Workload(*lengths, concurrency=float(run.users))
 
 
-def _on_one_host(run: Run, without: str) -> Candidate:
-    config = load_config("deepseek-v3")
-    layout = dataclasses.replace(parse_layout(run.decode[1], 0, config), fused=run.fuses)
-    options = PlanOptions(
-        precision(PRECISIONS[run.weights], run.cache),
-        overlap="off",
-        operators=_tables(run.tables, without),
-        prefill_tokens=run.step,
-        engine=run.started(without),
-    )
-    cluster = cluster_of(run, layout.devices)
-    if run.drafts:
-        options = dataclasses.replace(options, drafts=run.drafts, acceptance=ACCEPTANCE)
-    room = _bytes_with_room(run, Instance(config, cluster, layout, options, _work(run)))
+def _options(run: Run, without: str) -> PlanOptions:
+    how = {"drafts": run.drafts, "acceptance": ACCEPTANCE, "engine": run.started(without)}
+    return PlanOptions(precision(PRECISIONS[run.weights], run.cache), overlap="off", **how)
+
+
+def _with_memory(cluster: Cluster, room: int) -> Cluster:
     chip = dataclasses.replace(cluster.hardware, memory_bytes=room, driver_bytes=room)
-    cluster = dataclasses.replace(cluster, hardware=chip)
+    return dataclasses.replace(cluster, hardware=chip)
+
+
+def _on_one_host(run: Run, without: str) -> Candidate:
+    config, tables = load_config("deepseek-v3"), _tables(run.tables, without)
+    layout = dataclasses.replace(parse_layout(run.decode[1], 0, config), fused=run.fuses)
+    options = dataclasses.replace(_options(run, without), operators=tables, prefill_tokens=run.step)
+    instance = Instance(config, cluster_of(run, layout.devices), layout, options, _work(run))
+    cluster = _with_memory(instance.cluster, _bytes_with_room(run, instance))
     batch = min(run.users, run.running) / layout.mesh.dp_size
-    return aggregated(Instance(config, cluster, layout, options, _work(run)), 1, batch, run.step)
+    return aggregated(dataclasses.replace(instance, cluster=cluster, steps={}), 1, batch, run.step)
 
 
 def _bytes_with_room(run: Run, instance: Instance) -> int:
@@ -212,21 +211,12 @@ def _bytes_with_room(run: Run, instance: Instance) -> int:
 
 
 def _separated(run: Run, without: str) -> Candidate:
-    config = load_config("deepseek-v3")
+    config, options = load_config("deepseek-v3"), _options(run, without)
     redundant = REDUNDANT if MeshSpec.parse(run.decode[1]).dp_size >= WIDE else 0
     layouts = [parse_layout(run.prefill[1], 0, config), parse_layout(run.decode[1], redundant, config)]
     counts = run.prefill[0], run.decode[0]
     cluster = cluster_of(run, sum(n * layout.devices for n, layout in zip(counts, layouts, strict=True)))
-    room = ROOMY * cluster.hardware.memory_bytes
-    roomy = dataclasses.replace(cluster.hardware, memory_bytes=room, driver_bytes=room)
-    cluster = dataclasses.replace(cluster, hardware=roomy)
-    options = PlanOptions(
-        precision(PRECISIONS[run.weights], run.cache),
-        overlap="off",
-        drafts=run.drafts,
-        acceptance=ACCEPTANCE,
-        engine=run.started(without),
-    )
+    cluster = _with_memory(cluster, ROOMY * cluster.hardware.memory_bytes)
     operators = (_tables(name, without) for name in (run.prefill_tables, run.tables))
     first, then = (
         Instance(config, cluster, layout, dataclasses.replace(options, operators=tables), _work(run))
