@@ -228,8 +228,19 @@ def _separated(run: Run, without: str) -> Candidate:
 
 def mean_values(run: Run, without: str = "") -> dict[str, float]:
     """Rate (tokens a second of a device that decodes) and TPOT (ms) of a run, as the planner's closed forms have them."""
-    found = answer(run, without)
+    found = _within_cache(run, answer(run, without))
     return {RATE: found.throughput / _devices(found), TPOT: found.tpot * 1e3}
+
+
+def _within_cache(run: Run, found: Candidate) -> Candidate:
+    """No more running requests than the KV cache holds. The other users wait.
+
+    TensorRT-LLM admits a request if the cache has room for all of its tokens (`GUARANTEED_NO_EVICT`, its default); SGLang admits by the
+    tokens in use, and retracts requests when the cache is full.
+    """
+    decode = found.decode
+    most = decode.memory.cache_tokens / (decode.workload.held if run.engine == "trt" else decode.workload.context)
+    return found if run.prefill or found.batch <= most else aggregated(decode, 1, most, run.step)
 
 
 def played(run: Run, without: str = "") -> dict[str, float]:
