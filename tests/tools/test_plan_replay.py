@@ -55,6 +55,16 @@ def test_each_side_has_the_tables_of_its_engines_version():
     assert (prefill.left_out, decode.left_out) == ({"experts_spread"}, set())
 
 
+def test_no_more_requests_run_than_the_cache_holds():
+    crowd = run(prompt="8192", users="512", running="512")
+    alone = answer(crowd)
+    decode = alone.decode
+    assert alone.batch * decode.workload.context > decode.memory.cache_tokens
+    assert mean_values(crowd)[TPOT] < 0.9e3 * alone.tpot
+    few = run(users="32")
+    assert mean_values(few)[TPOT] == 1e3 * answer(few).tpot
+
+
 def test_a_loop_that_is_played_is_near_its_mean_values():
     few = run(users="4", mesh="tp=8,ep=8")
     loop, means = played(few), mean_values(few)
