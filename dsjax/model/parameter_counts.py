@@ -4,6 +4,10 @@ The planner and `dsjax info` use these without building a model; a test holds th
 Letters as in `docs/glossary.md`.
 """
 
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from dsjax.config import ModelConfig
 from dsjax.config.layers import LayerKind
 
@@ -113,8 +117,9 @@ def router_bias_parameters(config: ModelConfig) -> int:
     return config.n_routed_experts if config.topk_method == "noaux_tc" else 0
 
 
-def parameter_counts(config: ModelConfig) -> dict[str, int]:
-    """Parameters by component.
+@functools.cache
+def parameter_counts(config: ModelConfig) -> Mapping[str, int]:
+    """Parameters by component, counted once for a configuration.
 
     Keys for one of its kind: `embedding`, `head` (0 when tied to the embedding), `mla`, `dense_mlp`, `expert`,
     `shared_experts`, `router`, `router_bias`, `layer_norms`, `dense_layer`, `moe_layer`, `final_norm`, `mtp_module`.
@@ -140,7 +145,7 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
         of_layers = {name: compressed_parameters(config, name) for name in ("window", "csa", "hca")}
         of_layers |= {"hyper_connections": residual[0], "hyper_connections_end": residual[1]}
         of_layers["hash_table"] = config.vocab_size * config.num_experts_per_tok
-    return {
+    counts = {
         "embedding": embedding,
         "head": 0 if config.tie_word_embeddings else embedding,
         **of_layers,
@@ -155,3 +160,4 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
         "mtp": config.num_nextn_predict_layers * mtp_module,
         "active": ends + sum(layer_parameters(config, kind, active=True) for kind in kinds),
     }
+    return MappingProxyType(counts)
