@@ -19,8 +19,7 @@ from worded_checkpoint import write_worded_checkpoint
 
 from dsjax.hosts.wire import JoinRequest
 from tools.labs.port_cases import ports_of
-from tools.labs.servers import MODEL, SideProcess, url_of
-from tools.serve_process import complete
+from tools.labs.servers import MODEL, SideProcess, complete, tiny_server, url_of
 
 _SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4, "max_model_len": 96}
 
@@ -68,10 +67,8 @@ def ask_server(url: str, number: int) -> str:
 
 
 def serve_command(folder: Path, *options: str) -> list[str]:
-    """Python's arguments that serve a tiny model."""
-    named = ["--model", str(write_worded_checkpoint(folder)), "--served-model-name", MODEL, "--port", "0"]
-    sizes = [text for name, value in _SIZES.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    return ["-m", "dsjax.serve", *named, "--kernels", "plain", *sizes, *options]
+    """Python's arguments that serve a tiny model, which is written to a folder."""
+    return ["-m", "dsjax.serve", *tiny_server(write_worded_checkpoint(folder), kernels="plain", **_SIZES), *options]
 
 
 def run_group(folder: Path) -> Iterator[Running]:
