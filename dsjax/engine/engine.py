@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from dsjax.engine.contract.executor import Executor, Progress
+from dsjax.engine.contract.executor import CompileRest, Executor, Progress
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine_thread import EngineThread
@@ -87,19 +87,23 @@ class EngineParts:
         """Number of DP ranks of the mesh."""
         return len(self.core.scheduler.ranks)
 
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile every shape. With prefill engines, labels begin with the engine's name and `ENGINE_END`."""
+    def warm_up(self, progress: Progress | None = None, lazily: bool = False) -> CompileRest | None:
+        """Compile every shape, or with `lazily` those that a server needs first, and give what compiles the rest.
+
+        With prefill engines, labels begin with the engine's name and `ENGINE_END`.
+        """
 
         def progress_of(kind: str) -> Progress | None:
             if progress is None or not self.prefills:
                 return progress
             return lambda done, total, label: progress(done, total, f"{kind} engine{ENGINE_END}{label}")
 
-        self.core.executor.warm_up(progress_of("decode"))
+        rest = self.core.executor.warm_up(progress_of("decode"), lazily)
         for link in self.prefills:
             link.warm_up(progress_of("prefill"))
         if self.core.generations is not None:
             self.core.generations.has_warmed_up()
+        return rest
 
 
 class LLMEngine:

@@ -6,7 +6,7 @@ Each is traced from descriptions of parameters and state. A program that changes
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -85,6 +85,7 @@ class Programs:
         parts = type(self), self._step, self._params, self._state, limits, experts_per_exchange
         shelf = Shelf(library, step.mesh, parts, self._compiler_options)
         self.store = CompiledPrograms(self._lower, self.meet, shelf)
+        self._is_dropped = False
         self._no_masks: dict[int, Array] = {}
         self._shapes: dict[tuple[Rectangle | None, Rectangle | None], LaunchShape] = {}
 
@@ -154,18 +155,29 @@ class Programs:
         """Descriptions of what ``take_pages`` gives of a kind of pages; empty of window pages in a model without them."""
         return device_state.describe_moved(self._step, self._state, table)
 
-    def warm_up(self, buckets: Buckets, progress: Progress | None = None) -> None:
-        """Compile all that ``buckets`` can ask for: traced here one by one, compiled on all cores at once.
+    def warm_up(self, labels: Mapping[ProgramKey, str], progress: Progress | None = None) -> None:
+        """Compile programs: traced here one by one, compiled on all cores at once.
 
         What ``progress`` raises ends the warm-up: what waits is not compiled, and what is being compiled is waited for.
         """
-        labels = self.labels(buckets)
         report = progress or (lambda done, total, label: None)
         report(0, len(labels), next(iter(labels.values())))
         for kind, *arguments in labels:
             if kind == "draw":
                 self.no_masks(*arguments)
         self.store.compile_all(labels, report, self._compile_gathers)
+
+    def compile_beside(self, keys: Iterable[ProgramKey], check_going_on: Callable[[], None]) -> None:
+        """Compile programs one after the other, beside the thread that runs them: it waits for one at most before it compiles another.
+
+        What ``check_going_on`` raises between two programs ends this, and so does ``drop``.
+        """
+        for key in keys:
+            check_going_on()
+            if self._is_dropped:
+                return
+            if key not in self.store.compiled:
+                self.store.compile(key, partial(self._lower, key))
 
     def compile_ahead(self, buckets: Buckets, go_on: Callable[[int, str], bool]) -> bool:
         """Compile what ``warm_up`` would, one after the other in this thread, for the library alone; whether all of it is there.
@@ -184,6 +196,7 @@ class Programs:
 
     def drop(self) -> None:
         """Drop all programs."""
+        self._is_dropped = True
         self.store.compiled.clear()
         self._no_masks.clear()
 
@@ -235,6 +248,19 @@ class Programs:
                 labels["place experts", layers.stack] = f"placing experts, {layers.stack}"
         stage = self._step.stage
         return labels if stage is None else {key: f"{stage}: {name}" for key, name in labels.items()}
+
+    def wanted_first(self, buckets: Buckets) -> dict[ProgramKey, str]:
+        """Those of ``labels`` without which no request can be served: of one request alone on its rank, and those of no shape.
+
+        All of them where a program takes long to compile, or all processes of a mesh must have it.
+        """
+        labels = self.labels(buckets)
+        if self._step.mesh.devices.flat[0].platform != "cpu" or self.shared or self.experts is not None:
+            return labels
+        shapes = [self.shape(*pair) for *pair, _ in buckets.shapes() if buckets.serves_one(*pair)]
+        wanted = {*shapes, *(shape.positions for shape in shapes)}
+        is_wanted = lambda key: all(one in wanted or isinstance(one, str) for one in key[1:2])  # noqa: E731
+        return {key: name for key, name in labels.items() if is_wanted(key) and key[-1] is not True}
 
     def _lower(self, key: ProgramKey) -> Lowered:
         kind, *arguments = key
