@@ -39,7 +39,7 @@ WORK = (
     "observers",
     "request text",
     "transfer connection",
-    "warm-up",
+    "warm up",
     "welcome",
 )
 """The names of background work: values of the metric's label `work`."""

@@ -147,7 +147,7 @@ class Server(uvicorn.Server):
             pass
         except BaseException as error:
             if self._can_serve:
-                note_failure("warm-up", error, "Programs that are missing are compiled when a request wants them.")
+                note_failure("warm up", error, "Programs that are missing are compiled when a request wants them.")
             else:
                 self._warm_up_error = error
         finally:
