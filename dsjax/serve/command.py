@@ -25,6 +25,7 @@ from dsjax.serve.options import (
 )
 
 if TYPE_CHECKING:  # they bring JAX in, which `--help` does not need
+    from dsjax.engine.contract.executor import CompileRest
     from dsjax.llm import LLM
     from dsjax.serve.metrics import Metrics
 
@@ -171,14 +172,14 @@ def serve_model(
     from dsjax.serve.serving import Serving
     from dsjax.serve.startup_screen import show_facts, show_url, warm_up_bar
 
-    def warm_up(check_going_on: Callable[[], None]) -> None:
+    def warm_up(check_going_on: Callable[[], None]) -> "CompileRest | None":
         with warm_up_bar(console) as progress:
 
             def between_shapes(done: int, total: int, label: str) -> None:
                 check_going_on()
                 progress(done, total, label)
 
-            model.parts.warm_up(between_shapes)
+            return model.parts.warm_up(between_shapes, lazily=True)
 
     facts, options = model.facts, options or ServeOptions()
     show_facts(console, facts)

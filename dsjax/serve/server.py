@@ -13,6 +13,8 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
+from dsjax.background import note_failure
+from dsjax.engine.contract.executor import CompileRest
 from dsjax.errors import UserError
 from dsjax.serve.app import create_app
 from dsjax.serve.connections import affordable_connections, bounded_connections, too_many_connections
@@ -50,7 +52,8 @@ class Server(uvicorn.Server):
 
     Args:
         warm_up: compiles every shape, in a thread of its own. It is given a function to call between two shapes, which raises
-            once the server is to end. What else it raises, `serve_on` raises.
+            once the server is to end. What else it raises, `serve_on` raises. It may leave shapes out, and give what compiles them
+            in the same thread while requests are served; that is given the same function.
         on_ready: called once requests are admitted. on_signal: called at the first signal, in its handler.
         before_exit: called with the exit code where the process ends without Python's own end, because a thread hangs in a step or a
             compilation.
@@ -65,7 +68,7 @@ class Server(uvicorn.Server):
         *,
         shutdown_timeout: float,
         log_level: str = "info",
-        warm_up: Callable[[Callable[[], None]], None] | None = None,
+        warm_up: Callable[[Callable[[], None]], CompileRest | None] | None = None,
         on_ready: Callable[[], None] = lambda: None,
         on_signal: Callable[[], None] = lambda: None,
         before_exit: Callable[[int], None] = lambda code: None,
@@ -76,7 +79,7 @@ class Server(uvicorn.Server):
         self._shutdown_timeout = shutdown_timeout
         self._warm_up = warm_up
         self._warm_up_error: BaseException | None = None
-        self._warming = False
+        self._warming = self._can_serve = False
         self._on_ready, self._on_signal = on_ready, on_signal
         self._before_exit = before_exit
         self._watchdog: Watchdog | None = None
@@ -123,7 +126,7 @@ class Server(uvicorn.Server):
             # Not in asyncio's pool of threads, whose end the interpreter waits for: a compilation may take minutes.
             self._warming = True
             threading.Thread(target=self._run_warm_up, name="dsjax-warm-up", daemon=True).start()
-            while self._warming:
+            while self._warming and not self._can_serve:
                 await asyncio.sleep(_LOOK_SECONDS)
         if self.should_exit or self._warm_up_error is not None:
             self.should_exit = True
@@ -136,11 +139,17 @@ class Server(uvicorn.Server):
 
     def _run_warm_up(self) -> None:
         try:
-            self._warm_up(self._check_going_on)
+            rest = self._warm_up(self._check_going_on)
+            self._can_serve = True
+            if rest is not None:
+                rest(self._check_going_on)
         except _StoppedError:
             pass
         except BaseException as error:
-            self._warm_up_error = error
+            if self._can_serve:
+                note_failure("warm up", error, "Programs that are missing are compiled when a request wants them.")
+            else:
+                self._warm_up_error = error
         finally:
             self._warming = False
 
