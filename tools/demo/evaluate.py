@@ -107,7 +107,7 @@ def _measure(params, table, config: ModelConfig, tokens):
     model: Transformer = table.bind(params)
     products = XlaProducts(experts)
     main = model(tokens[:, :-1], products=products)
-    further = model.predict_further(main.hidden, tokens[:, 1:], products)
+    further = model.predict_further(main.passed, tokens[:, 1:], products)
     choice = jnp.argmax(main.logits[0], axis=-1)
     picked = jnp.take_along_axis(main.logits[0], tokens[0, 1:, None], axis=-1)[:, 0]
     draft = jnp.argmax(further.logits[0], axis=-1)

@@ -6,7 +6,6 @@ python -m tools.demo.export RUN_FOLDER [--folder configs/models/demo]
 import argparse
 from pathlib import Path
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -30,8 +29,8 @@ def export(run: Path, folder: Path) -> int:
         raise FileNotFoundError(f"no step-*.npz in {run}: run tools.demo.train first")
     params, _, step, _ = found
     # The balancing biases stay float32, as in DeepSeek's checkpoints: what they add up to is below bfloat16's steps.
-    dtypes = {path: np.float32 if kind_of(path) == "fixed" else ml_dtypes.bfloat16 for path in params}
-    tensors = to_hf_tensors(config, {path: np.asarray(jnp.asarray(params[path], dtypes[path])) for path in params})
+    dtypes = {path: value.dtype if kind_of(path) == "fixed" else ml_dtypes.bfloat16 for path, value in params.items()}
+    tensors = to_hf_tensors(config, {path: np.asarray(params[path]).astype(dtypes[path]) for path in params})
     specs = {name: TensorSpec(value.dtype, value.shape) for name, value in tensors.items()}
     write_file(folder / "model.safetensors", specs, tensors.__getitem__)
     return step
