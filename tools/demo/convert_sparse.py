@@ -4,10 +4,8 @@
     python -m tools.demo.export RUN_FOLDER --folder configs/models/demo-sparse
     python -m tools.demo.evaluate --run RUN_FOLDER --folder configs/models/demo-sparse
 
-First attention stays dense and everything but the indexers is frozen: an indexer learns which shares of attention, summed over heads,
-each position gets (Kullback and Leibler's divergence from them). Then queries attend to what they choose: an indexer goes on learning, now
-of the chosen positions only, and the rest of the model learns the next tokens. No gradient passes between the two. A run that is stopped
-continues when the same command is given again.
+First attention stays dense, and only the indexers learn: from `attention_divergence`. Then queries attend to what indexers choose; these go
+on learning, of the chosen positions alone, and the rest of the model learns the next tokens. No gradient passes between the two.
 """
 
 import dataclasses
@@ -20,12 +18,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsjax.checkpoint.load import from_hf_tensors
-from dsjax.checkpoint.safetensors import SafetensorsFile
 from dsjax.config import ModelConfig, load_config
 from dsjax.model.parameter_table import parameter_table
 from dsjax.model.parameters import ParameterTable
 from tools.demo import optimizer
+from tools.demo.checkpoint import read_model
 from tools.demo.experts import experts_within
 from tools.demo.step import attention_divergence, initial_parameters, losses
 from tools.demo.train import FOLDER, command, read_batches, run_steps
@@ -115,11 +112,12 @@ def convert_step(
         config = dataclasses.replace(config, index_topk=rows.shape[1])
         table = parameter_table(config, weights="f32")
 
-    experts = experts_within(capacity_factor)
     learns = {path for path in params if state[path] and (sparse or is_index(path))}
 
     def total(learning, fixed):
-        found, _ = losses(fixed | learning, table, rows, experts, attention_divergence, unroll=sparse)
+        found, _ = losses(
+            fixed | learning, table, rows, experts_within(capacity_factor), attention_divergence, unroll=sparse
+        )
         text = found["loss"] + 0.1 * found["mtp_loss"] if sparse else 0.0
         return text + found["index_loss"], found
 
@@ -133,12 +131,10 @@ def convert_step(
     return new, moments, measured
 
 
-def begin(config: ModelConfig, table: ParameterTable, seed: int) -> dict[str, Array]:
+def begin(table: ParameterTable, seed: int) -> dict[str, Array]:
     """The dense demo's parameters in float32, with indexers drawn beside them."""
-    dense = load_config(FOLDER)
-    trained = from_hf_tensors(dense, SafetensorsFile(FOLDER / "model.safetensors"), weights="f32")
-    drawn = initial_parameters(table, seed)
-    return {path: jnp.asarray(drawn[path] if is_index(path) else trained[path]) for path in table.infos}
+    (_, _, trained), drawn = read_model(FOLDER), initial_parameters(table, seed)
+    return {path: drawn[path] if is_index(path) else trained[path] for path in table.infos}
 
 
 def convert(run: Path, schedule: Schedule, seed: int) -> None:
@@ -148,7 +144,7 @@ def convert(run: Path, schedule: Schedule, seed: int) -> None:
     batches = read_batches(run, schedule, config.bos_token_id)
 
     def start() -> tuple[dict[str, Array], optimizer.State]:
-        params = begin(config, table, seed)
+        params = begin(table, seed)
         return params, zero_moments(params)
 
     def advance(params: dict[str, Array], state: optimizer.State, step: int):

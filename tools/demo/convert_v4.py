@@ -21,14 +21,13 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dsjax.checkpoint.load import from_hf_tensors
-from dsjax.checkpoint.safetensors import SafetensorsFile
 from dsjax.config import ModelConfig, load_config
 from dsjax.config.layers import stacks
 from dsjax.model.parameter_table import parameter_table
 from dsjax.model.parameters import ParameterTable
 from dsjax.model.transformer import MLA, DecoderLayer, Pass, Transformer, XlaProducts, rotation_at
 from tools.demo import optimizer
+from tools.demo.checkpoint import read_model
 from tools.demo.experts import experts_within
 from tools.demo.step import attention_divergence, initial_parameters, train_step
 from tools.demo.train import FOLDER, command, read_batches, run_steps
@@ -43,10 +42,10 @@ SEEN_TOKENS, SEEN_LENGTH = 32_768, 512
 class Schedule:
     """What changes with the step."""
 
-    steps: int = 700
-    choosing_from: int = 340
+    steps: int = 580
+    choosing_from: int = 300
     """Step from which indexers choose, and rows have 1,024 tokens; before it 512."""
-    long_from: int = 620
+    long_from: int = 525
     """Step from which rows have 2,048 tokens."""
     batch_tokens: int = 4096
     peak_rate: float = 0.003
@@ -116,10 +115,8 @@ def hash_table(counts: Float[np.ndarray, "V E"], chosen: int, slack: float = 1.1
 
 def begin(config: ModelConfig, table: ParameterTable, rows: Int[Array, "B S+2"], seed: int) -> dict[str, Array]:
     """The first step's parameters in float32. rows: text that the demo reads, to average over."""
-    dense = load_config(FOLDER)
-    trained = from_hf_tensors(dense, SafetensorsFile(FOLDER / "model.safetensors"), weights="f32")
-    trained = {path: jnp.asarray(value) for path, value in trained.items()}
-    model: Transformer = parameter_table(dense, weights="f32").bind(trained)
+    dense, dense_table, trained = read_model(FOLDER)
+    model: Transformer = dense_table.bind(trained)
     params, inputs = initial_parameters(table, seed), rows[:, :-2]
     params |= {path: trained[path] for path in params if path in trained}
     products, positions = XlaProducts(experts_within(2.0)), jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
