@@ -91,9 +91,7 @@ def load_prefill(
     args, library = replace(args, disaggregation_mode="prefill"), ProgramLibrary()
     with ExitStack() as opened:
         endpoint = endpoint_of(args, group, port)
-        owns_endpoint = group is None or endpoint is not group.endpoint
-        if owns_endpoint:
-            opened.callback(endpoint.close)
+        opened.callback(endpoint.release)
         model = load_model(args, group, library=library, show_progress=show_progress)
         opened.callback(model.executor.shutdown)
         keepers = keepers_of(endpoint.address, group)
@@ -102,7 +100,7 @@ def load_prefill(
         transport = transport_of(args, endpoint.host)
         open_chunk = lambda number, take: take(engine.buffers.take(number))  # noqa: E731
         chunks = ChunkServer(endpoint, open_chunk, transport, args.transfer_timeout)
-        server = PrefillServer(engine, chunks, space_of(args, model), endpoint, owns_endpoint=owns_endpoint)
+        server = PrefillServer(engine, chunks, space_of(args, model), endpoint)
         opened.pop_all()
     engine.start()
     return server
@@ -112,9 +110,7 @@ def remote_links(args: EngineArgs, loaded: LoadedEngine, group: HostGroup | None
     """Make what connects a decode engine with prefill engines at addresses."""
     endpoint = endpoint_of(args, group)
     with ExitStack() as opened:
-        owns_endpoint = group is None or endpoint is not group.endpoint
-        if owns_endpoint:
-            opened.callback(endpoint.close)
-        links = RemoteLinks(remote_chunks(args, loaded, endpoint), space_of(args, loaded), owns_endpoint=owns_endpoint)
+        opened.callback(endpoint.release)
+        links = RemoteLinks(remote_chunks(args, loaded, endpoint), space_of(args, loaded))
         opened.pop_all()
     return links

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsjax.engine.contract.structured_params import StructuredOutputs
-from dsjax.engine.text.detokenizer import find_first, num_undecided
 from dsjax.engine.text.prompt_encoder import DSML, PromptEncoder, V4Encoder, V32Encoder, json_text
+from dsjax.engine.text.stop_strings import find_first, num_undecided
 from dsjax.engine.text.structured import COMPACT_JSON_OPTIONS, JSON_OPTIONS
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.tool_calls import CallParser, MessagePiece, closed_schema, head_rules

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsjax.engine.contract.structured_params import StructuredOutputs
-from dsjax.engine.text.detokenizer import find_first, num_undecided
 from dsjax.engine.text.json_schema import each_schema, enforceable
+from dsjax.engine.text.stop_strings import find_first, num_undecided
 from dsjax.engine.text.structured import COMPACT_JSON_OPTIONS, JSON_OPTIONS, lark_text
 from dsjax.engine.text.tokenizer import Tokenizer
 

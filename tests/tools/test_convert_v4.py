@@ -41,7 +41,7 @@ def test_converted_attention_gives_about_what_mla_gives():
     layer = layer_of(table.bind(drawn(table, "dense_layers.attn.")).dense_layers, 0)
     h = jnp.asarray(np.random.default_rng(1).normal(size=(1, 96, 256)), jnp.float32)
     given = Pass(positions, rotation_at(dense, positions), XlaProducts())
-    made = of_attention(layer.attn, h, given.rotation, config.v_head_dim, config.softmax_scale)
+    made = of_attention(layer.attn, h, given.rotation, config.v4.head_dim, config.softmax_scale)
     made |= {"q_a.weight": layer.attn.q_a.value(h.dtype), "q_a_norm.scale": layer.attn.q_a_norm.scale[...]}
     table = parameter_table(config, weights="f32")
     params = drawn(table, "none") | {f"window_hash_0.attn.{name}": value[None] for name, value in made.items()}

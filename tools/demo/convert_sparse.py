@@ -8,7 +8,6 @@ First attention stays dense, and only the indexers learn: from `attention_diverg
 on learning, of the chosen positions alone, and the rest of the model learns the next tokens. No gradient passes between the two.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +23,7 @@ from dsjax.model.parameters import ParameterTable
 from tools.demo import optimizer
 from tools.demo.checkpoint import read_model
 from tools.demo.experts import experts_within
-from tools.demo.step import attention_divergence, initial_parameters, losses
+from tools.demo.step import attention_divergence, initial_parameters, losses, seeing_all
 from tools.demo.train import FOLDER, command, read_batches, run_steps
 
 SPARSE_FOLDER = FOLDER.parent / "demo-sparse"
@@ -108,9 +107,8 @@ def convert_step(
     capacity_factor: float,
 ) -> tuple[dict[str, Array], optimizer.State, dict[str, Array]]:
     """New parameters and moments, and the step's measurements. step: of this stage, from 0. sparse: of the second stage."""
-    if not sparse:  # every position that a query sees is among so many
-        config = dataclasses.replace(config, index_topk=rows.shape[1])
-        table = parameter_table(config, weights="f32")
+    if not sparse:
+        table = parameter_table(seeing_all(config), weights="f32")
 
     learns = {path for path in params if state[path] and (sparse or is_index(path))}
 

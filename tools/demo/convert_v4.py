@@ -10,7 +10,6 @@ key projection into the queries: the latent, projected to as many values as an e
 begin alike. Up to `choosing_from` queries attend to all entries; indexers learn from the first step on.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from dsjax.model.transformer import MLA, DecoderLayer, Pass, Transformer, XlaPro
 from tools.demo import optimizer
 from tools.demo.checkpoint import read_model
 from tools.demo.experts import experts_within
-from tools.demo.step import attention_divergence, initial_parameters, train_step
+from tools.demo.step import attention_divergence, initial_parameters, seeing_all, train_step
 from tools.demo.train import FOLDER, command, read_batches, run_steps
 
 V4_FOLDER = FOLDER.parent / "demo-v4"
@@ -74,12 +73,8 @@ def of_attention(mla: MLA, h: Float[Array, "B S D"], rotation, width: int, scale
     width, scale: of an entry, and of attention scores. Latents are projected so that keys and values change least, to values of mean square
     1, and rotary keys are scaled to the same. The mean length of queries goes into the scale of entries, since queries are normed.
     """
-    p, N, O, M = (
-        mla.project(h, rotation),
-        mla.config.qk_nope_head_dim,
-        mla.config.qk_rope_head_dim,
-        mla.config.kv_lora_rank,
-    )
+    p, own = mla.project(h, rotation), mla.config.mla
+    N, O, M = own.qk_nope_head_dim, own.qk_rope_head_dim, own.kv_lora_rank
     down, up = mla.kv_a.value(h.dtype), jnp.concatenate(mla.key_value_weight(h.dtype), axis=-1)
     root = jnp.linalg.cholesky(
         jnp.einsum("bsm,bsn->mn", p.latent, p.latent) / p.latent[..., 0].size + 1e-6 * jnp.eye(M)
@@ -133,9 +128,9 @@ def begin(config: ModelConfig, table: ParameterTable, rows: Int[Array, "B S+2"],
             if old in trained:
                 params[path] = trained[old][number : number + 1]
         params[f"{stack}.moe.router.weight"] *= 1.5  # from the scale of a sigmoid to that of √softplus
-        found = of_attention(layer.attn, layer.attn_norm(x), given.rotation, config.v_head_dim, config.softmax_scale)
+        found = of_attention(layer.attn, layer.attn_norm(x), given.rotation, config.v4.head_dim, config.softmax_scale)
         if f"{stack}.attn.compressor.kv.weight" in params:
-            series = params[f"{stack}.attn.compressor.bias"].shape[-1] // config.v_head_dim
+            series = params[f"{stack}.attn.compressor.bias"].shape[-1] // config.v4.head_dim
             found["compressor.kv.weight"] = jnp.tile(found["kv.weight"], series)
             found["compressor.gate.weight"] = 0.3 * params[f"{stack}.attn.compressor.gate.weight"][0]
             found["compressor.norm.scale"] = found["kv_norm.scale"]
@@ -188,9 +183,8 @@ def convert(run: Path, schedule: Schedule, seed: int) -> None:
     """Convert the demo, and train it."""
     config = load_config(V4_FOLDER)
     batches = read_batches(run, schedule, config.bos_token_id)
-    choosing, seeing_all = (
-        {"config": one, "table": parameter_table(one, weights="f32")}
-        for one in (config, dataclasses.replace(config, index_topk=config.max_position_embeddings))
+    choosing, dense = (
+        {"config": one, "table": parameter_table(one, weights="f32")} for one in (config, seeing_all(config))
     )
 
     def start() -> tuple[dict[str, Array], optimizer.State]:
@@ -210,7 +204,7 @@ def convert(run: Path, schedule: Schedule, seed: int) -> None:
             settings=optimizer.Settings(),
             capacity_factor=schedule.capacity_factor,
             observe=attention_divergence,
-            **(choosing if step >= schedule.choosing_from else seeing_all),
+            **(choosing if step >= schedule.choosing_from else dense),
         )
 
     run_steps(run, schedule, seed, start, advance, SAVE_EVERY)

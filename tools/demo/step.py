@@ -1,5 +1,6 @@
 """One training step of a demo model: losses of the model's own forward pass, gradients, optimizer, balancing."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -13,6 +14,13 @@ from dsjax.model.sparse import IndexProjections, index_scores
 from dsjax.model.transformer import Observe, Output, Transformer, XlaProducts
 from tools.demo import balance, optimizer
 from tools.demo.experts import capacity_of, experts_within
+
+
+def seeing_all(config: ModelConfig) -> ModelConfig:
+    """The model with indexers that choose all positions."""
+    name, own = ("mla", config.mla) if config.v4 is None else ("v4", config.v4)
+    indexer = replace(own.indexer, topk=config.max_position_embeddings)
+    return replace(config, **{name: replace(own, indexer=indexer)})
 
 
 def attention_divergence(

@@ -75,7 +75,7 @@ def _attention_processes(args: EngineArgs, name: bytes, group: HostGroup | None)
         return AttentionProcesses(group.endpoint, name, group)
     credentials = args.credentials(*(split_address(address)[0] for address in afd_addresses(args)))
     endpoint = Endpoint("127.0.0.1", credentials, silence=args.heartbeat_timeout)
-    return AttentionProcesses(endpoint, name, owns_endpoint=True)
+    return AttentionProcesses(endpoint, name)
 
 
 def _remote_experts(

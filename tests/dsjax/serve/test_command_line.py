@@ -17,7 +17,7 @@ from dsjax.cli.generate import _standard_input, write_continuations
 from dsjax.cli.info import describe
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.contract.speculative import SpeculativeConfig
-from dsjax.engine.engine import LLMEngine
+from dsjax.engine.llm_engine import LLMEngine
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.facts import EngineFacts, PrefillSizes
 from dsjax.errors import UserError
@@ -45,7 +45,9 @@ def test_every_engine_option_is_a_flag_of_both_commands_and_help_has_the_usual_o
         == set(Group)
         <= set(re.findall(r"^(\S.*):$", usual, re.MULTILINE))
     )
-    assert "16] [also: --block-size]" in " ".join(every.split()).replace("--block- size", "--block-size")
+    assert "128 of a DeepSeek-V4. [also: --block-size]" in " ".join(every.split()).replace(
+        "--block- size", "--block-size"
+    )
 
 
 @pytest.mark.parametrize(
