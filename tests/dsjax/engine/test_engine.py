@@ -1,6 +1,6 @@
 """From prompt to output, without threads and without JAX.
 
-These are the tests of `core.py`, `stats.py` and `text/outputs.py` too.
+These are the tests of `core.py`, `llm_engine.py`, `stats.py` and `text/outputs.py` too.
 """
 
 from types import SimpleNamespace
