@@ -69,7 +69,7 @@ def tune(
     todo = tuning.find_products(config, infos, spec, rules, counts, n_physical=n_physical, quantises=scheme.dynamic)
     cache_dtype = assembly.cache_dtype(args, dtype)
     heads = config.num_attention_heads // spec.tp_size
-    setting = tuning.AttentionSetting(config, heads, cache_dtype, args.page_size, context)
+    setting = tuning.AttentionSetting(config, heads, cache_dtype, args.page_size_of(config), context)
     drafts = args.num_drafts
     todo += setting.find(counts, args.prefill_chunk, drafts)
     table = TileTable.read(output) if output.exists() else TileTable(device.device_kind)

@@ -112,7 +112,7 @@ class DryRunArgs:
         Raises:
             TooLarge: more slots than a program can number.
         """
-        page = self.engine.page_size
+        page = self.engine.page_size_of(config)
         pages_of_a_row = -(-self.row_tokens // page)
         rows = sum(rectangle.rows for rectangle in (self.decode, self.prefill) if rectangle)
         wanted = -(-self.engine.cache_tokens // page) if self.engine.cache_tokens else rows * pages_of_a_row

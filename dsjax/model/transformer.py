@@ -178,9 +178,9 @@ def with_rotary(k_nope: Float[Array, "*n H N"], k_rope: Float[Array, "*n O"]) ->
     return jnp.concatenate([k_nope, shared], axis=-1)
 
 
-Observe = Callable[[Projections, slice, Bool[Array, "*B Q S"], Float[Array, "B H Q S"]], Float[Array, ""]]
-"""A number for a block of queries, summed over a layer's: of all tokens' projections, which queries these are, which of the first S
-positions each of them sees, and the probabilities of its heads."""
+Observe = Callable[[IndexProjections | None, slice, Bool[Array, "*B Q S"], Float[Array, "B H Q S"]], Float[Array, ""]]
+"""A number for a block of queries, summed over a layer's: of what the indexer made of all tokens, which queries these are, which of the
+first S positions each of them sees, and the probabilities of its heads."""
 
 
 def attend(
@@ -203,7 +203,7 @@ def attend(
         probs = jax.nn.softmax(scores, axis=-1).astype(p.latent.dtype)
         heads.append(jnp.einsum("bhqk,bhku->bhqu", probs, values[:, :, :end]))
         if observe is not None:
-            observed.append(observe(p, slice(start, end), seen, probs))
+            observed.append(observe(p.index, slice(start, end), seen, probs))
     out = rearrange(jnp.concatenate(heads, axis=2), "b h s u -> b s h u")
     return out, None if observe is None else sum(observed)
 

@@ -1,9 +1,11 @@
 """`EngineArgs`: every option of an engine, once, for `LLM(...)`, `dsjax serve` and `dsjax generate` alike."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
+from dsjax.config import ModelConfig
 from dsjax.config.weights import ROW_FORMATS, SERVED
 from dsjax.engine.afd.options import ApartOptions, check_apart, expert_share, expert_spec
 from dsjax.engine.contract.executor import ExecutorLimits
@@ -22,6 +24,7 @@ from dsjax.options import Group, advanced, flag_of, option
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
 INDEX_SCORES = ("float", "fp8")
 MLA_FORMS = tuple(FORMS)
+DEFAULT_PAGE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +117,9 @@ class BasicOptions:
     cache_tokens: int | None = option(
         None, "Tokens of a DP rank's KV cache; default: by --max-num-seqs and memory.", Group.CACHE, least=1
     )
-    page_size: int = option(16, "Tokens of a page (block) of the KV cache.", Group.CACHE, least=1)
+    page_size: int | None = option(
+        None, "Tokens of a page (block) of the KV cache; default: 16, or 128 of a DeepSeek-V4.", Group.CACHE, least=1
+    )
     enable_prefix_caching: bool = option(True, "Share pages of equal prefixes.", Group.CACHE, of_host=True)
     embedding_location: str = advanced(
         "device",
@@ -228,6 +233,10 @@ class EngineArgs(
             beside = experts.num_devices if experts and self.afd_role != "attention" else 0
             return beside + MeshSpec.parse(self.mesh).num_devices
         return sum(MeshSpec.parse(mesh).num_devices for mesh in (self.decode_mesh, self.prefill_mesh))
+
+    def page_size_of(self, config: ModelConfig) -> int:
+        """Tokens of a page, by default the least multiple of 16 that the model's windows divide."""
+        return self.page_size or math.lcm(DEFAULT_PAGE, config.page_tokens)
 
     @property
     def executor_options(self) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def make_step(
         cache_dtype=kept_in,
         prefill_form=prefill_form,
         decode_form=decode_form,
-        page_size=args.page_size,
+        page_size=args.page_size_of(config),
         kernels=_kernels(args, config, spec, mesh.devices.flat[0], dtype, kept_in, weights, scheme),
         shared_experts_fusion=fusion,
         nearest_copies=args.ep_dispatch_algorithm == "static",
@@ -220,7 +220,7 @@ def _kernels(
     if kernels.pallas is None or kernels.pallas.platform != "tpu":
         return kernels
     refused = {
-        ("decode attention", "prefill attention"): tpu_attention.refuses(args.page_size, cache_dtype),
+        ("decode attention", "prefill attention"): tpu_attention.refuses(args.page_size_of(config), cache_dtype),
         ("experts",): _refuses_experts(config, spec, weights, scheme) if config.is_moe else "",
     }
     left = tuple(name for names, reason in refused.items() if reason for name in names)

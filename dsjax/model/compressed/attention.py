@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.config import ModelConfig
 from dsjax.model.compressed.rotations import Rotations, entry_rotation, rotate, rotate_back
@@ -21,6 +21,7 @@ from dsjax.model.norm import Normalise, RMSNorm, normalise, unweighted
 from dsjax.model.parameters import Declaration, Matrix, Multiply, multiply, value_of
 from dsjax.model.rope import Rotation
 from dsjax.model.sparse.choose import choose, index_scores
+from dsjax.model.sparse.indexer import IndexProjections
 
 QUERY_BLOCK = 128  # queries that attend together
 
@@ -100,11 +101,12 @@ class CompressedAttention(nnx.Module):
         if attention == "csa":
             self.indexer = EntryIndexer(declare, config, rate)
 
-    def __call__(self, x: Float[Array, "B S D"], given) -> tuple[Float[Array, "B S D"], None]:
-        """Causal attention of sequences to themselves. given: a ``transformer.Pass``. Nothing is observed."""
+    def __call__(self, x: Float[Array, "B S D"], given) -> tuple[Float[Array, "B S D"], Float[Array, ""] | None]:
+        """Causal attention of sequences to themselves; and what is observed in "csa" layers. given: a ``transformer.Pass``."""
         products = {"multiply": given.products.multiply, "normalise": given.products.normalise}
         p = self.project(x, given.rotation, **products)
-        return self.output(self.attend(p), given.products.multiply), None
+        heads, observed = self.attend_observed(p, given.products.observe)
+        return self.output(heads, given.products.multiply), observed
 
     def project(
         self,
@@ -125,6 +127,7 @@ class CompressedAttention(nnx.Module):
                 p.gates, p.values = self.compressor(x, rotations, multiply)
             if self.attention == "csa":
                 indexer, I = self.indexer, self.config.v4.indexer.n_heads
+                x, latent = jax.lax.stop_gradient((x, latent))  # as in `sparse.indexer`
                 made = zip((p.gates, p.values), indexer.compressor(x, rotations, multiply), strict=True)
                 p.gates, p.values = (jnp.concatenate(pair, axis=-1) for pair in made)
                 p.index_query = rotate(
@@ -141,12 +144,18 @@ class CompressedAttention(nnx.Module):
 
     def attend(self, p: CompressedProjections) -> Float[Array, "B S H M"]:
         """Attention of sequences from position 0 on to their windows and entries, rotated back."""
+        return self.attend_observed(p, None)[0]
+
+    def attend_observed(
+        self, p: CompressedProjections, observe
+    ) -> tuple[Float[Array, "B S H M"], Float[Array, ""] | None]:
+        """``attend``, and the sum of what a ``transformer.Observe`` gives of the compressed entries of a "csa" layer."""
         config, length, rate = self.config, p.entry.shape[1], self.config.v4.rate(self.attention)
         made = {}
         if rate is not None:
             starts = jnp.broadcast_to(jnp.arange(length // rate) * rate, (len(p.entry), length // rate))
             made = entries(config, self.entry_norms, compress(p.gates, p.values, rate), starts, p.entry.dtype)
-        heads = []
+        heads, observed = [], []
         for start in range(0, length, QUERY_BLOCK):
             end, first = min(start + QUERY_BLOCK, length), max(start - config.v4.sliding_window + 1, 0)
             at, tokens = jnp.arange(start, end)[:, None], jnp.arange(first, end)
@@ -161,16 +170,23 @@ class CompressedAttention(nnx.Module):
                 seen.append(visible)
             context = jnp.concatenate(context, axis=1)
             seen = jnp.concatenate([jnp.broadcast_to(one, (len(context), *one.shape[-2:])) for one in seen], axis=-1)
-            heads.append(self._block(p.query[:, start:end], context, seen))
-        return rotate_back(p.rotation, jnp.concatenate(heads, axis=1))
+            values, probs = self._block(p.query[:, start:end], context, seen)
+            heads.append(values)
+            if observe is not None and "index" in made and end >= rate:
+                index = IndexProjections(p.index_query, p.index_weight, made["index"])
+                of_entries = rearrange(probs[..., end - first :], "b q h s -> b h q s")
+                observed.append(observe(index, slice(start, end), seen[..., end - first :], of_entries))
+        return rotate_back(p.rotation, jnp.concatenate(heads, axis=1)), sum(observed) if observed else None
 
-    def _block(self, query: Float[Array, "B Q H M"], context: Float[Array, "B S M"], seen) -> Float[Array, "B Q H M"]:
-        """Attention to what is seen of a context ``[B, Q, S]``, in one softmax with the heads' sinks, which have no value."""
+    def _block(
+        self, query: Float[Array, "B Q H M"], context: Float[Array, "B S M"], seen: Bool[Array, "B Q S"]
+    ) -> tuple[Float[Array, "B Q H M"], Float[Array, "B Q H S"]]:
+        """Values of what is seen of a context, in one softmax with the heads' sinks, which have no value; and the probabilities."""
         scores = jnp.einsum("bqhw,bsw->bqhs", query, context, preferred_element_type=jnp.float32)
         scores = jnp.where(seen[:, :, None], scores * self.config.softmax_scale, -jnp.inf)
         sink = jnp.broadcast_to(value_of(self.sink)[:, None], (*scores.shape[:-1], 1))
         probs = jax.nn.softmax(jnp.concatenate([sink, scores], axis=-1), axis=-1)[..., 1:]
-        return jnp.einsum("bqhs,bsw->bqhw", probs.astype(context.dtype), context)
+        return jnp.einsum("bqhs,bsw->bqhw", probs.astype(context.dtype), context), probs
 
     def output(self, heads: Float[Array, "*b H M"], multiply: Multiply = multiply) -> Float[Array, "*b D"]:
         """The heads' values by groups to ``o_lora_rank`` each, then all to D."""
