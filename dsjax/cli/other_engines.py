@@ -66,7 +66,6 @@ def _coordinator(given: Mapping[str, str]) -> tuple[str, int]:
 TRANSLATIONS: dict[str, Translation] = {
     **{axis: _axis(axis) for axis in ("dp", "ep", "pp", "tp")},
     "pages": lambda text, given: str(int(text) * int(given["--page-size"])),
-    "tokens": lambda text, given: str(int(text) // int(given["--page-size"]) * int(given["--page-size"])),
     "GiB": lambda text, given: str(round(float(text) * 2**30)),
     "host": lambda text, given: join_address(text, _coordinator(given)[1]),
     "port": lambda text, given: join_address(_coordinator(given)[0], int(text)),
