@@ -239,9 +239,8 @@ class EngineArgs(
     @property
     def executor_options(self) -> dict[str, Any]:
         """The options that an executor depends on, from which `EngineArgs` makes an equal one."""
-        facts = {field.name: field.metadata for field in dataclasses.fields(self)}
-        of_host = {name for name, one in facts.items() if one.get("of_host") or one["group"] is Group.HOSTS}
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in of_host}
+        values = dataclasses.asdict(self)
+        return {name: values[name] for name in EXECUTOR_OPTIONS}
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
@@ -268,3 +267,11 @@ class EngineArgs(
             speculation=self.speculation,
             num_batches=limits.num_stages if self.async_scheduling else 1,
         )
+
+
+EXECUTOR_OPTIONS = tuple(
+    field.name
+    for field in dataclasses.fields(EngineArgs)
+    if not (field.metadata.get("of_host") or field.metadata["group"] is Group.HOSTS)
+)
+"""Names of the options that an executor depends on, and that a dry run has."""
