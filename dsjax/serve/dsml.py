@@ -17,12 +17,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.text.detokenizer import find_first, num_undecided
 from dsjax.engine.text.prompt_encoder import DSML, PromptEncoder, V4Encoder, V32Encoder, json_text
-from dsjax.engine.text.structured import COMPACT_JSON_OPTIONS, JSON_OPTIONS
 from dsjax.engine.text.tokenizer import Tokenizer
-from dsjax.serve.tool_calls import CallParser, MessagePiece, closed_schema, head_rules
+from dsjax.serve.tool_calls import CallFormat, CallParser, MessagePiece, closed_schema
 
 _INVOKE, _INVOKE_END = f'<{DSML}invoke name="', f"</{DSML}invoke>"
 _PARAMETER, _PARAMETER_END = f'<{DSML}parameter name="', f"</{DSML}parameter>"
@@ -34,8 +32,13 @@ _LISTED = _NOTES | {"properties", "required", "additionalProperties", "$defs", "
 """Fields of an object's schema that is a list of properties."""
 
 
-class DsmlFormat:
-    """Tool calls as the prompts of an encoder have them."""
+class DsmlFormat(CallFormat):
+    """Tool calls as an encoder's prompts write them.
+
+    Each property of a function's schema is a parameter, in the schema's order. Where a call is forced, a string whose schema says more
+    than its type is written as JSON, so that the schema binds, and a schema that is more than a list of properties takes all arguments
+    as one JSON object.
+    """
 
     markers = (DSML,)
 
@@ -45,25 +48,13 @@ class DsmlFormat:
         self.openings = (f"<{DSML}{encoder.block}>", _INVOKE)
 
     def parser(self, most: int) -> "DsmlParser":
-        """Return a parser of one answer, which gives so many calls at most."""
+        """Return a parser of one answer, which returns at most that many calls."""
         return DsmlParser(self._encoder.block, most)
 
-    def grammar(
-        self,
-        tools: Sequence[Mapping[str, Any]],
-        tokenizer: Tokenizer,
-        *,
-        several: bool,
-        compact: bool = False,
-        instead: StructuredOutputs | None = None,
-    ) -> str:
-        """Write the grammar of calls, as `ToolFormat.grammar` does.
-
-        Each property of a function's schema is a parameter, in the schema's order. A string whose schema says more than its type is written
-        as JSON, so that the schema binds. A schema that is more than a list of properties takes all arguments as one JSON object.
-        """
+    def _rules(
+        self, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, several: bool, options: Mapping[str, Any]
+    ) -> tuple[str, list[str]]:
         token = tokenizer.token_id(DSML)
-        options = COMPACT_JSON_OPTIONS if compact else JSON_OPTIONS
         if token is None:
             rules = [f'text[suffix="</{DSML}parameter>\\n"]: /(?s:.*)/']
         else:
@@ -106,8 +97,7 @@ class DsmlFormat:
                 parts.append(as_json(schema) + r' "\n"')
             rules.append(f"call_{index}: {' '.join(parts)} {invoke_end}")
         begin, end = written(f"\n\n<{DSML}{self._encoder.block}>\n"), written(f"</{DSML}{self._encoder.block}>")
-        head = head_rules(f"{begin} call{'+' if several else ''} {end}", len(tools), instead)
-        return "\n".join([*head, *rules]) + "\n"
+        return f"{begin} call{'+' if several else ''} {end}", rules
 
 
 DSML_FORMATS = {

@@ -24,8 +24,60 @@ _OUTPUTS_BEGIN, OUTPUTS_END = "<｜tool▁outputs▁begin｜>", "<｜tool▁outp
 _OUTPUT_BEGIN, OUTPUT_END = "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"
 
 
+class CallFormat(ABC):
+    """How a model writes tool calls.
+
+    Attributes:
+        markers: texts that the parser looks for; some may be special tokens.
+        openings: texts with which a block of calls and a single call begin.
+    """
+
+    name: str
+    markers: tuple[str, ...]
+    openings: tuple[str, str]
+
+    def grammar(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        tokenizer: Tokenizer,
+        *,
+        several: bool,
+        compact: bool = False,
+        instead: StructuredOutputs | None = None,
+    ) -> str:
+        """Write the grammar of an answer that calls one of the tools, with arguments that fit the tool's schema.
+
+        The grammar is in llguidance's dialect of Lark. Markers that are tokens of the model are written as token numbers, so that the
+        model cannot spell them in letters.
+
+        Args:
+            several: allow more than one call.
+            compact: allow no blanks between the parts of JSON.
+            instead: the form of an answer without calls, if the model may choose that.
+        """
+        start, rules = self._rules(tools, tokenizer, several, COMPACT_JSON_OPTIONS if compact else JSON_OPTIONS)
+        head = ["%llguidance {}", f"start: {start}"]
+        if instead is not None:
+            head += ["  | instead", f"instead: %lark {{\n{lark_text(instead)}\n}}"]
+        head.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
+        return "\n".join([*head, *rules]) + "\n"
+
+    @abstractmethod
+    def _rules(
+        self, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, several: bool, options: Mapping[str, Any]
+    ) -> tuple[str, list[str]]:
+        """Return the start rule's right side, which uses `call`, and the rules `call_0`, `call_1`, … with those that they use.
+
+        options: llguidance's for JSON.
+        """
+
+    @abstractmethod
+    def parser(self, most: int) -> "CallParser":
+        """Return a parser of one answer, which returns at most that many calls."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class ToolFormat:
+class ToolFormat(CallFormat):
     """How a model writes calls: markers around all calls and around each one, and what stands between them.
 
     `deepseek_v3` (V3, R1) writes `function`, the separator, the name, and the arguments in a fenced block of JSON;
@@ -47,12 +99,12 @@ class ToolFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that the parser looks for, some of which may be special tokens."""
+        """All five."""
         return self.calls_begin, self.calls_end, self.call_begin, self.call_end, self.separator
 
     @property
     def openings(self) -> tuple[str, str]:
-        """Markers with which calls begin."""
+        """Markers before all calls and before each."""
         return self.calls_begin, self.call_begin
 
     def call(self, name: str, arguments: str, number: int = 0) -> str:
@@ -81,29 +133,13 @@ class ToolFormat:
         lines += [f"To call tools, write exactly this, with JSON arguments as above: {example}"]
         return "\n".join(lines)
 
-    def grammar(
-        self,
-        tools: Sequence[Mapping[str, Any]],
-        tokenizer: Tokenizer,
-        *,
-        several: bool,
-        compact: bool = False,
-        instead: StructuredOutputs | None = None,
-    ) -> str:
-        """Write the grammar of one call, or with `several` of one or more, to any of the tools, with arguments that fit its schema.
-
-        It is in the Lark dialect of llguidance. Markers are written as token numbers where the model has them as tokens, so that the model
-        cannot spell them in letters.
-
-        Args:
-            compact: arguments have no blanks between JSON's parts.
-            instead: the form of an answer without calls, which may come instead.
-        """
-        options = COMPACT_JSON_OPTIONS if compact else JSON_OPTIONS
+    def _rules(
+        self, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, several: bool, options: Mapping[str, Any]
+    ) -> tuple[str, list[str]]:
         between = f"{json.dumps(self.between_calls)} " if self.between_calls else ""
         calls = f"call ({between}call)*" if several else "call"
         begin, end = _marker(self.calls_begin, tokenizer), _marker(self.calls_end, tokenizer)
-        rules = head_rules(f"{begin} {calls} {end}", len(tools), instead)
+        rules: list[str] = []
         before, name_end, after = (
             _texts(text, self, tokenizer) for text in (self.before_name, self.after_name, self.after_arguments)
         )
@@ -117,10 +153,10 @@ class ToolFormat:
                 f"call_{index}: {' '.join(parts)}",
                 f"arguments_{index}: %json {json.dumps(schema | {'x-guidance': options})}",
             ]
-        return "\n".join(rules) + "\n"
+        return f"{begin} {calls} {end}", rules
 
     def parser(self, most: int) -> "ToolCallParser":
-        """Return a parser of one answer, which gives so many calls at most."""
+        """Return a parser of one answer, which returns at most that many calls."""
         return ToolCallParser(self, most)
 
 
@@ -153,14 +189,6 @@ FORMATS = {
 def tool_outputs(contents: Sequence[str]) -> str:
     """Write answers of tools as text, for templates that have no place for them."""
     return _OUTPUTS_BEGIN + "".join(f"{_OUTPUT_BEGIN}{each}{OUTPUT_END}" for each in contents) + OUTPUTS_END
-
-
-def head_rules(start: str, count: int, instead: StructuredOutputs | None) -> list[str]:
-    """Write the first rules of a grammar of calls. start: of an answer with calls; count: of the rules `call_0`, `call_1`, …"""
-    rules = ["%llguidance {}", f"start: {start}"]
-    if instead is not None:
-        rules += ["  | instead", f"instead: %lark {{\n{lark_text(instead)}\n}}"]
-    return [*rules, "call: " + " | ".join(f"call_{index}" for index in range(count))]
 
 
 def closed_schema(schema: Any) -> Any:
