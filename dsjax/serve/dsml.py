@@ -1,4 +1,4 @@
-"""Tool calls in DSML, DeepSeek-V3.2's and V4's markup: how they are written, the grammar of an answer that must be some, and their parser.
+"""Tool calls in DSML, the markup of DeepSeek-V3.2 and V4: their format, the grammar of forced calls, and their streaming parser.
 
 ::
 
@@ -27,9 +27,9 @@ _PARAMETER, _PARAMETER_END = f'<{DSML}parameter name="', f"</{DSML}parameter>"
 _TAGS = (f"<{DSML}", f"</{DSML}")
 _HEAD = re.compile(r'(.*?)"\s+string="(true|false)"\s*>', re.DOTALL)
 _NOTES = frozenset({"type", "title", "description", "default", "examples"})
-"""Fields of a schema that leave a string's text free."""
+"""Fields of a schema that do not constrain a string."""
 _LISTED = _NOTES | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
-"""Fields of an object's schema that is a list of properties."""
+"""Fields of an object's schema that is no more than a list of properties."""
 
 
 class DsmlFormat(CallFormat):
@@ -61,7 +61,7 @@ class DsmlFormat(CallFormat):
             rules = [f'text: TEXT <[{token}]> "parameter>\\n"', r"TEXT: /(?s:.*)<\//"]
 
         def written(text: str) -> str:
-            """A text that may have one tag, as terminals."""
+            """Return a text, which may contain one tag, as terminals."""
             before, _, after = text.partition(DSML)
             return json.dumps(text) if token is None else f"{json.dumps(before)} <[{token}]> {json.dumps(after)}"
 
@@ -71,7 +71,7 @@ class DsmlFormat(CallFormat):
         parameter_end, invoke_end = written(f"{_PARAMETER_END}\n"), written(f"{_INVOKE_END}\n")
 
         def value(schema: Any, definitions: Mapping[str, Any]) -> str:
-            """A parameter's attribute, its value and its end."""
+            """Return the rule of a parameter's attribute, value and end."""
             if isinstance(schema, dict) and schema.get("type") == "string" and schema.keys() <= _NOTES | {"enum"}:
                 choices = schema.get("enum")
                 if choices is None:
@@ -106,18 +106,18 @@ DSML_FORMATS = {
 
 
 class DsmlParser(CallParser):
-    """Takes an answer's text piece by piece. However it is cut, the pieces put together are the same.
+    """Parser of DSML. The result does not depend on where the text is cut.
 
-    Arguments become one JSON object. Text parameters are given as they come, JSON ones when they are whole: what a model marks as JSON
-    and is none becomes a string. A call whose body is a JSON object instead of parameters is read too. What is cut off inside a tag is
-    dropped; a parameter whose tag cannot be read is left out. block: name of the tag around all calls.
+    Arguments become one JSON object. A text parameter is passed on as it arrives, a JSON parameter once it is complete; if it is not
+    valid JSON, it becomes a string. A call whose body is a JSON object instead of parameters is read too. Text that is cut off inside a
+    tag is dropped, and so is a parameter whose tag cannot be read. block: name of the tag around all calls.
     """
 
     def __init__(self, block: str, most: int):
         super().__init__(most)
         begin, self._end = f"<{DSML}{block}>", f"</{DSML}{block}>"
         self._openings = (f"\n\n{begin}", begin, f"\n\n{_INVOKE}", _INVOKE)
-        self._ends = (_PARAMETER_END, _INVOKE_END, self._end)  # of a value; models leave some out
+        self._ends = (_PARAMETER_END, _INVOKE_END, self._end)  # any of them ends a value; models leave some out
         self._num_parameters = 0
 
     def _text(self, piece: MessagePiece, finished: bool) -> bool:
@@ -126,7 +126,7 @@ class DsmlParser(CallParser):
         piece.content += self._take(found[0] if found else len(self._held) - self._num_undecided(markers, finished))
         if found and found[1] in self._openings:
             self._step = self._between
-        elif found:  # it belongs to no call
+        elif found:  # not part of a call
             self._take(len(found[1]))
         return found is not None
 
@@ -178,7 +178,7 @@ class DsmlParser(CallParser):
         return end is not None
 
     def _parameter(self, piece: MessagePiece, finished: bool) -> bool:
-        """Read a parameter's tag behind its name's opening quote."""
+        """Read a parameter's tag after the opening quote of its name."""
         end = find_first(self._held, _TAGS)
         head = _HEAD.match(self._held[: end[0] if end else len(self._held)])
         if head:
@@ -224,7 +224,7 @@ class DsmlParser(CallParser):
 
 
 def _is_json(text: str) -> bool:
-    """Whether a text is JSON, which has no NaN and no infinities."""
+    """Return whether a text is valid JSON, which has no NaN and no infinities."""
     try:
         json.loads(text, parse_constant=lambda name: float(f"no {name}"))
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""An assistant's text taken apart, as it comes, into reasoning, content and tool calls.
+"""Streaming parsers that split an assistant's text into reasoning, content and tool calls.
 
 `ReasoningSplitter` finds the reasoning, `ToolCallParser` (in `tool_calls.py`) the calls, and `MessageParser` is both together.
 """
@@ -14,25 +14,25 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class Section(enum.Enum):
-    """What the next character belongs to."""
+    """Part of the message that the next character belongs to."""
 
-    UNDECIDED = "undecided"  # the first characters show it: an opening tag, or the answer
+    UNDECIDED = "undecided"  # depends on whether the text begins with an opening tag
     REASONING = "reasoning"
     CONTENT = "content"
 
 
 class ReasoningSplitter:
-    """Takes an answer's text piece by piece; line breaks next to the tags are dropped, everything else is kept.
+    """Splits an answer's text into reasoning and content. The result does not depend on where the text is cut.
 
-    However the text is cut, the pieces put together are the same. An opening tag at the text's beginning is dropped: some models
-    write one although the prompt has it. A tool call that no closing tag follows ends the reasoning; before one it is a draft.
+    Line breaks next to the tags are dropped. So is an opening tag at the beginning, which some models write although the prompt has one.
+    A tool call ends the reasoning unless a closing tag follows later; then it is a draft within the reasoning.
 
     Args:
-        close_token_id: the closing tag as a token; None where it is none: the tokens that came together with it count as reasoning.
-        openings: markers with which a tool call begins, each with its token id or None.
+        close_token_id: token id of the closing tag; None if it is no token: then tokens that arrive with it count as reasoning.
+        openings: markers that begin a tool call, with their token ids or None.
 
     Attributes:
-        num_tokens: tokens of the reasoning so far, its closing tag included.
+        num_tokens: tokens of the reasoning so far, with its closing tag.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ReasoningSplitter:
 
 
 class ReasoningParser:
-    """Which section an answer to a rendered prompt begins with, and the token after which the answer itself begins."""
+    """Finds the section in which an answer begins, and the token that ends reasoning."""
 
     def __init__(self, close_token_id: int | None, always: bool):
         self.close_token_id = close_token_id
@@ -119,7 +119,7 @@ class ReasoningParser:
 
     @classmethod
     def choose(cls, name: str, tokenizer: Tokenizer | None) -> "ReasoningParser | None":
-        """Return the parser of this name; `auto`: one where the model has the closing tag as a token and a template that writes it."""
+        """Return the parser of a name. `auto`: a parser if the closing tag is a token and the template writes it, else None."""
         if name == "none" or tokenizer is None:
             return None
         close = tokenizer.token_id(CLOSE)
@@ -129,9 +129,9 @@ class ReasoningParser:
         return cls(close, always=name == "deepseek_r1")
 
     def start_of(self, prompt: str, unfinished: str | None = None) -> Section:
-        """Find the section that an answer begins with, read off the end of the prompt.
+        """Return the section in which an answer begins, judged by the end of the prompt.
 
-        `unfinished` is the assistant's text that the prompt ends with, if it is to be continued.
+        unfinished: the assistant's text at the end of the prompt that the answer continues; None: a new message.
         """
         if unfinished is not None:
             thinking = OPEN in unfinished and CLOSE not in unfinished
@@ -139,13 +139,13 @@ class ReasoningParser:
         end = prompt.rstrip()
         if end.endswith(OPEN):
             return Section.REASONING
-        # Behind a tool's output V3.1 and R1 go on in the same turn, without another opening tag.
+        # After a tool's output V3.1 and R1 continue the same turn, without another opening tag.
         goes_on = end.endswith((CLOSE, OUTPUT_END, OUTPUTS_END))
         return Section.REASONING if self._always and not goes_on else Section.UNDECIDED
 
 
 class MessageParser:
-    """Splits off the reasoning, then takes tool calls out of the rest; where either is None, text passes it unchanged."""
+    """Splits off the reasoning, then the tool calls. A parser that is None changes nothing."""
 
     def __init__(self, reasoning: ReasoningSplitter | None, tools: ToolCallParser | None, include_reasoning: bool):
         self._reasoning, self._tools = reasoning, tools
@@ -158,7 +158,7 @@ class MessageParser:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of the reasoning so far, its closing tag included."""
+        """Number of reasoning tokens so far, with the closing tag."""
         return 0 if self._reasoning is None else self._reasoning.num_tokens
 
     def push(self, text: str, finished: bool = False, token_ids: Sequence[int] = ()) -> MessagePiece:

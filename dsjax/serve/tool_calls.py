@@ -1,7 +1,4 @@
-"""DeepSeek's tool calls: how they are written, the grammar of an answer that must be some, and their parser.
-
-`ToolFormat` writes calls, tells a prompt of the tools, and has the grammar; `ToolCallParser` takes calls out of text that comes in pieces.
-"""
+"""Tool calls of DeepSeek-V3, R1, V3.1 and Kimi-K2: their format, the grammar of forced calls, and their streaming parser."""
 
 import json
 import re
@@ -78,7 +75,7 @@ class CallFormat(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat(CallFormat):
-    """How a model writes calls: markers around all calls and around each one, and what stands between them.
+    """Tool calls between markers: one pair around all calls, one around each.
 
     `deepseek_v3` (V3, R1) writes `function`, the separator, the name, and the arguments in a fenced block of JSON;
     `deepseek_v31` the name, the separator and the bare arguments; `kimi_k2` the same with other markers, and with the call's number behind
@@ -118,12 +115,12 @@ class ToolFormat(CallFormat):
         return self.calls_begin + self.between_calls.join(texts) + self.calls_end
 
     def identified(self, written: str) -> tuple[str, str]:
-        """Return the name of a call that is headed so, and its id, empty where the model writes none."""
+        """Split a call's head into name and id; the id is empty if the model writes none."""
         match = re.fullmatch(r"(?:functions\.)?(.+):\d+", written) if self.numbers_calls else None
         return (match[1], written) if match else (written, "")
 
     def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """Write what the system message says of the functions, for templates that do not say it themselves."""
+        """Describe the functions for the system message, for templates that do not."""
         lines = ["## Tools", "You have access to the following tools:", ""]
         for tool in tools:
             function = tool["function"]
@@ -187,15 +184,15 @@ FORMATS = {
 
 
 def tool_outputs(contents: Sequence[str]) -> str:
-    """Write answers of tools as text, for templates that have no place for them."""
+    """Return tools' results as text, for templates without a place for them."""
     return _OUTPUTS_BEGIN + "".join(f"{_OUTPUT_BEGIN}{each}{OUTPUT_END}" for each in contents) + OUTPUTS_END
 
 
 def closed_schema(schema: Any) -> Any:
-    """Return the schema, whose objects hold what they name and nothing else, unless they say otherwise.
+    """Return a schema whose objects take only the properties that they name, unless they say otherwise.
 
-    So do xgrammar, with which vLLM and SGLang force calls, and OpenAI's strict functions: a model that may add properties can go
-    on with them for ever. An object inside that names no properties may hold any.
+    xgrammar, by which vLLM and SGLang force calls, and OpenAI's strict functions do the same: a model that may add properties can go on
+    for ever. An object that names no properties may hold any.
     """
 
     def close(inner: dict[str, Any]) -> dict[str, Any]:
@@ -212,7 +209,7 @@ def _marker(text: str, tokenizer: Tokenizer) -> str:
 
 
 def _texts(text: str, form: ToolFormat, tokenizer: Tokenizer) -> list[str]:
-    """Write a text that may hold the separator, as terminals."""
+    """Return a text, which may contain the separator, as terminals."""
     before, marker, after = text.partition(form.separator)
     parts = [json.dumps(before)] if before else []
     parts += [_marker(marker, tokenizer)] if marker else []
@@ -221,14 +218,14 @@ def _texts(text: str, form: ToolFormat, tokenizer: Tokenizer) -> list[str]:
 
 @dataclass
 class MessagePiece:
-    """What a piece of text added; `tool_calls` are deltas as OpenAI's chunks have them."""
+    """What a piece of text adds to a message; `tool_calls` are deltas in OpenAI's form."""
 
     reasoning: str = ""
     content: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
     def deltas(self) -> list[dict[str, Any]]:
-        """Make the deltas of chunks, one for each kind of text and each call: some clients read no more of one. At least one."""
+        """Return at least one delta: one for each kind of text and each call, since some clients read only one of a chunk."""
         deltas: list[dict[str, Any]] = []
         if self.reasoning:
             deltas.append({"reasoning_content": self.reasoning, "reasoning": self.reasoning})
@@ -237,7 +234,7 @@ class MessagePiece:
         return deltas + [{"tool_calls": [call]} for call in self.tool_calls] or [{}]
 
     def message(self) -> dict[str, Any]:
-        """Make a whole message: the deltas of a call are put together."""
+        """Return the whole message, with the deltas of each call joined."""
         calls: list[dict[str, Any]] = []
         for delta in self.tool_calls:
             if delta["index"] == len(calls):
@@ -253,12 +250,12 @@ class MessagePiece:
 
 
 class CallParser(ABC):
-    """Takes an answer's text piece by piece, in states; `_step` is the state's method.
+    """A streaming parser of one answer, as a state machine: `_step` is the current state's method.
 
-    A state takes what it can from `_held` and says whether the next state may go on.
+    A state consumes what it can of `_held` and returns whether to continue with the next state.
 
     Args:
-        most: how many calls are given; later ones are dropped.
+        most: most calls to return; later ones are dropped.
     """
 
     def __init__(self, most: int):
@@ -268,7 +265,7 @@ class CallParser(ABC):
         self.num_calls = 0
 
     def push(self, text: str, finished: bool = False) -> MessagePiece:
-        """Add text; with `finished` nothing is held back any more."""
+        """Add text and return what it adds to the message. finished: the answer has ended; hold nothing back."""
         self._held += text
         piece = MessagePiece()
         while self._step(piece, finished):
@@ -287,7 +284,7 @@ class CallParser(ABC):
         return 0 if finished else num_undecided(self._held, markers)
 
     def _begin_call(self, piece: MessagePiece, name: str, call_id: str = "") -> None:
-        """Give the head of the next call. call_id: that of the model's own, if it writes one."""
+        """Emit the head of the next call. call_id: the one that the model writes; empty: make one up."""
         self.num_calls += 1
         head = {"id": call_id or f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
         self._emit(piece, {**head, "function": {"name": name, "arguments": ""}})
@@ -301,11 +298,10 @@ class CallParser(ABC):
 
 
 class ToolCallParser(CallParser):
-    """Takes an answer's text piece by piece. However it is cut, the pieces put together are the same.
+    """Parser of `ToolFormat`. The result does not depend on where the text is cut.
 
-    Models do not always keep to their format: both of DeepSeek's are read, with and without a fence, and any marker ends a call.
-    A call whose arguments are not JSON is passed on as it is, as OpenAI does: whoever called knows what to do. What is cut off
-    inside a call's name is dropped.
+    Models do not always keep to their format, so both of DeepSeek's formats are read, with and without a fence, and any marker ends a
+    call. Arguments that are not JSON are passed on unchanged, as by OpenAI. A call that is cut off inside its name is dropped.
     """
 
     def __init__(self, form: ToolFormat, most: int):
@@ -313,8 +309,8 @@ class ToolCallParser(CallParser):
         self._form = form
         self._ends = (form.call_end, form.calls_end, form.call_begin)
         separator = re.escape(form.separator)
-        # `function`, the separator, the name; or the name, the separator. Then the line that opens a fence. No part gives back what
-        # it has matched, so that a head that is not whole yet does not match as a shorter one.
+        # `function`, the separator, the name; or the name, the separator. Then the line that opens a fence. Possessive
+        # quantifiers keep an incomplete head from matching as a shorter one.
         kind = rf"(?>(?:\s*+function\s*+{separator}\s*+(?![{{`]))?)"
         self._head = re.compile(rf"{kind}([^\n`{{<]++)(?:{separator})?\s*+(?:`++[^\n{{]*+)?\s*+")
         self._has_arguments = False
@@ -328,7 +324,7 @@ class ToolCallParser(CallParser):
         piece.content += self._take(at)
         if marker in self._form.openings:
             self._step = self._between
-        else:  # it belongs to no call
+        else:  # not part of a call
             self._take(len(marker))
         return True
 
@@ -346,7 +342,7 @@ class ToolCallParser(CallParser):
         undecided = self._num_undecided((*self._ends, self._form.separator), finished)
         text = self._held[: end[0] if end else len(self._held) - undecided]
         head = self._head.match(text)
-        # Arguments may be empty, and a name may end with its call, where the call is known to have ended.
+        # The arguments may be empty, or the name may end the call, once the call's end is seen.
         if not head or self._form.separator not in head[0] or not (end or head.end(1) < len(text)):
             if end:
                 self._take(end[0])
@@ -363,7 +359,7 @@ class ToolCallParser(CallParser):
     def _arguments(self, piece: MessagePiece, finished: bool) -> bool:
         end = find_first(self._held, self._ends)
         text = self._held[: end[0] if end else len(self._held) - self._num_undecided(self._ends, finished)]
-        arguments = text.rstrip("` \n\r\t")  # a fence's end, or what goes on later
+        arguments = text.rstrip("` \n\r\t")  # the end of a fence, or blanks before more text
         self._take(len(text) if end else len(arguments))
         if end:
             self._step = self._between
