@@ -133,8 +133,8 @@ def prompt_logprobs_body(entries: Sequence[TokenLogprobs | None]) -> list[dict[s
     return [
         entry
         and {
-            str(token_id): {"logprob": finite(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token}
-            for token_id, one in entry.items()
+            str(token_id): {"logprob": finite(score.logprob), "rank": score.rank, "decoded_token": score.decoded_token}
+            for token_id, score in entry.items()
         }
         for entry in entries
     ]
@@ -143,7 +143,8 @@ def prompt_logprobs_body(entries: Sequence[TokenLogprobs | None]) -> list[dict[s
 def most_probable(entries: Sequence[TokenLogprobs | None], count: int) -> list[TokenLogprobs | None]:
     """Reduce each entry to the sampled token and the `count` most probable ones."""
     return [
-        entry and {token: one for place, (token, one) in enumerate(entry.items()) if place == 0 or one.rank <= count}
+        entry
+        and {token: score for place, (token, score) in enumerate(entry.items()) if place == 0 or score.rank <= count}
         for entry in entries
     ]
 
@@ -198,8 +199,8 @@ class CompletionLogprobLists:
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         """Return log-probabilities by text, the highest first. Two tokens of the same text keep the higher one."""
         top: dict[str, float] = {}
-        for token_id, one in sorted(entry.items(), key=lambda pair: -pair[1].logprob):
-            top.setdefault(token_name(self._tokenizer, token_id), finite(one.logprob))
+        for token_id, score in sorted(entry.items(), key=lambda pair: -pair[1].logprob):
+            top.setdefault(token_name(self._tokenizer, token_id), finite(score.logprob))
         return top
 
 
@@ -324,17 +325,17 @@ class CompletionAnswer(Answer):
         if self._body.max_tokens != 0:
             return output
         emptied = [
-            each
-            if each.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
+            completion
+            if completion.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
             else dataclasses.replace(
-                each,
+                completion,
                 text="",
                 token_ids=[],
-                logprobs=None if each.logprobs is None else [],
-                finish_reason=FinishReason.LENGTH if each.finished else None,
+                logprobs=None if completion.logprobs is None else [],
+                finish_reason=FinishReason.LENGTH if completion.finished else None,
                 stop_reason=None,
             )
-            for each in output.outputs
+            for completion in output.outputs
         ]
         return dataclasses.replace(output, outputs=emptied)
 

@@ -160,7 +160,8 @@ class TokenCountRequest(StrictModel):
             blocks = message.content if isinstance(message.content, list) else []
             results = [block for block in blocks if block.type == "tool_result"]
             messages += [
-                {"role": "tool", "tool_call_id": each.tool_use_id, "content": _text(each.content)} for each in results
+                {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
+                for block in results
             ]
             turn: dict[str, Any] = {"role": message.role, "content": _text(message.content)}
             if thought := "\n".join(block.thinking for block in blocks if block.type == "thinking"):

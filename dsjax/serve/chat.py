@@ -220,14 +220,14 @@ class ChatAnswer(Answer):
     def _token(self, entry: TokenLogprobs) -> dict[str, Any]:
         """Return the sampled token and the requested number of most probable ones, which may include it."""
         count = self._body.top_logprobs or 0
-        ranked = [(token, one) for token, one in entry.items() if one.rank is not None and one.rank <= count]
+        ranked = [(token, score) for token, score in entry.items() if score.rank is not None and score.rank <= count]
         ranked.sort(key=lambda pair: pair[1].rank)
-        taken = next(iter(entry.items()))
-        return {**self._one(*taken), "top_logprobs": [self._one(*pair) for pair in ranked]}
+        sampled = next(iter(entry.items()))
+        return {**self._scored(*sampled), "top_logprobs": [self._scored(*pair) for pair in ranked]}
 
-    def _one(self, token_id: int, one: Logprob) -> dict[str, Any]:
+    def _scored(self, token_id: int, score: Logprob) -> dict[str, Any]:
         text = list(self._tokenizer.token_bytes(token_id))
-        return {"token": one.decoded_token, "logprob": finite(one.logprob), "bytes": text}
+        return {"token": score.decoded_token, "logprob": finite(score.logprob), "bytes": text}
 
 
 def _by_delta(

@@ -236,7 +236,8 @@ class ChatRequest(SamplingFields, PromptFields):
         choice = self.tool_choice
         if choice not in (None, "none", "auto") and not self.tools:
             raise ApiError(400, "tool_choice wants tools, and there are none", param="tool_choice")
-        if unknown := sorted((self._choice[1] or set()) - {tool.function.name for tool in self.tools or ()}):
+        _, allowed = self._choice
+        if unknown := sorted((allowed or set()) - {tool.function.name for tool in self.tools or ()}):
             raise ApiError(400, f"tool_choice names {unknown[0]!r}, which is none of the tools", param="tool_choice")
 
     def template_variables(self, template: Template) -> dict[str, Any]:
@@ -267,23 +268,24 @@ class ChatRequest(SamplingFields, PromptFields):
     def _choice(self) -> tuple[bool, set[str] | None]:
         """Whether a tool must be called, and the names of the allowed ones; None: all."""
         match self.tool_choice:
-            case ToolChoice(function=one):
-                return True, {one.name}
-            case AllowedToolChoice(allowed_tools=some):
-                return some.mode == "required", {one.function.name for one in some.tools}
+            case ToolChoice(function=function):
+                return True, {function.name}
+            case AllowedToolChoice(allowed_tools=allowed):
+                return allowed.mode == "required", {tool.function.name for tool in allowed.tools}
         return self.tool_choice == "required", None
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
         """The tools that are shown to the model and may be called."""
-        named = self._choice[1] if isinstance(self.tool_choice, AllowedToolChoice) else None
-        return [] if self.tool_choice == "none" else self.tool_dicts(named)
+        _, allowed = self._choice
+        shown = allowed if isinstance(self.tool_choice, AllowedToolChoice) else None
+        return [] if self.tool_choice == "none" else self.tool_dicts(shown)
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
         """The tools of which one must be called; empty if the answer may be text."""
-        must, named = self._choice
-        return self.tool_dicts(named) if must else []
+        is_forced, allowed = self._choice
+        return self.tool_dicts(allowed) if is_forced else []
 
     def token_limit(self) -> int | None:
         """Return the most tokens of the answer: `max_completion_tokens`, or `max_tokens`, its older name.

@@ -239,8 +239,8 @@ async def unless_client_leaves(request: Request, work: Awaitable[Answer]) -> Ans
         await asyncio.wait({task})
         return task.result()
     finally:
-        for each in (task, watch):
-            each.cancel()
+        for future in (task, watch):
+            future.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
 
 

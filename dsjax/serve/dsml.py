@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dsjax.engine.text.detokenizer import find_first, num_undecided
+from dsjax.engine.text.detokenizer import FoundMarker, find_first, num_undecided
 from dsjax.engine.text.prompt_encoder import DSML, PromptEncoder, V4Encoder, V32Encoder, json_text
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.tool_calls import CallFormat, CallParser, MessagePiece, closed_schema
@@ -122,23 +122,23 @@ class DsmlParser(CallParser):
 
     def _text(self, piece: MessagePiece, finished: bool) -> bool:
         markers = (*self._openings, *self._ends)
-        found = find_first(self._held, markers)
-        piece.content += self._take(found[0] if found else len(self._held) - self._num_undecided(markers, finished))
-        if found and found[1] in self._openings:
+        found = find_first(self._buffer, markers)
+        piece.content += self._take(found.at if found else len(self._buffer) - self._num_undecided(markers, finished))
+        if found and found.text in self._openings:
             self._step = self._between
         elif found:  # not part of a call
-            self._take(len(found[1]))
+            self._take(len(found.text))
         return found is not None
 
     def _between(self, piece: MessagePiece, finished: bool) -> bool:
-        found = find_first(self._held, (_INVOKE, self._end))
+        found = find_first(self._buffer, (_INVOKE, self._end))
         if found:
-            self._take(found[0] + len(found[1]))
-            self._step = self._name if found[1] == _INVOKE else self._text
+            self._take(found.at + len(found.text))
+            self._step = self._name if found.text == _INVOKE else self._text
         return found is not None
 
     def _name(self, piece: MessagePiece, finished: bool) -> bool:
-        at = self._held.find(">")
+        at = self._buffer.find(">")
         if at < 0:
             return False
         tag = self._take(at + 1)
@@ -150,11 +150,11 @@ class DsmlParser(CallParser):
         return True
 
     def _body(self, piece: MessagePiece, finished: bool) -> bool:
-        self._held = self._held.lstrip()
-        if self._held.startswith("{") and not self._num_parameters:
+        self._buffer = self._buffer.lstrip()
+        if self._buffer.startswith("{") and not self._num_parameters:
             self._step = self._whole_arguments
             return True
-        found = find_first(self._held, (_PARAMETER, _INVOKE_END, _INVOKE, self._end))
+        found = find_first(self._buffer, (_PARAMETER, _INVOKE_END, _INVOKE, self._end))
         if not found:
             return False
         at, tag = found
@@ -167,9 +167,9 @@ class DsmlParser(CallParser):
         return True
 
     def _whole_arguments(self, piece: MessagePiece, finished: bool) -> bool:
-        end = find_first(self._held, (_INVOKE_END, _INVOKE, self._end))
+        end = find_first(self._buffer, (_INVOKE_END, _INVOKE, self._end))
         undecided = self._num_undecided((_INVOKE_END, _INVOKE, self._end), finished)
-        text = self._held[: end[0] if end else len(self._held) - undecided]
+        text = self._buffer[: end.at if end else len(self._buffer) - undecided]
         arguments = text.rstrip()
         self._take(len(text) if end else len(arguments))
         self._add(piece, arguments)
@@ -179,8 +179,8 @@ class DsmlParser(CallParser):
 
     def _parameter(self, piece: MessagePiece, finished: bool) -> bool:
         """Read a parameter's tag after the opening quote of its name."""
-        end = find_first(self._held, _TAGS)
-        head = _HEAD.match(self._held[: end[0] if end else len(self._held)])
+        end = find_first(self._buffer, _TAGS)
+        head = _HEAD.match(self._buffer[: end.at if end else len(self._buffer)])
         if head:
             self._take(head.end())
             self._add(piece, f"{', ' if self._num_parameters else '{'}{json_text(head[1])}: ")
@@ -194,23 +194,23 @@ class DsmlParser(CallParser):
         return bool(head or end)
 
     def _text_value(self, piece: MessagePiece, finished: bool) -> bool:
-        end = find_first(self._held, self._ends)
-        text = self._take(end[0] if end else len(self._held) - self._num_undecided(self._ends, finished))
+        end = find_first(self._buffer, self._ends)
+        text = self._take(end.at if end else len(self._buffer) - self._num_undecided(self._ends, finished))
         self._add(piece, json_text(text)[1:-1] + ('"' if end else ""))
         return self._end_value(end)
 
     def _json_value(self, piece: MessagePiece, finished: bool) -> bool:
-        end = find_first(self._held, self._ends)
+        end = find_first(self._buffer, self._ends)
         if end:
-            text = self._take(end[0])
+            text = self._take(end.at)
             self._add(piece, text.strip() if _is_json(text) else json_text(text))
         elif finished:
-            self._add(piece, self._take(len(self._held) - num_undecided(self._held, self._ends)))
+            self._add(piece, self._take(len(self._buffer) - num_undecided(self._buffer, self._ends)))
         return self._end_value(end)
 
-    def _end_value(self, end: tuple[int, str] | None) -> bool:
+    def _end_value(self, end: FoundMarker | None) -> bool:
         if end:
-            self._take(len(end[1]) if end[1] == _PARAMETER_END else 0)
+            self._take(len(end.text) if end.text == _PARAMETER_END else 0)
             self._step = self._body
         return end is not None
 

@@ -436,14 +436,15 @@ class UsualRequests(Guard):
             return
         message = await receive()
         route, schema = self._endpoints[scope["path"]]
-        read = self._read(scope, message, schema)
-        if read is None:
+        usual = self._read(scope, message, schema)
+        if usual is None:
             await self._app(scope, beginning_with(message, receive), send)
             return
+        body, options = usual
         scope["route"] = route
         request = Request(scope, receive)
         try:
-            response = await route.endpoint(read[0], request, read[1])
+            response = await route.endpoint(body, request, options)
         except self._ERRORS as error:
             response = await self._answer_error(request, error)
         await response(scope, receive, send)

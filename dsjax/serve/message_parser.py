@@ -39,7 +39,7 @@ class ReasoningSplitter:
         self, start: Section, close_token_id: int | None = None, openings: Mapping[str, int | None] | None = None
     ):
         self._section, self._close, self._openings = start, close_token_id, openings or {}
-        self._held = ""
+        self._buffer = ""
         self._may_open = self._at_start = start is not Section.CONTENT
         self._had_reasoning = start is Section.REASONING
         self._ended_by_call = False
@@ -67,7 +67,7 @@ class ReasoningSplitter:
             self.num_tokens = self._num_before_call if ends_before else self._num_read
 
     def _split(self, text: str, finished: bool) -> MessagePiece:
-        self._held += text
+        self._buffer += text
         piece = MessagePiece()
         if self._may_open:
             self._take_opening_tag(finished)
@@ -75,13 +75,13 @@ class ReasoningSplitter:
             piece.reasoning = self._take_reasoning(finished)
         if self._section is Section.CONTENT:
             self._drop_leading_breaks()
-            piece.content, self._held = self._held, ""
+            piece.content, self._buffer = self._buffer, ""
         return piece
 
     def _take_opening_tag(self, finished: bool) -> None:
-        text = self._held.lstrip()
+        text = self._buffer.lstrip()
         if text.startswith(OPEN):
-            self._section, self._held, self._may_open = Section.REASONING, text[len(OPEN) :], False
+            self._section, self._buffer, self._may_open = Section.REASONING, text[len(OPEN) :], False
             self._had_reasoning = True
         elif finished or not OPEN.startswith(text):
             self._may_open = False
@@ -90,24 +90,24 @@ class ReasoningSplitter:
 
     def _take_reasoning(self, finished: bool) -> str:
         self._drop_leading_breaks()
-        before, tag, after = self._held.partition(CLOSE)
+        before, tag, after = self._buffer.partition(CLOSE)
         if tag:
-            self._section, self._held, self._at_start = Section.CONTENT, after, True
+            self._section, self._buffer, self._at_start = Section.CONTENT, after, True
             return before.rstrip("\n")
-        begun = find_first(self._held, tuple(self._openings))
-        keep = 0 if finished else num_undecided(self._held, (CLOSE, *self._openings))
-        ready = self._held[: begun[0] if begun else len(self._held) - keep]
+        begun = find_first(self._buffer, tuple(self._openings))
+        keep = 0 if finished else num_undecided(self._buffer, (CLOSE, *self._openings))
+        ready = self._buffer[: begun.at if begun else len(self._buffer) - keep]
         if begun or not finished:
             ready = ready.rstrip("\n")  # they go if a tag or a call comes next
-        self._held = self._held[len(ready) :]
+        self._buffer = self._buffer[len(ready) :]
         if begun and finished:
             self._section, self._ended_by_call, self._at_start = Section.CONTENT, True, True
         return ready
 
     def _drop_leading_breaks(self) -> None:
         if self._at_start:
-            self._held = self._held.lstrip("\n")
-            self._at_start = not self._held
+            self._buffer = self._buffer.lstrip("\n")
+            self._at_start = not self._buffer
 
 
 class ReasoningParser:

@@ -294,8 +294,8 @@ class CompletionMetrics:
             rank = (str(number),)
             self._ranks.append(rank)
             prompts = (self._prompt_tokens, self._prompt_cached, self._queries, self._hits)
-            for each in (*prompts, self._generation_tokens, self._corrupted):
-                each.add(rank, 0)
+            for counter in (*prompts, self._generation_tokens, self._corrupted):
+                counter.add(rank, 0)
             for reason in FinishReason:
                 self._success.add((*rank, reason.value), 0)
             for kind in ErrorKind:

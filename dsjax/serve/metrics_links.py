@@ -31,15 +31,15 @@ def add_link_metrics(registry: Registry, links: Links, interfaces: Callable[[], 
         registry.total(f"dsjax_link_{name}", documentation, of(field), "peer")
 
     def transferred() -> Iterator[tuple[Labels, float]]:
-        for one in interfaces():
-            yield (one.name, "sent"), float(one.sent)
-            yield (one.name, "received"), float(one.received)
+        for interface in interfaces():
+            yield (interface.name, "sent"), float(interface.sent)
+            yield (interface.name, "received"), float(interface.received)
 
     registry.total("dsjax_network_bytes", "Bytes over the host's network cards.", transferred, "interface", "direction")
     registry.gauge(
         "dsjax_network_speed_bytes_per_second",
         "Bytes a second that a network card can send, and receive at the same time.",
-        lambda: [((one.name,), one.speed) for one in interfaces()],
+        lambda: [((interface.name,), interface.speed) for interface in interfaces()],
         "interface",
     )
 

@@ -234,16 +234,18 @@ def add_transfer_metrics(registry: Registry, state: LatestState) -> None:
 
 def add_memory_metrics(registry: Registry, read: Callable[[], Iterable[tuple[str, int, int]]]) -> None:
     """Add used and available memory of each device. read: as `dsjax.engine.device.process.device_memory`."""
-    for name, documentation, place in (
-        ("used", "Bytes of a device's memory in use.", 1),
-        ("limit", "Bytes that a device has.", 2),
-    ):
-        registry.gauge(
-            f"dsjax_device_memory_{name}_bytes",
-            documentation,
-            lambda place=place: [((device[0],), float(device[place])) for device in read()],
-            "device",
-        )
+    registry.gauge(
+        "dsjax_device_memory_used_bytes",
+        "Bytes of a device's memory in use.",
+        lambda: [((device,), float(used)) for device, used, _ in read()],
+        "device",
+    )
+    registry.gauge(
+        "dsjax_device_memory_limit_bytes",
+        "Bytes that a device has.",
+        lambda: [((device,), float(limit)) for device, _, limit in read()],
+        "device",
+    )
 
 
 def add_expert_metrics(registry: Registry, state: LatestState) -> None:

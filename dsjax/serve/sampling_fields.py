@@ -155,8 +155,9 @@ class GuidedFields(StrictModel):
         """
         forms = self._forms()
         if len(forms) > 1:
-            raise ApiError(400, f"{forms[0][0]} and {forms[1][0]} both ask for a form; give one", param=forms[1][0])
-        return forms[0][1] if forms else None
+            (first, _), (second, _), *_ = forms
+            raise ApiError(400, f"{first} and {second} both ask for a form; give one", param=second)
+        return next((form for _, form in forms), None)
 
     def form_field(self) -> str | None:
         """Return the field that requests a form, if it is not `structured_outputs`."""

@@ -84,11 +84,13 @@ class QueueGate:
         # An empty queue takes any request: a limit below the size of one request must not refuse it for ever.
         # The queue's size is a sum over all ranks; compute it only if there is a limit.
         if self._most_requests:
-            waiting = self._engine.waiting[0] + self._entering_requests
+            queued_requests, _ = self._engine.waiting
+            waiting = queued_requests + self._entering_requests
             if waiting and waiting + requests > self._most_requests:
                 return f"{waiting} requests wait, and this server lets {self._most_requests} wait"
         if self._most_tokens:
-            waiting = self._engine.waiting[1] + self._entering_tokens
+            _, queued_tokens = self._engine.waiting
+            waiting = queued_tokens + self._entering_tokens
             if waiting and waiting + tokens > self._most_tokens:
                 return f"{waiting:,} tokens wait, and this server lets {self._most_tokens:,} wait"
         return None

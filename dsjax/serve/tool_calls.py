@@ -185,7 +185,7 @@ FORMATS = {
 
 def tool_outputs(contents: Sequence[str]) -> str:
     """Return tools' results as text, for templates without a place for them."""
-    return _OUTPUTS_BEGIN + "".join(f"{_OUTPUT_BEGIN}{each}{OUTPUT_END}" for each in contents) + OUTPUTS_END
+    return _OUTPUTS_BEGIN + "".join(f"{_OUTPUT_BEGIN}{content}{OUTPUT_END}" for content in contents) + OUTPUTS_END
 
 
 def closed_schema(schema: Any) -> Any:
@@ -252,7 +252,7 @@ class MessagePiece:
 class CallParser(ABC):
     """A streaming parser of one answer, as a state machine: `_step` is the current state's method.
 
-    A state consumes what it can of `_held` and returns whether to continue with the next state.
+    A state consumes what it can of `_buffer` and returns whether to continue with the next state.
 
     Args:
         most: most calls to return; later ones are dropped.
@@ -261,12 +261,12 @@ class CallParser(ABC):
     def __init__(self, most: int):
         self._most = most
         self._step = self._text
-        self._held = ""
+        self._buffer = ""
         self.num_calls = 0
 
     def push(self, text: str, finished: bool = False) -> MessagePiece:
         """Add text and return what it adds to the message. finished: the answer has ended; hold nothing back."""
-        self._held += text
+        self._buffer += text
         piece = MessagePiece()
         while self._step(piece, finished):
             pass
@@ -277,11 +277,11 @@ class CallParser(ABC):
         """The first state."""
 
     def _take(self, length: int) -> str:
-        taken, self._held = self._held[:length], self._held[length:]
+        taken, self._buffer = self._buffer[:length], self._buffer[length:]
         return taken
 
     def _num_undecided(self, markers: Sequence[str], finished: bool) -> int:
-        return 0 if finished else num_undecided(self._held, markers)
+        return 0 if finished else num_undecided(self._buffer, markers)
 
     def _begin_call(self, piece: MessagePiece, name: str, call_id: str = "") -> None:
         """Emit the head of the next call. call_id: the one that the model writes; empty: make one up."""
@@ -316,9 +316,9 @@ class ToolCallParser(CallParser):
         self._has_arguments = False
 
     def _text(self, piece: MessagePiece, finished: bool) -> bool:
-        first_marker = find_first(self._held, self._form.markers)
+        first_marker = find_first(self._buffer, self._form.markers)
         if not first_marker:
-            piece.content += self._take(len(self._held) - self._num_undecided(self._form.markers, finished))
+            piece.content += self._take(len(self._buffer) - self._num_undecided(self._form.markers, finished))
             return False
         at, marker = first_marker
         piece.content += self._take(at)
@@ -329,7 +329,7 @@ class ToolCallParser(CallParser):
         return True
 
     def _between(self, piece: MessagePiece, finished: bool) -> bool:
-        first_marker = find_first(self._held, (self._form.call_begin, self._form.calls_end))
+        first_marker = find_first(self._buffer, (self._form.call_begin, self._form.calls_end))
         if not first_marker:
             return False
         at, marker = first_marker
@@ -338,14 +338,14 @@ class ToolCallParser(CallParser):
         return True
 
     def _name(self, piece: MessagePiece, finished: bool) -> bool:
-        end = find_first(self._held, self._ends)
+        end = find_first(self._buffer, self._ends)
         undecided = self._num_undecided((*self._ends, self._form.separator), finished)
-        text = self._held[: end[0] if end else len(self._held) - undecided]
+        text = self._buffer[: end.at if end else len(self._buffer) - undecided]
         head = self._head.match(text)
         # The arguments may be empty, or the name may end the call, once the call's end is seen.
         if not head or self._form.separator not in head[0] or not (end or head.end(1) < len(text)):
             if end:
-                self._take(end[0])
+                self._take(end.at)
                 self._step = self._between
             return end is not None
         if head.end() == len(text) and not (end or finished):
@@ -357,8 +357,8 @@ class ToolCallParser(CallParser):
         return True
 
     def _arguments(self, piece: MessagePiece, finished: bool) -> bool:
-        end = find_first(self._held, self._ends)
-        text = self._held[: end[0] if end else len(self._held) - self._num_undecided(self._ends, finished)]
+        end = find_first(self._buffer, self._ends)
+        text = self._buffer[: end.at if end else len(self._buffer) - self._num_undecided(self._ends, finished)]
         arguments = text.rstrip("` \n\r\t")  # the end of a fence, or blanks before more text
         self._take(len(text) if end else len(arguments))
         if end:

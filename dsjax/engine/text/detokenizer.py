@@ -1,10 +1,11 @@
-"""`IncrementalDetokenizer`: a stream of tokens to pieces of text; and `StopStrings`, which ends such a text.
+"""`IncrementalDetokenizer`, which turns a stream of tokens into text, and `StopStrings`, which ends that text.
 
-The two functions that look for markers in a text which is not whole yet serve the server's parsers of reasoning and tool calls as well.
+`find_first` and `num_undecided` look for markers in an incomplete text; the server's parsers use them too.
 """
 
 import codecs
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from dsjax.engine.text.tokenizer import Tokenizer
 
@@ -73,17 +74,21 @@ class StopStrings:
         return held
 
 
-def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
-    """Where the first of the markers begins, and which it is; of several at one place it is the longest."""
-    places = [(at, -len(marker), marker) for marker in markers if (at := text.find(marker)) >= 0]
-    if not places:
-        return None
-    at, _, marker = min(places)
-    return at, marker
+class FoundMarker(NamedTuple):
+    """A marker in a text, and the index at which it begins."""
+
+    at: int
+    text: str
+
+
+def find_first(text: str, markers: Sequence[str]) -> FoundMarker | None:
+    """Return the first of the markers in a text; of several at one place the longest."""
+    found = [FoundMarker(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+    return min(found, key=lambda marker: (marker.at, -len(marker.text)), default=None)
 
 
 def num_undecided(text: str, markers: Sequence[str]) -> int:
-    """Length of the longest end of `text` with which one of the markers begins: it is held back until the text that follows decides."""
+    """Return the length of the longest end of `text` that a marker begins with; the text after it decides what it is."""
     longest = max(map(len, markers), default=0)
     for length in range(min(len(text), longest - 1), 0, -1):
         if any(marker.startswith(text[-length:]) for marker in markers):

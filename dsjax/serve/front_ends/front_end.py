@@ -77,11 +77,11 @@ class RemoteEngine(RequestStreams):
 
     channel: Channel
     waiting = (0, 0)
-    """What waits is the engine's to know, which admits for all front ends together."""
+    """Requests and tokens in the queue: none, because the engine's process admits for all front ends."""
     change_under_way = None
-    """So is a change of the mesh: requests that come meanwhile wait there."""
+    """None: requests wait in the engine's process while the mesh changes."""
     running = False
-    """No thread of this process is in a step."""
+    """False: no thread of this process runs a step."""
 
     def __init__(self, welcome: Welcome, tokenizer: Tokenizer | None):
         inputs = InputProcessor(
@@ -119,17 +119,17 @@ class RemoteEngine(RequestStreams):
 
     async def _admit(self, prepared: Sequence[PreparedRequest]) -> None:
         sent = []
-        for each in prepared:
-            handles = [next(self._handles) for _ in each.completions]
-            for handle, request in zip(handles, each.completions, strict=True):
-                self._by_handle[handle] = request
-                self._handle_of[request.request_id] = handle
-            sent.append(NewRequest.of(each, handles[0]))
+        for request in prepared:
+            handles = [next(self._handles) for _ in request.completions]
+            for handle, completion in zip(handles, request.completions, strict=True):
+                self._by_handle[handle] = completion
+                self._handle_of[completion.request_id] = handle
+            sent.append(NewRequest.of(request, handles[0]))
         response = await self.channel.ask(lambda number: Add(number, sent))
         if response.refusal is None:
             return
-        for each in prepared:
-            self._forget_handles(request.request_id for request in each.completions)
+        for request in prepared:
+            self._forget_handles(completion.request_id for completion in request.completions)
         if response.param is not None:
             raise SamplingError(response.param, response.refusal)
         if response.failed:

@@ -247,13 +247,13 @@ class FrontEnds:
         refusal = self._refusal(message)
         if refusal is not None:
             link.send(AddResponse(message.number, refusal))
-        elif any(one.params.structured_outputs is not None for one in message.requests):
+        elif any(request.params.structured_outputs is not None for request in message.requests):
             self._spawn(self._add_slowly(link, message))
         else:
             self._admit(link, message, self._requests(message))
 
     async def _add_slowly(self, link: FrontEnd, message: Add) -> None:
-        handles = {handle for one in message.requests for handle, _, _ in one.completions}
+        handles = {handle for request in message.requests for handle, _, _ in request.completions}
         link.preparing |= handles
         try:
             made = await asyncio.to_thread(self._requests, message)
@@ -269,12 +269,13 @@ class FrontEnds:
         """Create the core's requests. Compiling a grammar takes long."""
         make_rules = self.engine.make_rules
         return [
-            one.requests(make_rules(one.params, frozenset(one.stop_ids), one.token_ids)) for one in message.requests
+            request.requests(make_rules(request.params, frozenset(request.stop_ids), request.token_ids))
+            for request in message.requests
         ]
 
     def _admit(self, link: FrontEnd, message: Add, made: list[list[Request]]) -> None:
-        for one, requests in zip(message.requests, made, strict=True):
-            self.engine.admit(link, one, requests)
+        for request, completions in zip(message.requests, made, strict=True):
+            self.engine.admit(link, request, completions)
         link.send(AddResponse(message.number))
 
     def _refuse(self, link: FrontEnd, message: Add, error: Exception) -> None:
@@ -283,12 +284,12 @@ class FrontEnds:
             link.send(AddResponse(message.number, error.reason, error.param))
             return
         note_failure("front end requests", error, "The requests of one message get an error.")
-        self.engine.drop(link, [handle for one in message.requests for handle, _, _ in one.completions])
+        self.engine.drop(link, [handle for request in message.requests for handle, _, _ in request.completions])
         link.send(AddResponse(message.number, "the engine's process could not take the request over", failed=True))
 
     def _refusal(self, message: Add) -> str | None:
-        requests = sum(len(one.completions) for one in message.requests)
-        tokens = sum(len(one.completions) * len(one.token_ids) for one in message.requests)
+        requests = sum(len(request.completions) for request in message.requests)
+        tokens = sum(len(request.completions) * len(request.token_ids) for request in message.requests)
         return self.gate and self.gate.full(requests, tokens)
 
     async def _ask(self, question: Callable[[int], Any]) -> list[Any]:

@@ -34,18 +34,18 @@ class SharedEngine(ThreadedEngine):
 
     def admit(self, link: FrontEnd, request: NewRequest, requests: Sequence[Request]) -> None:
         """Queue the completions of a front end's request."""
-        for (handle, request_id, _), one in zip(request.completions, requests, strict=True):
-            link.requests[handle] = one
+        for (handle, request_id, _), completion in zip(request.completions, requests, strict=True):
+            link.requests[handle] = completion
             self._owners[request_id] = _Owner(link, handle)
         self._thread.add(requests)
 
     def drop(self, link: FrontEnd, handles: Iterable[int]) -> list[Request]:
         """Abort completions whose clients have left; return those that had not finished."""
-        ended = [one for handle in handles if (one := link.requests.pop(handle, None)) is not None]
-        for one in ended:
-            self._owners.pop(one.request_id, None)
-        self._thread.abort([one.request_id for one in ended])
-        return ended
+        dropped = [request for handle in handles if (request := link.requests.pop(handle, None)) is not None]
+        for request in dropped:
+            self._owners.pop(request.request_id, None)
+        self._thread.abort([request.request_id for request in dropped])
+        return dropped
 
     def abort_all(self) -> None:
         """Abort all requests; clients get an error from their front end."""

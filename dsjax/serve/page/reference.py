@@ -74,7 +74,7 @@ def type_name(schema: Schema) -> Markup:
         return Markup('<a href="#{0}">{1}</a>').format(name, name.rpartition("__")[2])
     either = schema.get("anyOf") or schema.get("oneOf")
     if either:
-        return Markup(" or ").join(type_name(each) for each in either if each.get("type") != "null")
+        return Markup(" or ").join(type_name(branch) for branch in either if branch.get("type") != "null")
     if "const" in schema or "enum" in schema:
         return escape(" or ".join(f'"{value}"' for value in schema.get("enum", [schema.get("const")])))
     bounds = [words.format(schema[key]) for key, words in _BOUNDS if key in schema and schema[key] not in _SAID_BY_TYPE]
