@@ -91,9 +91,8 @@ def _check(field: dataclasses.Field, hint: Any, value: Any) -> None:
     else:
         bounds = [(holds, facts[name], word) for name, holds, word in _BOUNDS if name in facts]
         expected = " ".join([_KINDS[kind], " and ".join(f"{word} {bound:,}" for _, bound, word in bounds)]).rstrip()
-        is_right = isinstance(value, int | float if kind is float else kind) and isinstance(value, bool) is (
-            kind is bool
-        )
+        types = (int, float) if kind is float else kind
+        is_right = isinstance(value, types) and isinstance(value, bool) is (kind is bool)
         is_right = is_right and all(holds(value, bound) for holds, bound, _ in bounds)
     if not is_right:
         raise OptionError(f"{flag_of(field)} is {value!r}, expected {expected}")
