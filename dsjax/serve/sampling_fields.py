@@ -199,7 +199,7 @@ class StreamOptions(StrictModel):
 
 
 class DrawFields(StrictModel):
-    """How tokens are drawn, and which text ends them: what all three APIs have."""
+    """Fields about sampling and stopping that all APIs of OpenAI have."""
 
     temperature: float | None = 1.0
     top_p: float | None = 1.0

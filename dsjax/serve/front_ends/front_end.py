@@ -181,7 +181,7 @@ class RemoteEngine(RequestStreams):
 
 
 class Forwarding(Guard):
-    """Asks the engine's own server what only that can answer, with the client's headers and body."""
+    """Forwards requests for the engine's process to its server, with the client's headers and body."""
 
     def __init__(self, app: ASGIApp, address: str, timeout: float):
         super().__init__(app)
