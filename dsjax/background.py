@@ -1,6 +1,6 @@
 """Background work: threads and tasks that do not answer requests themselves. A failure there costs that work alone.
 
-`start_thread` and `contained` log what fails and count it, by the name of the work; `/metrics` shows the counts as
+`start_thread`, `WorkQueue` and `contained` log what fails and count it, by the name of the work; `/metrics` shows the counts as
 `dsjax_background_failures_total`. docs/background-work.csv lists every thread and task, with what its failure costs, and
 `tests/dsjax/test_background.py` holds that list to the code.
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import threading
 import time
 from collections import Counter
@@ -117,3 +118,37 @@ def start_thread(
     thread = threading.Thread(target=supervise, name=name, daemon=True)
     thread.start()
     return thread
+
+
+class WorkQueue:
+    """Tasks for daemon threads, which take them in order. A task that fails costs nothing but itself.
+
+    work: one of `WORK`. name: of the threads. cost: what a failed task costs, as a sentence.
+    """
+
+    def __init__(self, work: str, name: str, *, threads: int = 1, cost: str = ""):
+        self._work, self._name, self._num_threads, self._cost = work, name, threads, cost
+        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Start the threads, which take also what was put before."""
+        self._threads = [start_thread(self._work, self._run, name=self._name) for _ in range(self._num_threads)]
+
+    def put(self, task: Callable[[], object]) -> None:
+        """Have a thread call `task`."""
+        self._tasks.put(task)
+
+    def close(self, seconds: float = 0.0) -> bool:
+        """End the threads once all tasks are done. Wait `seconds` for it at most, and return whether they have ended."""
+        for _ in self._threads:
+            self._tasks.put(None)
+        end = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            with contained(self._work, self._cost):
+                task()

@@ -19,8 +19,9 @@ from rich.console import Console
 from dsjax.engine.contract.commands import Score, int32s
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams, plain
 from dsjax.engine.elastic.joining import host_options, join_group
-from dsjax.engine.engine import EngineParts, LLMEngine
+from dsjax.engine.engine import EngineParts
 from dsjax.engine.interrupts import deferred_interrupts
+from dsjax.engine.llm_engine import LLMEngine
 from dsjax.engine.schedule.page_events import EventSink
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.schedule.step_writer import clear_command

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
-
-from sharding.jax_internals import put_like
 
 
 def put(tree: Any, sharding: Sharding) -> Any:
@@ -21,28 +19,6 @@ def put(tree: Any, sharding: Sharding) -> Any:
         return jax.device_put(tree, sharding)
     arrays = jax.tree.map(np.asarray, tree)
     return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), arrays)
-
-
-class RepeatedPut:
-    """``put`` for arrays that go to the same devices again and again, each step's inputs: what JAX works out of a shape is kept.
-
-    That is most of what ``jax.device_put`` costs a small array: 18 µs instead of 197 on one device, 130 instead of 309 on 32 (two busy
-    cores, 2026-11-28, `python tools/bench_host.py --put --mesh dp=1 dp=32` at commit 69443ce0).
-    """
-
-    def __init__(self, sharding: Sharding):
-        self._sharding = sharding
-        self._known: dict[tuple[tuple[int, ...], np.dtype], Callable[[np.ndarray], jax.Array]] = {}
-
-    def __call__(self, array: np.ndarray) -> jax.Array:
-        """The array on the devices."""
-        known = self._known.get((array.shape, array.dtype))
-        if known is not None:
-            return known(array)
-        made = put(array, self._sharding)
-        if self._sharding.is_fully_addressable and made.dtype == array.dtype:
-            self._known[array.shape, array.dtype] = put_like(made)
-        return made
 
 
 def own_parts(array: jax.Array) -> list[jax.Array]:

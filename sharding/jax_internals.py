@@ -166,17 +166,11 @@ def compile_options(device_ids: Sequence[int], backend: Any) -> Any:
     )
 
 
-def put_like(array: Any) -> Callable[[Any], Any]:
-    """A function that puts NumPy arrays of this array's shape and dtype where it is, all of whose devices are of this process.
+def batched_device_put() -> Callable[..., Any]:
+    """``(aval, sharding, shards, devices) -> array``: what ``jax.device_put`` ends with, after it has looked at shape and dtype."""
+    from jax._src.interpreters import pxla
 
-    It is ``jax.device_put`` without the look at shape, dtype and sharding.
-    """
-    from jax._src.interpreters.pxla import batched_device_put
-
-    described, sharding = array.aval, array.sharding
-    places = sharding.addressable_devices_indices_map(array.shape)
-    devices, indices = list(places), list(places.values())
-    return lambda values: batched_device_put(described, sharding, [values[index] for index in indices], devices)
+    return pxla.batched_device_put
 
 
 def computed_by_host(function: Callable) -> Callable:

@@ -108,11 +108,6 @@ class Placement:
         return total
 
 
-def least_redundancy(n_logical: int, ep: int) -> int:
-    """The fewest redundant experts with which the physical ones divide over ``ep`` ranks."""
-    return -n_logical % ep
-
-
 def assign_copies(
     tables: CopyTables,
     logical_TK: Int[Array, "T K"],

@@ -13,6 +13,8 @@ from jaxtyping import Array, Float
 
 MOST_PIECES = 8
 """Devices that can share a sum and still give the bits of one."""
+LEAST_ROWS = 8
+"""Rows of a device's part of a sum, below which another collective costs more than the bytes that it saves."""
 
 
 def pieces_of(depth: int) -> int:
@@ -45,19 +47,18 @@ def tree_sum(
     *,
     split: bool = False,
     dtype: DTypeLike | None = None,
-    least: int = 8,
 ) -> Array:
     """Inside ``shard_map``: the sum of all devices' branches along ``axes``, the same bits on each.
 
     shares: devices along ``axes``. dtype: what the sum is rounded to, before it is gathered; None: that of ``branch``.
     split: each device gets its part of the leading dimension alone, which ``shares`` divides.
-    Where the rows divide, and a part has ``least``, a device adds up its part and the parts are gathered: two rows move for each, and not
-    ``shares``, in two collectives.
+    Where the rows divide, and a part has ``LEAST_ROWS``, a device adds up its part and the parts are gathered: two rows move for each, and
+    not ``shares``, in two collectives.
     """
     dtype = branch.dtype if dtype is None else dtype
     if shares == 1:
         return branch.astype(dtype)
-    if split or (branch.shape[0] % shares == 0 and branch.shape[0] >= least * shares):
+    if split or (branch.shape[0] % shares == 0 and branch.shape[0] >= LEAST_ROWS * shares):
         parts = branch.reshape(shares, branch.shape[0] // shares, *branch.shape[1:])
         own = add_as_tree(lax.all_to_all(parts, axes, split_axis=0, concat_axis=0, tiled=True)).astype(dtype)
         return own if split else lax.all_gather(own, axes, axis=0, tiled=True)

@@ -14,7 +14,7 @@ from layouts import write_model
 
 from dsjax.checkpoint.names import SCALE_SUFFIX, TensorNames
 from dsjax.checkpoint.quantise import quantise
-from dsjax.config import ModelConfig, QuantizationConfig
+from dsjax.config import MlaConfig, ModelConfig, QuantizationConfig
 from dsjax.model.parameter_table import abstract_parameters
 from dsjax.model.parameters import BLOCK
 
@@ -25,11 +25,7 @@ RAGGED = ModelConfig(
     intermediate_size=272,
     num_hidden_layers=2,
     num_attention_heads=8,
-    q_lora_rank=136,
-    kv_lora_rank=132,
-    qk_nope_head_dim=20,
-    qk_rope_head_dim=8,
-    v_head_dim=18,
+    mla=MlaConfig(q_lora_rank=136, kv_lora_rank=132, qk_nope_head_dim=20, qk_rope_head_dim=8, v_head_dim=18),
     moe_intermediate_size=136,
     n_routed_experts=8,
     n_shared_experts=1,
@@ -45,9 +41,7 @@ RAGGED = ModelConfig(
 WHOLE = dataclasses.replace(
     RAGGED,
     num_attention_heads=16,
-    qk_nope_head_dim=16,
-    qk_rope_head_dim=16,
-    v_head_dim=16,
+    mla=dataclasses.replace(RAGGED.mla, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16),
     intermediate_size=256,
     moe_intermediate_size=256,
 )

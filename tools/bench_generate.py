@@ -28,9 +28,11 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -252,16 +254,22 @@ def _served(args: argparse.Namespace, how: str, variants: list[str], stack: cont
     from dsjax.bench.serve.options import ServerOptions
     from dsjax.bench.serve.records import BenchRequest
     from dsjax.config import load_config
-    from tools.serve_process import serve_process
 
     flags = ["--model", args.model, "--served-model-name", "bench", *_flags(_engine_options(args, how, variants))]
-    server = stack.enter_context(serve_process(flags))
+    command = [sys.executable, "-m", "dsjax.serve", "--port", "0", *flags]
+    server = stack.enter_context(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+    stack.callback(server.terminate)
+    found = (re.search(r"serving bench at (http://[\d.:]+)", line) for line in server.stdout)
+    url = next((match[1] for match in found if match), None)
+    if url is None:
+        sys.exit(f"the server ended with code {server.wait()} before it was ready")
+    threading.Thread(target=sys.stderr.writelines, args=(server.stdout,), daemon=True).start()
     prompts = _prompts(args, load_config(args.model).vocab_size)
     requests = [BenchRequest(prompt, len(prompt), args.new_tokens) for prompt in prompts]
 
     async def send() -> None:
         async with open_session(None) as session:
-            client = Client(session, server.url, "bench", ServerOptions(ignore_eos=True))
+            client = Client(session, url, "bench", ServerOptions(ignore_eos=True))
             result = await run_load(client, requests, [0.0] * len(requests), None)
         if failed := [record.error for record in result.records if record.error is not None]:
             sys.exit(f"{len(failed)} requests failed: {failed[0]}")

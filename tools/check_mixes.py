@@ -101,9 +101,7 @@ def check(seed: int, number: int, batches: int, directories: dict[str, Path], al
         except (UserError, MeshError) as error:
             counts["refused"] += 1
             if counts["refused"] == 100:
-                raise RuntimeError(
-                    "a hundred engines in a row were refused, the last one for the reason above"
-                ) from error
+                raise RuntimeError("a hundred engines in a row were refused, the last one as above") from error
     counts["engines"] += 1
     heads = [[rng.randrange(2, 96) for _ in range(47)] for _ in range(3)]
     expected, requests = partial(alone.answer, engine), []

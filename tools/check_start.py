@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-from tools.serve_process import complete
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / part) for part in ("", "dsjax/hosts"))]
+from tools.labs.servers import complete
 
 SIZES = ("--mesh", "dp=2", "--cache-tokens", "512", "--max-num-seqs", "2")
 GENERATE = ("generate", *SIZES, "--prompt", "def main(", "--max-tokens", "6")

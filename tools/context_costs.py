@@ -1,16 +1,15 @@
-"""What long contexts cost models side by side: cache, operations, time between tokens, users; and where one becomes faster than another.
+"""Compare what long contexts cost several models: cache, operations, TPOT and users; and the context from which one is faster.
 
     python tools/context_costs.py --cluster h200-16 --hosts 4 --mesh dp=32 --batch 8
 
-Figures are the planner's (`dsjax plan step --mode static_gen`), in the precision that each model is published in, with a bf16 cache.
-Contexts beyond a model's positions are priced as if it had them. Users a device: as many requests of that context as the caches hold.
+The planner gives the figures (`dsjax plan step --mode static_gen`), with each model's published precision and a bf16 cache. A model with
+fewer positions than a context is priced as if it had them. Users a device: requests of that context that the caches hold.
 """
 
 import argparse
+import dataclasses
 import itertools
-import json
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dsjax.config import load_config
 from dsjax.config.layers import kinds_of
 from dsjax.model.layer_costs import attention_cost, values_beside
 from dsjax.model.parameter_counts import expert_parameters
@@ -44,16 +42,15 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def planned(model: str, context: int, folder: Path, asked: argparse.Namespace) -> Instance:
-    """The instance that decodes at this context; the model's positions are as many as that at least."""
-    config = load_config(model).to_dict()
-    config["max_position_embeddings"] = max(context, config["max_position_embeddings"])
-    (folder / "config.json").write_text(json.dumps(config))
-    args = StepArgs(
-        model=str(folder), cluster=asked.cluster, hosts=asked.hosts, mesh=asked.mesh, mode="static_gen", context=context,
+def planned(model: str, context: int, asked: argparse.Namespace) -> Instance:
+    """The instance that decodes at this context. A model with fewer positions is given as many."""
+    question = StepArgs(
+        model=model, cluster=asked.cluster, hosts=asked.hosts, mesh=asked.mesh, mode="static_gen", context=context,
         kv_cache_dtype="bf16", redundant_experts=0,
-    )  # fmt: skip
-    _, fitting, too_large = instances(args.question())
+    ).question()  # fmt: skip
+    positions = max(context, question.config.max_position_embeddings)
+    config = dataclasses.replace(question.config, max_position_embeddings=positions)
+    _, fitting, too_large = instances(dataclasses.replace(question, config=config))
     return next(iter([*fitting, *too_large]))
 
 
@@ -68,11 +65,11 @@ def operations(instance: Instance) -> float:
     return 2.0 * total
 
 
-def crossings(asked: argparse.Namespace, folder: Path) -> Iterator[str]:
-    """For each two models the context from which the one that grows less is the faster one."""
+def crossings(asked: argparse.Namespace) -> Iterator[str]:
+    """For each pair of models, the context from which the other one is faster."""
 
     def seconds(model: str, context: int) -> float:
-        return planned(model, context, folder, asked).tpot(asked.batch)
+        return planned(model, context, asked).tpot(asked.batch)
 
     for pair in itertools.combinations(asked.models, 2):
         low, high = min(asked.contexts), max(asked.contexts)
@@ -89,31 +86,29 @@ def crossings(asked: argparse.Namespace, folder: Path) -> Iterator[str]:
 def main() -> None:
     """Print the table and the crossing points."""
     asked, rows = parse(), []
-    with tempfile.TemporaryDirectory() as directory:
-        folder = Path(directory)
-        for context, model in itertools.product(asked.contexts, asked.models):
-            instance = planned(model, context, folder, asked)
-            [result] = static_of([instance], "static_gen", min(asked.batch, instance.max_batch))[:1] or [None]
-            cache, users = instance.memory.request_bytes(context), instance.max_batch * instance.replicas
-            rows.append((
-                f"{context:,}", model, f"{instance.memory.cache_per_token:,.0f}", f"{cache / 1e9:,.2f}",
-                f"{operations(instance) / 1e9:,.0f}", result.tpot.text(1e3, 1) if result else "", f"{result.batch}" if result else "0",
-                f"{users / instance.layout.devices:,.0f}",
-            ))  # fmt: skip
-        names = (
-            "<context",
-            "<model",
-            "cache B a token",
-            "GB a request",
-            "Gflop a token",
-            "TPOT ms",
-            "batch",
-            "users a device",
-        )
-        console = Console(width=140)
-        console.print(table(f"{asked.mesh} of {asked.cluster}", names, rows))
-        for line in crossings(asked, folder):
-            console.print(line, highlight=False)
+    for context, model in itertools.product(asked.contexts, asked.models):
+        instance = planned(model, context, asked)
+        [result] = static_of([instance], "static_gen", min(asked.batch, instance.max_batch))[:1] or [None]
+        cache, users = instance.memory.request_bytes(context), instance.max_batch * instance.replicas
+        rows.append((
+            f"{context:,}", model, f"{instance.memory.cache_per_token:,.0f}", f"{cache / 1e9:,.2f}",
+            f"{operations(instance) / 1e9:,.0f}", result.tpot.text(1e3, 1) if result else "", f"{result.batch}" if result else "0",
+            f"{users / instance.layout.devices:,.0f}",
+        ))  # fmt: skip
+    names = (
+        "<context",
+        "<model",
+        "cache B a token",
+        "GB a request",
+        "Gflop a token",
+        "TPOT ms",
+        "batch",
+        "users a device",
+    )
+    console = Console(width=140)
+    console.print(table(f"{asked.mesh} of {asked.cluster}", names, rows))
+    for line in crossings(asked):
+        console.print(line, highlight=False)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,6 @@ _TENSORRT_OBJECTS = {
     "attention_dp_config": ("AttentionDpConfig",),
 }
 """Part of the configuration file to the classes whose fields it may have."""
-
-
 _TENSORRT_READS = (
     "cpp/tensorrt_llm/common/envUtils.cpp",
     "tensorrt_llm/logger.py",

@@ -34,7 +34,6 @@ import secrets
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import tempfile
 import threading
@@ -53,7 +52,9 @@ import msgspec
 import psutil
 import zmq
 from listening_sockets import listening_addresses
+from processes import Group, Processes, free_port
 from quick_compilation import QUICK_COMPILATION
+from worded_checkpoint import write_worded_checkpoint
 from zmq.utils.monitor import recv_monitor_message
 
 from dsjax.hosts.wire import JoinRequest
@@ -62,8 +63,7 @@ from dsjax.messaging.cluster_key import VARIABLE, ClusterKey
 from dsjax.messaging.curve import ROLES, connect_with_curve
 from dsjax.messaging.endpoint import CONNECT_SECONDS, PING
 from dsjax.messaging.wire import Kind, decode, encode
-from tools.labs.servers import MODEL, SideProcess, url_of
-from tools.serve_process import complete, serve_process
+from tools.labs.servers import MODEL, SideProcess, complete, url_of
 
 PATIENCE = 20.0
 """Seconds in which a listener must have ended a connection; it gives a handshake 5."""
@@ -426,9 +426,12 @@ class Running:
 def run_group(folder: Path) -> Iterator[Running]:
     """A group of two servers: process 0 while the group forms, then both."""
     said = [("join", JoinRequest(*ids, "fuzz", 1, "127.0.0.1", "fuzz")) for ids in ((1, 99), (7, 2))]
-    with group_of(folder, "dp=4") as (group, pids):
+    group = Group(serve_command(folder, "--mesh", "dp=4"), 2, timeout=3600)
+    with ending(group, "process 0", "process 1") as pids:
         group.processes[1].send_signal(signal.SIGSTOP)
-        _until(lambda: ports_of(pids["process 0"]))
+        while not ports_of(pids["process 0"]):
+            assert group.processes[0].poll() is None, "process 0 has ended"
+            time.sleep(0.1)
         yield Running("a group that forms", {"process 0": pids["process 0"]}, said=said)
         group.processes[1].send_signal(signal.SIGCONT)
         yield Running("a group", pids, functools.partial(ask_server, url_of(group, 600)), said=said)
@@ -436,30 +439,27 @@ def run_group(folder: Path) -> Iterator[Running]:
 
 def run_stages(folder: Path) -> Iterator[Running]:
     """Two processes with a stage of a model each."""
-    with group_of(folder, "pp=2,dp=2") as (group, pids):
+    group = Group(serve_command(folder, "--mesh", "pp=2,dp=2"), 2, timeout=3600)
+    with ending(group, "process 0", "process 1") as pids:
         yield Running("stages", pids, functools.partial(ask_server, url_of(group, 600)))
 
 
 @contextlib.contextmanager
-def group_of(folder: Path, mesh: str) -> Iterator[tuple[Any, dict[str, int]]]:
-    """Two processes that serve a tiny model on a mesh, and their ids. Where something fails, what they have said is shown."""
-    from processes import Group
-    from worded_checkpoint import write_worded_checkpoint
-
-    group = Group(serve_command(write_worded_checkpoint(folder), mesh), 2, timeout=3600)
+def ending(processes: Processes, *names: str) -> Iterator[dict[str, int]]:
+    """Give the ids of processes by name, and end the processes after the block. Prints their output if the block fails."""
     try:
-        yield group, {f"process {index}": process.pid for index, process in enumerate(group.processes)}
+        yield {name: process.pid for name, process in zip(names, processes.processes, strict=True)}
     except BaseException:
-        print(group.last_words(), file=sys.stderr)
+        print(processes.last_words(), file=sys.stderr)
         raise
     finally:
-        group.end()
+        processes.end()
 
 
-def serve_command(model: Path, mesh: str) -> list[str]:
-    """Python's arguments that serve a tiny model on a mesh."""
-    named = ["--model", str(model), "--served-model-name", MODEL, "--port", "0"]
-    return ["-m", "dsjax.serve", *named, "--mesh", mesh, "--kernels", "plain", *SIZES.split()]
+def serve_command(folder: Path, *options: str) -> list[str]:
+    """Python's arguments that serve a tiny model, which is written to a folder."""
+    named = ["--model", str(write_worded_checkpoint(folder)), "--served-model-name", MODEL, "--port", "0"]
+    return ["-m", "dsjax.serve", *named, *options, "--kernels", "plain", *SIZES.split()]
 
 
 def ask_server(url: str, number: int) -> str:
@@ -498,31 +498,12 @@ def run_sides(folder: Path) -> Iterator[Running]:
 
 
 def run_experts(folder: Path) -> Iterator[Running]:
-    """A process with experts, and a server that has its tokens' experts computed there."""
-    from processes import free_port
-    from worded_checkpoint import write_worded_checkpoint
-
-    address = "127.0.0.1", free_port()
-    options = ["--model", str(write_worded_checkpoint(folder)), "--served-model-name", MODEL, *SIZES.split()]
-    options += ["--attention-mesh", "dp=2", "--expert-mesh", "ep=4", "--afd-address", "{}:{}".format(*address)]
-    command = [sys.executable, "-m", "dsjax.serve", *options, "--afd-role", "expert", "--port", "0"]
-    experts = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr)
-    try:
-        _until(lambda: mechanism_of(address), 300)
-        with serve_process([*options, "--afd-role", "attention"]) as server:
-            pids = {"experts": experts.pid, "attention": server.pid}
-            yield Running("experts", pids, functools.partial(ask_server, server.url))
-    finally:
-        experts.kill()
-        experts.wait()
-
-
-def _until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"it has not come to be within {seconds:g} s")
-        time.sleep(0.1)
+    """A process with experts, and a server whose tokens' experts are computed there."""
+    meshes = ("--attention-mesh", "dp=2", "--expert-mesh", "ep=4", "--afd-address", f"127.0.0.1:{free_port()}")
+    command = [sys.executable, *serve_command(folder, *meshes), "--afd-role"]
+    processes = Processes([[*command, role] for role in ("attention", "expert")], stuck=600)
+    with ending(processes, "attention", "experts") as pids:
+        yield Running("experts", pids, functools.partial(ask_server, url_of(processes, 600)))
 
 
 def main() -> int:

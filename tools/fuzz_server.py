@@ -79,10 +79,8 @@ def fuzz(
             f"{op.method.upper()} {op.path}": op for result in schema.get_all_operations() if (op := result.ok())
         }
         order = list(zip(operations.items(), _shares(operations), strict=True))
-        if changing:
-            random.Random(start).shuffle(
-                order
-            )  # else a change would meet the first operations more often than the last
+        if changing:  # in another order, so that changes do not meet the first operations most
+            random.Random(start).shuffle(order)
         for (name, operation), share in order:
             for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
                 count = max(1, int(cases * share / 2))

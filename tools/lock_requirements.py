@@ -114,13 +114,8 @@ def compile_lines(lines: list[str], kept: Path, *options: str) -> str:
         if kept.exists():
             target.write_bytes(kept.read_bytes())
         command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--universal", f"--python-version={PYTHON}"]
-        command += [
-            "--generate-hashes",
-            "--no-header",
-            "--no-annotate",
-            "--no-config",
-            "--index-url=https://pypi.org/simple",
-        ]
+        command += ["--generate-hashes", "--no-header", "--no-annotate", "--no-config"]
+        command += ["--index-url=https://pypi.org/simple"]
         subprocess.run(
             [*command, *options, str(source), "--output-file", str(target)], check=True, stdout=subprocess.DEVNULL
         )
@@ -148,15 +143,8 @@ def can_ask() -> bool:
 
 def audit(variant: str) -> int:
     """Ask PyPI of every locked package; pip-audit's exit code: 0 where nothing is known."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip_audit",
-        "--strict",
-        "--require-hashes",
-        "--disable-pip",
-        "--progress-spinner=off",
-    ]
+    options = ["--strict", "--require-hashes", "--disable-pip", "--progress-spinner=off"]
+    command = [sys.executable, "-m", "pip_audit", *options]
     return subprocess.run([*command, "--requirement", str(lock_file(variant))]).returncode
 
 

@@ -56,11 +56,8 @@ def main(check: bool) -> None:
     if check:
         now = [[str(cell) for cell in row] for row in rows]
         before = list(csv.reader(_FILE.read_text(encoding="utf-8").splitlines()))[1:]
-        sys.exit(
-            0
-            if now == before
-            else f"{_FILE.name}: {sum(row not in before for row in now)} of {len(now)} rows differ; run it without --check"
-        )
+        differ = sum(row not in before for row in now)
+        sys.exit(f"{_FILE.name}: {differ} of {len(now)} rows differ; run it without --check" if now != before else 0)
     with _FILE.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow((*Slots._fields, "balanced", *Placed._fields))

@@ -11,7 +11,7 @@ rounds before it make, as a user's next deployment is. The interval score of one
 To add a round:
 
 1. Write the settings of runs whose results nobody has read into NEW.csv, with the columns of configs/blind_predictions.csv, a row for each
-   kind of figure, and `predicted`, `low`, `high`, `measured` empty. tools/plan_data/inferencex.py says how an engine was started on a day.
+   kind of figure, and `predicted`, `low`, `high`, `measured` empty. tools/plan_data/replay.py says what the columns of settings mean.
 2. `python -m tools.plan_data.replay NEW-PREDICTED.csv --rows NEW.csv --played`, and commit the result.
 3. Enter `measured`, append the rows to configs/blind_predictions.csv, run `python tools/plan_score.py --page`, and commit.
 """

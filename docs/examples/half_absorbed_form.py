@@ -29,10 +29,10 @@ class HalfAbsorbed(Form):
         return product("rchs,rshu->rchu", probs, values)
 
     def pair_values(self, config):
-        return config.kv_lora_rank + config.qk_rope_head_dim + config.v_head_dim
+        return config.mla.kv_lora_rank + config.mla.qk_rope_head_dim + config.mla.v_head_dim
 
     def expansion_values(self, config):
-        return config.kv_lora_rank * config.v_head_dim
+        return config.mla.kv_lora_rank * config.mla.v_head_dim
 
     def head_values(self, config):
-        return config.qk_head_dim + config.kv_lora_rank + config.v_head_dim
+        return config.mla.qk_head_dim + config.mla.kv_lora_rank + config.mla.v_head_dim

@@ -56,7 +56,7 @@ class AttentionSetting:
 
     def find(self, tokens: Iterable[int], chunk: int, drafts: int) -> list[Product]:
         """Attention of a step with so many tokens of a DP rank, each once: of decode rows with their drafts, and of chunks of prompts."""
-        width = self.config.kv_lora_rank + self.config.qk_rope_head_dim
+        width = self.config.mla.kv_lora_rank + self.config.mla.qk_rope_head_dim
         shapes = [(count, 1 + drafts) for count in tokens]
         shapes += [(count // chunk, chunk) for count in tokens if count >= chunk]
         most = max(1, MOST_CACHE_BYTES // (self.context * self.latents.entry_bytes))
@@ -200,8 +200,8 @@ def device_timer(
 
 def _cache(product: Product, dtype: np.dtype, setting: AttentionSetting) -> tuple:
     """Queries of rows at the end of their context, layers of cache, and page tables: no page is of two rows, nor next to the one before."""
-    R, H, M = int(product.rows), setting.heads, setting.config.kv_lora_rank
-    C, O, G = product.columns // H, setting.config.qk_rope_head_dim, setting.page_size
+    R, H, M = int(product.rows), setting.heads, setting.config.mla.kv_lora_rank
+    C, O, G = product.columns // H, setting.config.mla.qk_rope_head_dim, setting.page_size
     pages = -(-setting.context // G)
     layers = min(64, max(2, STACK_BYTES // (R * pages * G * setting.latents.entry_bytes)))
     key = jax.random.key(0)

@@ -15,7 +15,7 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 
 if TYPE_CHECKING:
-    from dsjax.engine.engine import LLMEngine
+    from dsjax.engine.llm_engine import LLMEngine
     from dsjax.engine.text.input_processor import EncodedPrompt
 
 

@@ -6,8 +6,9 @@
     config.num_moe_layers, config.softmax_scale
 """
 
+from dsjax.config.attention import MlaConfig
 from dsjax.config.model_config import ModelConfig, bundled_models, load_config
 from dsjax.config.quantization import QuantizationConfig
 from dsjax.config.rope import RopeConfig
 
-__all__ = ["ModelConfig", "QuantizationConfig", "RopeConfig", "bundled_models", "load_config"]
+__all__ = ["MlaConfig", "ModelConfig", "QuantizationConfig", "RopeConfig", "bundled_models", "load_config"]

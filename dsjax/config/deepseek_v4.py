@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from dsjax.config.attention import INDEXER_KEYS, IndexerConfig, check_rotated
 from dsjax.config.checks import check_integer, check_mapping, check_number, reject, required
 from dsjax.config.layers import LayerKind, LayerRun, in_runs
 from dsjax.config.rope import RopeConfig, read_rope
@@ -31,8 +32,8 @@ REFUSED = {
 """Options of an engine that it cannot have, and why (`dsjax/engine/setup/combinations.py`)."""
 _LATER = ("dspark_", "engram_", "kv_source_layer", "index_source_layer", "candidate_", "text_config", "vision_config")
 """How the names of fields begin that later releases of the family have, and that would change the arithmetic."""
-_INTEGERS = ("o_groups", "o_lora_rank", "sliding_window", "hc_mult", "hc_sinkhorn_iters")
-_READ_HERE = ("head_dim", "intermediate_size", "layer_types", "compress_ratios", "mlp_layer_types", "num_hash_layers")
+_INTEGERS = ("head_dim", "q_lora_rank", "o_groups", "o_lora_rank", "sliding_window", "hc_mult", "hc_sinkhorn_iters")
+_READ_HERE = ("intermediate_size", "layer_types", "compress_ratios", "mlp_layer_types", "num_hash_layers")
 _OWN = (*_INTEGERS, "hc_eps", "swiglu_limit")
 
 
@@ -40,7 +41,9 @@ _OWN = (*_INTEGERS, "hc_eps", "swiglu_limit")
 class DeepseekV4:
     """Attention, residual and experts of a DeepSeek-V4.
 
-    attention: of each layer, a key of `KINDS`. rates: tokens to an entry in "csa" and "hca" layers. compress_rope: rotation in these two;
+    attention: of each layer, a key of `KINDS`. head_dim: width of a head, and of the one key and value that all heads share, of which the
+    last `qk_rope_head_dim` rotate. q_lora_rank: width of the query latent. indexer: of "csa" layers. rates: tokens to an entry in
+    "csa" and "hca" layers. compress_rope: rotation in these two;
     a layer with a window alone has the model's `rope`. num_hash_layers: first layers, whose experts follow from a token's id.
     o_groups, o_lora_rank: of the output projection. hc_mult, hc_sinkhorn_iters, hc_eps: streams of the residual, rounds that make their
     mixing matrix doubly stochastic, and what each divisor is raised by. first: the number, in the model, of a stage's first layer.
@@ -48,6 +51,10 @@ class DeepseekV4:
     """
 
     attention: tuple[str, ...]
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    indexer: IndexerConfig
     o_groups: int
     o_lora_rank: int
     sliding_window: int
@@ -64,6 +71,7 @@ class DeepseekV4:
     def __post_init__(self):
         for name in _INTEGERS:
             check_integer(name, getattr(self, name), least=1)
+        check_rotated(self.qk_rope_head_dim, self.indexer)
         check_integer("num_hash_layers", self.num_hash_layers, least=0)
         check_number("hc_eps", self.hc_eps, least=0)
         check_number("swiglu_limit", self.swiglu_limit, least=0, above=True)
@@ -77,6 +85,18 @@ class DeepseekV4:
             )
         if not self.compress_rope.interleave:
             raise reject("rope_interleave", False, "true: deepseek_v4 rotates interleaved pairs")
+
+    @property
+    def qk_nope_head_dim(self) -> int:
+        """Unrotated values of a head."""
+        return self.head_dim - self.qk_rope_head_dim
+
+    @property
+    def qk_head_dim(self) -> int:
+        """A head's query, key and value width."""
+        return self.head_dim
+
+    v_head_dim = latent_dim = qk_head_dim
 
     def rate(self, attention: str) -> int | None:
         """Tokens to an entry; None in layers with a window alone."""
@@ -104,7 +124,8 @@ class DeepseekV4:
         """Its fields of `config.json` in transformers' spelling, but for the rotations."""
         layers = len(self.attention)
         return {
-            **{name: getattr(self, name) for name in _OWN},
+            **{name: getattr(self, name) for name in (*_OWN, "qk_rope_head_dim")},
+            **self.indexer.to_dict(),
             "layer_types": [KINDS[kind] for kind in self.attention],
             "mlp_layer_types": ["hash_moe"] * self.num_hash_layers + ["moe"] * (layers - self.num_hash_layers),
             "compress_rates": dict(zip((KINDS["csa"], KINDS["hca"]), self.rates, strict=True)),
@@ -112,9 +133,7 @@ class DeepseekV4:
 
 
 def read_v4(raw: Mapping[str, Any]) -> tuple[dict[str, Any], DeepseekV4]:
-    """Split a `config.json` into the fields of V4 and the others, in which one head's sizes stand under MLA's names.
-
-    A head's width is `v_head_dim` and `kv_lora_rank`, since the cached vector is read as key and as value.
+    """Split a `config.json` into the fields that all families share and those of V4.
 
     Raises:
         ConfigError: a field that is missing or cannot be, or one of a later release, by its name.
@@ -151,17 +170,12 @@ def read_v4(raw: Mapping[str, Any]) -> tuple[dict[str, Any], DeepseekV4]:
             **check_mapping("quantization_config", raw["quantization_config"]),
         }
     attention, hashed = _attention(raw, layers), _hash_layers(raw, layers)
-    own = {name: required(raw, name) for name in _OWN}
-    fields = DeepseekV4(attention, **own, compress_rope=compress, num_hash_layers=hashed, rates=rates)
-    shared = {key: value for key, value in raw.items() if key not in (*_OWN, *_READ_HERE)}
-    sizes = {
-        "kv_lora_rank": width,
-        "v_head_dim": width,
-        "qk_rope_head_dim": rotated,
-        "qk_nope_head_dim": width - rotated,
-    }
-    sizes |= {"intermediate_size": required(raw, "moe_intermediate_size"), "rope_parameters": main}
-    return {**shared, **sizes, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}, fields
+    own = {name: required(raw, name) for name in _OWN} | {"qk_rope_head_dim": rotated}
+    own |= {"compress_rope": compress, "num_hash_layers": hashed, "rates": rates}
+    fields = DeepseekV4(attention, **own, indexer=IndexerConfig.read(raw))
+    shared = {key: value for key, value in raw.items() if key not in (*_OWN, *_READ_HERE, *INDEXER_KEYS)}
+    shared |= {"intermediate_size": required(raw, "moe_intermediate_size"), "rope_parameters": main}
+    return {**shared, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}, fields
 
 
 def _attention(raw: Mapping[str, Any], layers: int) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ METHODS = ("modelopt", "modelopt_fp4", "compressed-tensors", "quark", "mxfp4")
 class FP4Quantization:
     """A method of `METHODS`; `fields` is the whole `quantization_config`, which is written back as it came."""
 
-    fields: Mapping[str, Any]
+    fields: Mapping[str, Any] = dataclasses.field(hash=False)
     scale_fmt: str | None = None
     """The form of activations' scales, as `QuantizationConfig` has it; always None, since these methods have no such field."""
 

@@ -5,14 +5,15 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from dsjax.config.attention import INDEXER_KEYS, IndexerConfig, MlaConfig
 from dsjax.config.checks import check_choice, check_mapping, reject, required
 from dsjax.config.deepseek_v4 import read_v4
-from dsjax.config.families import FAMILIES, WITH_TEXT_PART
+from dsjax.config.families import FAMILIES, SPARSE, WITH_TEXT_PART, Family
 from dsjax.config.quantization import read_quantization
 from dsjax.config.rope import read_rope
 from dsjax.errors import ConfigError
 
-_READ_APART = ("rope", "quantization", "torch_dtype", "eos_token_id", "router", "v4")
+_READ_APART = ("rope", "quantization", "torch_dtype", "eos_token_id", "router", "mla", "v4")
 """Fields of `ModelConfig` that are spelt otherwise in `config.json`, in more than one way, or not at all."""
 _ALIASES = {
     "num_mtp_layers": "num_nextn_predict_layers",
@@ -21,6 +22,7 @@ _ALIASES = {
     "num_shared_experts": "n_shared_experts",
 }
 """Other names of fields: the `attribute_map` of transformers' configurations of the family."""
+_OF_MLA = tuple(field.name for field in dataclasses.fields(MlaConfig) if field.name != "indexer")
 _REQUIRED_WITH_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
 _OF_THE_WHOLE = ("quantization_config", "torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id")
 """Keys that a model with a text part may give beside `text_config` instead of in it."""
@@ -58,10 +60,10 @@ _OF_EVERY_LAYER = {"layer_types": "indexed_attention", "indexer_types": "full"}
 def _read_alike(config: Any) -> tuple[list[str], list[str]]:
     """The fields of `ModelConfig` that `config.json` has under their own names: those that it must have, and the others.
 
-    Of the others, missing or null means the dataclass's default. `q_lora_rank` must be there, and may be null.
+    Of the others, missing or null means the dataclass's default.
     """
     fields = [field for field in dataclasses.fields(config) if field.name not in _READ_APART]
-    must = [f.name for f in fields if f.default is dataclasses.MISSING or f.name == "q_lora_rank"]
+    must = [field.name for field in fields if field.default is dataclasses.MISSING]
     return must, [field.name for field in fields if field.name not in must]
 
 
@@ -86,7 +88,7 @@ def read_fields(config: type, raw: Mapping[str, Any]) -> dict[str, Any]:
         raw, v4 = read_v4(raw)
     must, optional = _read_alike(config)
     family = FAMILIES[check_choice("model_type", required(raw, "model_type"), tuple(FAMILIES))]
-    fields = dict(family.defaults)
+    fields = {name: value for name, value in family.defaults.items() if name not in _OF_MLA}
     fields |= {name: required(raw, name) for name in must if name in raw or name not in fields}
     fields |= {name: raw[name] for name in optional if raw.get(name) is not None}
     if fields.get("n_routed_experts"):
@@ -100,7 +102,7 @@ def read_fields(config: type, raw: Mapping[str, Any]) -> dict[str, Any]:
             stacklevel=2,
         )
         fields["norm_topk_prob"] = False
-    fields |= {"v4": v4} if v4 is not None else {}
+    fields |= {"v4": v4} if v4 is not None else {"mla": _read_mla(raw, family)}
     fields["torch_dtype"] = _read_dtype(raw)
     fields["eos_token_id"] = _read_tokens(raw.get("eos_token_id"))
     fields["rope"] = read_rope(raw)
@@ -108,8 +110,19 @@ def read_fields(config: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     if raw.get("mlp_layer_types") is not None:
         fields["first_k_dense_replace"] = _dense_layers(raw["mlp_layer_types"], fields["num_hidden_layers"])
     _check_derived(raw, fields)
-    _check_unbuilt(raw, {*must, *optional}, family.sparse)
+    _check_unbuilt(raw, {*must, *optional, *_OF_MLA, *INDEXER_KEYS}, family.sparse)
     return fields
+
+
+def _read_mla(raw: Mapping[str, Any], family: Family) -> MlaConfig:
+    """Read MLA's sizes. `q_lora_rank` must be there, and may be null."""
+    given = {**family.defaults, **raw}
+    for name in INDEXER_KEYS:
+        if not family.sparse and raw.get(name) is not None:
+            only = f"{', '.join(SPARSE[:-1])} and {SPARSE[-1]}"
+            raise reject(name, raw[name], f"none: only {only} models have sparse attention")
+    sizes = {name: required(given, name) for name in _OF_MLA}
+    return MlaConfig(**sizes, indexer=IndexerConfig.read(raw) if family.sparse else None)
 
 
 def without_aliases(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,10 +154,10 @@ def _read_tokens(ids: Any) -> tuple[Any, ...]:
 
 def _check_derived(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
     """Raise where a key that follows from others (transformers writes some) contradicts them."""
-    rope, nope = fields["qk_rope_head_dim"], fields["qk_nope_head_dim"]
-    heads = fields["num_attention_heads"]
-    if fields["model_type"] == "deepseek_v4":
+    if "mla" not in fields:
         return
+    mla, heads = fields["mla"], fields["num_attention_heads"]
+    rope = mla.qk_rope_head_dim
     derived = {
         "head_dim": (rope, "qk_rope_head_dim, which transformers means by it"),
         "indexer_rope_interleave": (
@@ -154,10 +167,8 @@ def _check_derived(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
     }
     if isinstance(heads, int):
         derived["num_key_value_heads"] = (heads, "num_attention_heads: MLA has one key a query head")
-    if isinstance(rope, int) and isinstance(nope, int):
-        derived["qk_head_dim"] = derived["q_head_dim"] = (nope + rope, "qk_nope_head_dim + qk_rope_head_dim")
-    latent = fields["kv_lora_rank"]
-    if isinstance(rope, int) and isinstance(latent, int) and raw.get("head_dim") == latent + rope:
+    derived["qk_head_dim"] = derived["q_head_dim"] = (mla.qk_head_dim, "qk_nope_head_dim + qk_rope_head_dim")
+    if raw.get("head_dim") == mla.kv_lora_rank + rope:
         del derived["head_dim"]  # the width of a cached token, as sarvam's configurations have it for vLLM
     for key, (expected, why) in derived.items():
         if raw.get(key) is not None and raw[key] != expected:
@@ -196,12 +207,13 @@ def write_fields(config: Any) -> dict[str, Any]:
     written |= config.rope.to_dict()
     if config.v4 is not None:
         written = _write_v4(config, written)
-    elif config.family.sparse:
-        del written["rope_interleave"]  # transformers' classes have no such field
+    else:
+        written |= {name: getattr(config.mla, name) for name in _OF_MLA}
+        if config.mla.indexer is not None:
+            written |= config.mla.indexer.to_dict()
+            del written["rope_interleave"]  # transformers' classes have no such field
         if config.family.index_interleave:
             written["indexer_rope_interleave"] = True
-    else:
-        written = {name: value for name, value in written.items() if not name.startswith("index_")}
     if config.family.lists_mlps:
         dense = config.num_dense_layers
         written["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (config.num_hidden_layers - dense)
@@ -214,25 +226,12 @@ def write_fields(config: Any) -> dict[str, Any]:
 
 
 def _write_v4(config: Any, written: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a V4: those that MLA's sizes stand for, and its own."""
-    of_mla = (
-        "kv_lora_rank",
-        "v_head_dim",
-        "qk_nope_head_dim",
-        "first_k_dense_replace",
-        "moe_layer_freq",
-        "n_group",
-        "topk_group",
-    )
-    kept = {
-        name: value
-        for name, value in written.items()
-        if name not in (*of_mla, "intermediate_size") and not name.startswith("rope_")
-    }
+    """The fields of a V4: its own, and of the others those that it has."""
+    absent = ("first_k_dense_replace", "moe_layer_freq", "n_group", "topk_group", "intermediate_size")
+    kept = {name: value for name, value in written.items() if name not in absent and not name.startswith("rope_")}
     ropes = {"main": config.rope, "compress": config.v4.compress_rope}
     spelt = {
         name: {"rope_theta": rope.theta, **(rope.to_dict()["rope_scaling"] or {"rope_type": rope.type})}
         for name, rope in ropes.items()
     }
-    sizes = {"head_dim": config.v_head_dim, "num_key_value_heads": 1, "rope_parameters": spelt}
-    return kept | sizes | config.v4.to_dict()
+    return kept | {"num_key_value_heads": 1, "rope_parameters": spelt} | config.v4.to_dict()

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dsjax.config.attention import MlaConfig
 from dsjax.config.checks import check_boolean, check_choice, check_integer, check_mapping, check_number, reject
 from dsjax.config.deepseek_v4 import DeepseekV4
-from dsjax.config.families import FAMILIES, SPARSE, Family
+from dsjax.config.families import FAMILIES, Family
 from dsjax.config.hugging_face import read_fields, text_part, write_fields
 from dsjax.config.layers import LayerKind, LayerRun
 from dsjax.config.quantization import Quantization
@@ -24,11 +25,9 @@ from dsjax.errors import ConfigError, UserError, why_unreadable
 
 # Least value of each integer field.
 _INTEGERS = {
-    "vocab_size": 1, "hidden_size": 1, "intermediate_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1, "kv_lora_rank": 1,
-    "qk_nope_head_dim": 1, "qk_rope_head_dim": 2, "v_head_dim": 1, "max_position_embeddings": 1, "first_k_dense_replace": 0,
-    "num_nextn_predict_layers": 0,
+    "vocab_size": 1, "hidden_size": 1, "intermediate_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1,
+    "max_position_embeddings": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0,
 }  # fmt: skip
-_INDEX_INTEGERS = {"index_topk": 1, "index_n_heads": 1, "index_head_dim": 2}
 _EXPERT_INTEGERS = {
     "moe_intermediate_size": 1, "n_shared_experts": 0, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1
 }  # fmt: skip
@@ -38,12 +37,10 @@ _EXPERT_INTEGERS = {
 class ModelConfig:
     """Everything about a model's shape and arithmetic that `config.json` says. Names are Hugging Face's.
 
+    Attention has a configuration of its own: `mla`, or of `deepseek_v4` `v4` (docs/deepseek-v4.md); one of the two is None.
     `n_routed_experts = 0` is a model without experts: every layer is dense, and the expert and router fields mean
     nothing. `router`: a class that inherits `dsjax.model.router.ExpertRouter` and replaces it; no `config.json` has one.
-    `q_lora_rank = None`: queries are projected in one step. `index_topk`: tokens that a query attends to, of
-    families with sparse attention only (docs/sparse-attention.md), or compressed entries, of `deepseek_v4`; None: all. `v4`: what only
-    `deepseek_v4` has (docs/deepseek-v4.md); a head's width there is `v_head_dim` and `kv_lora_rank`. Raises `ConfigError`, naming the
-    field, on construction.
+    Raises `ConfigError`, naming the field, on construction.
     """
 
     model_type: str
@@ -52,14 +49,8 @@ class ModelConfig:
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    q_lora_rank: int | None = None
-    index_topk: int | None = None
-    index_n_heads: int | None = None
-    index_head_dim: int | None = None
+    mla: MlaConfig | None = None
+    v4: DeepseekV4 | None = None
 
     moe_intermediate_size: int = 0
     n_routed_experts: int = 0
@@ -74,7 +65,6 @@ class ModelConfig:
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
     router: type | None = None
-    v4: DeepseekV4 | None = None
 
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 4096
@@ -94,10 +84,6 @@ class ModelConfig:
         for name, least in _INTEGERS.items():
             check_integer(name, getattr(self, name), least)
         check_integer("n_routed_experts", self.n_routed_experts, least=0)
-        if self.qk_rope_head_dim % 2:
-            raise reject("qk_rope_head_dim", self.qk_rope_head_dim, "an even number: rotary dimensions come in pairs")
-        if self.q_lora_rank is not None:
-            check_integer("q_lora_rank", self.q_lora_rank, least=1)
         if self.moe_layer_freq != 1 or isinstance(self.moe_layer_freq, bool):
             raise reject("moe_layer_freq", self.moe_layer_freq, "1: every layer after the dense ones has experts")
         check_number("rms_norm_eps", self.rms_norm_eps, least=0, above=True)
@@ -109,32 +95,14 @@ class ModelConfig:
         self._check_tokens()
         if self.family.only_interleaved and not self.rope.interleave:
             raise reject("rope_interleave", False, f"true: MLA of {self.model_type} rotates interleaved pairs only")
-        self._check_indexer()
         self._check_v4()
         if self.is_moe:
             self._check_experts()
 
-    def _check_indexer(self) -> None:
-        for name, least in _INDEX_INTEGERS.items():
-            value = getattr(self, name)
-            if self.family.sparse:
-                check_integer(name, value, least)
-            elif value is not None:
-                raise reject(
-                    name, value, f"none: only {', '.join(SPARSE[:-1])} and {SPARSE[-1]} models have sparse attention"
-                )
-        if not self.family.sparse:
-            return
-        if self.q_lora_rank is None:
-            raise reject("q_lora_rank", None, "an integer: index queries are made from the query latent")
-        if self.index_head_dim < self.qk_rope_head_dim:
-            raise reject("index_head_dim", self.index_head_dim, f"at least qk_rope_head_dim, {self.qk_rope_head_dim}")
-
     def _check_v4(self) -> None:
-        if (self.v4 is not None) != (self.model_type == "deepseek_v4"):
-            raise reject(
-                "model_type", self.model_type, "deepseek_v4 with the fields of one, and no other model with them"
-            )
+        of_v4 = self.model_type == "deepseek_v4"
+        if (self.v4 is not None, self.mla is None) != (of_v4, of_v4):
+            raise reject("model_type", self.model_type, "deepseek_v4 with `v4` alone, and any other with `mla` alone")
         if self.v4 is None:
             return
         if not self.is_moe:
@@ -229,6 +197,19 @@ class ModelConfig:
         """Groups of heads of which none is divided over devices: each head by itself, or those of a grouped output projection."""
         return self.num_attention_heads if self.v4 is None else self.v4.o_groups
 
+    def widths_over_tp(self, in_blocks: bool) -> dict[str, int]:
+        """Name → width of what `tp` splits beside routed experts. in_blocks: also of heads, whose FP8 blocks it must not cut."""
+        widths = {"dense MLP width": self.intermediate_size} if self.num_dense_layers else {}
+        if self.n_shared_experts:
+            widths["shared expert width"] = self.n_shared_experts * self.moe_intermediate_size
+        if in_blocks:
+            heads, own = self.num_attention_heads, self.attention
+            widths["query heads' width"] = heads * own.qk_head_dim
+            if self.mla is not None:
+                widths["key and value heads' width"] = heads * (own.qk_nope_head_dim + own.v_head_dim)
+            widths["value heads' width"] = heads * own.v_head_dim
+        return widths
+
     @property
     def swiglu_limit(self) -> float | None:
         """What gate and up of a SwiGLU are clipped to (`gated`); None: neither is."""
@@ -262,19 +243,14 @@ class ModelConfig:
         return self.n_routed_experts // self.n_group
 
     @property
-    def query_compressed(self) -> bool:
-        """Whether queries go through a latent of width `q_lora_rank`."""
-        return self.q_lora_rank is not None
-
-    @property
-    def qk_head_dim(self) -> int:
-        """A head's query and key width: non-rotary plus rotary."""
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
+    def attention(self) -> MlaConfig | DeepseekV4:
+        """Sizes of attention, of either family: both classes have the fields that planner and engine ask of any."""
+        return self.mla or self.v4
 
     @property
     def softmax_scale(self) -> float:
         """What attention scores are multiplied by before the softmax, YaRN's correction included."""
-        return self.qk_head_dim**-0.5 * self.rope.softmax_correction
+        return self.attention.qk_head_dim**-0.5 * self.rope.softmax_correction
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":

@@ -20,7 +20,7 @@ from dsjax.engine.afd.layer_programs import CompiledPass
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.device import device_state
 from dsjax.engine.device.device_state import DeviceState
-from dsjax.engine.device.programs import Programs
+from dsjax.engine.device.lowered_programs import LoweredPrograms
 from dsjax.engine.device.slots import LaunchShape
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
@@ -131,7 +131,7 @@ def compile_apart(
     speculation = args.engine.speculation
     params = step.abstract_parameters()
     state = device_state.describe(step, limits, speculation.num_speculative_tokens if speculation else 0)
-    programs = Programs(step, params, state, limits, experts=experts)
+    programs = LoweredPrograms(step, params, state, limits, experts=experts)
     shape = programs.shape(args.decode, args.prefill)
     made: list[tuple[str, CutCompiled]] = [("step", programs.lower_step(shape).compile(compiler=experts.build))]
     if args.drafts:

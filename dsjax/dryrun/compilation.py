@@ -17,8 +17,8 @@ from dsjax.dryrun.arguments import DryRunArgs, TooLarge
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.device import device_state, expert_programs
 from dsjax.engine.device.device_state import DeviceState
+from dsjax.engine.device.lowered_programs import LoweredPrograms
 from dsjax.engine.device.process import without_compile_cache
-from dsjax.engine.device.programs import Programs
 from dsjax.engine.device.slots import LaunchShape
 from dsjax.engine.setup.assembly import experts_per_exchange, make_step
 from dsjax.engine.setup.sizes import with_windows
@@ -131,7 +131,7 @@ def compile_step(
     moved = experts_per_exchange(engine, step)
     params = step.abstract_parameters()
     state = device_state.describe(step, limits, most_drafts, counts_loads=moved > 0)
-    programs = Programs(step, params, state, limits)
+    programs = LoweredPrograms(step, params, state, limits)
     shape = programs.shape(args.decode, args.prefill)
     main = _compile(lambda: programs.lower_step(shape), args.target, mesh)
     num_drafts = args.drafts if step.ends else 0

@@ -127,6 +127,3 @@ KNOWN_ORDERS: tuple[KnownOrder, ...] = (
     ),
 )  # fmt: skip
 """In the order in which they are tried."""
-
-FIXED_ORDERS_LEFT: tuple[KnownOrder, ...] = tuple(entry for entry in KNOWN_ORDERS if entry.name in ("one-term",))
-"""Those that `--batch-invariant` leaves on accelerators: an all-reduce whose terms are zero but for one has the same sum in every order."""

@@ -12,7 +12,6 @@ from dsjax.config import ModelConfig, load_config
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.assumptions import TEXT, EvenExperts, drafting_trip_counts, trip_counts
 from dsjax.dryrun.compilation import CompiledProgram, CompiledStep, compile_step
-from dsjax.dryrun.known_orders import FIXED_ORDERS_LEFT, KNOWN_ORDERS
 from dsjax.dryrun.memory import DeviceMemory, fit, parameters_by_component
 from dsjax.dryrun.orders import OrderReport, order_report, variant
 from dsjax.dryrun.prices import default_cluster, even_ragged_share
@@ -240,8 +239,7 @@ def _orders(
         spec = MeshSpec.parse(args.engine.mesh)
         mesh = spec.build(target_devices(hardware, spec.num_devices))
         others[label] = _sums(compile_step(args, config, mesh, compiled.exchange))
-    known = FIXED_ORDERS_LEFT if compiled.step.kernels.fixed else KNOWN_ORDERS
-    return order_report(_sums(compiled), others, known)
+    return order_report(_sums(compiled), others)
 
 
 def _sums(compiled: CompiledStep) -> dict[str, tuple[Reduction, ...]]:

@@ -17,7 +17,7 @@ from dsjax.dynamo.arguments import parse
 from dsjax.dynamo.prefill import DsjaxPrefillEngine
 from dsjax.dynamo.translation import Chunk, Chunks, CompletionError, ThinkingTokens, translate
 from dsjax.dynamo.worker import LoadReports, Options, Worker, registration
-from dsjax.engine.async_engine import AsyncEngine
+from dsjax.engine.engine_thread import AsyncEngine
 from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.stats import EngineObserver, StepStats
 from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError

@@ -1,4 +1,4 @@
-"""`EngineCore`: the loop body. Plan a step, have it computed, enter its results: one step ahead of the device."""
+"""`EngineCore`: the loop body. Plan a step, launch it, and enter its results, one step ahead of the device."""
 
 import time
 from collections import deque
@@ -22,27 +22,29 @@ Part = TypeVar("Part", bound=Attachment)
 
 
 class _UnderWay(NamedTuple):
-    """A step that was launched, and when it was begun to be planned, was planned, was launched."""
+    """A launched step. began, planned, launched: times at which its planning began, its planning ended, and it was launched."""
 
     plan: StepPlan
     command: Step
     pending: Any
-    times: tuple[float, float, float]
+    began: float
+    planned: float
+    launched: float
 
 
 class EngineCore:
-    """Scheduler and executor together, in one thread; text is made elsewhere.
+    """A scheduler and an executor in one thread. Text is made elsewhere.
 
-    While the device computes a step, the next one is planned, written down and launched, and the results before it are entered.
+    While the device computes a step, the core plans and launches the next one and enters the results of the previous one.
 
     Args:
-        async_scheduling: False plans a step only when the results of the one before are entered.
-        attachments: the optional parts of this engine, told of steps, and asked for pages, in this order.
-        generations: makes further executors; None: this one is all there is.
+        async_scheduling: False: plan a step only when the results of the previous one are entered.
+        attachments: the engine plugins. The scheduler asks their page sources in this order.
+        generations: makes the executors of other meshes; None: the mesh is fixed.
 
     Attributes:
-        parked: requests that the mesh of now cannot hold, and that wait for a larger one.
-        step_started: when the step under way began, on the monotonic clock; None between steps. Any thread may read it.
+        parked: requests that the current mesh cannot hold and that wait for a larger one.
+        step_started: start of the current step, on the monotonic clock; None between steps. Any thread may read it.
     """
 
     def __init__(
@@ -71,31 +73,33 @@ class EngineCore:
         self._under_way: deque[_UnderWay] = deque()
         self.parked = ParkedRequests()
         self.step_started: float | None = None
-        self._owed: list[Update] = []  # entered, and not given yet: what comes behind may fail
-        self._entered = 0.0  # when the last step was
+        self._owed: list[Update] = []  # entered but not returned yet, because a later step may fail
+        self._entered = 0.0  # time at which the last step was entered
         self._stats: StepStats | None = None
-        self._preemptions = 0  # at the stats before, of this scheduler
+        self._preemptions = 0  # of this scheduler, at the previous stats
         for part in self.attachments:
             part.scheduled(self.scheduler)
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs, a step is under way, or an attachment has something to do."""
+        """Whether any request waits or runs, a step is under way, or a plugin has work."""
         return bool(self._under_way) or self.scheduler.has_work or self.is_busy
 
     @property
     def is_busy(self) -> bool:
-        """Whether an attachment needs steps although no request is unfinished."""
+        """Whether a plugin needs steps although no request is unfinished."""
         return any(part.busy for part in self.attachments)
 
     @property
     def rest_seconds(self) -> float | None:
-        """How soon `look` is wanted while nothing is to be computed, also for requests that are parked; None: never."""
-        wanted = [part.look_seconds for part in self.attachments] + [self.parked.look_seconds(time.monotonic())]
+        """Seconds after which to call `look` while there is nothing to compute; None: never."""
+        wanted = [part.look_seconds for part in self.attachments]
+        if self.parked:
+            wanted.append(self.parked.look_seconds(time.monotonic()))
         return min((seconds for seconds in wanted if seconds is not None), default=None)
 
     def part(self, kind: type[Part]) -> Part | None:
-        """The attachment of this kind; None without one."""
+        """Return the plugin of this class, or None."""
         return next((part for part in self.attachments if isinstance(part, kind)), None)
 
     def add(self, request: Request) -> None:
@@ -103,11 +107,11 @@ class EngineCore:
         self.scheduler.add(request)
 
     def park(self, request: Request, error: AdmissionError) -> list[Update]:
-        """Have a request that `add` refuses with `error` wait for a larger mesh; give what became of it where it does not wait."""
+        """Keep a request that `add` refused with `error` until a larger mesh comes. Return its last update if it does not wait."""
         return self.parked.park(request, error, time.monotonic())
 
     def abort(self, request_id: str) -> Update | None:
-        """End a request; None where it is unknown or has ended. Its pages are free when no step has a row of it any more."""
+        """End a request and return its last update; None if it is unknown or has ended. Its pages stay until no step has a row of it."""
         now = time.monotonic()
         update = self.scheduler.abort(request_id, now) or self.parked.abort(request_id, now)
         for part in self.attachments:
@@ -115,7 +119,7 @@ class EngineCore:
         return update
 
     def look(self) -> list[Update]:
-        """Let attachments take in what came from outside, and end requests that have waited too long; nothing is computed."""
+        """Without a step: let plugins enter what came from outside, and end parked requests that have waited too long."""
         now = time.monotonic()
         for part in self.attachments:
             part.begin_step(now)
@@ -129,15 +133,15 @@ class EngineCore:
         ahead: bool = True,
         before_change: Callable[[], None] = lambda: None,
     ) -> list[Update]:
-        """Launch steps as far ahead as is allowed, wait for the oldest, and give what it did to each request.
+        """Launch as many steps ahead as allowed, wait for the oldest, and return its updates.
 
-        Returns at once where there is nothing to do, and waits for a moment where all wait for pages. Where a step fails because a process
-        is gone, the core goes on without that process, or raises what the step raised.
+        Returns at once if there is nothing to compute, and after a moment if all requests wait for pages. If a step fails because a process
+        is gone, the core continues without that process, or raises the step's error.
 
         Args:
             meanwhile: called once while the device computes. It may `add` and `abort`.
-            ahead: launch the next step before the results of this one are collected; else what comes meanwhile has a place in the next.
-            before_change: called when a step has failed, before anything else.
+            ahead: launch the next step before the results of this one are collected. False: requests that `meanwhile` adds can be in it.
+            before_change: called first when a step has failed.
         """
         self.step_started = time.monotonic()
         try:
@@ -167,7 +171,7 @@ class EngineCore:
         return self._take_owed()
 
     def finish(self) -> None:
-        """Wait for the steps under way, and enter them; nothing further is launched."""
+        """Wait for the steps under way and enter their results."""
         while self._under_way:
             self._enter_oldest()
 
@@ -176,11 +180,11 @@ class EngineCore:
         return owed
 
     def _enter_oldest(self) -> None:
-        plan, command, pending, (began, planned, launched) = self._under_way[0]
-        self.executor.wait(pending)  # what is under way behind it starts now, before anything else is done
+        plan, command, pending, began, planned, launched = self._under_way[0]
+        self.executor.wait(pending)  # the next step starts now, before anything else is done
         computed = time.monotonic()
         results = self.executor.collect(pending)
-        self._under_way.popleft()  # an interrupt before leaves it to be waited for
+        self._under_way.popleft()  # after an interrupt (Ctrl-C) above, the step is still there to be waited for
         _follow_rules(plan, command, results)
         updates = self.scheduler.update(plan, results, computed)
         self._owed += updates
@@ -215,7 +219,7 @@ class EngineCore:
     def change(self, make: Callable[[], Generation | None]) -> list[Update]:
         """Finish the steps under way, then change the executor. Return the updates of these steps.
 
-        make: replaces the executor; None: it has changed in place, and its caches and requests stay.
+        make: returns the next executor, or None if the executor has changed in place and keeps its caches and requests.
         """
         try:
             self.finish()
@@ -224,9 +228,9 @@ class EngineCore:
         return self._renew(make)
 
     def _survive(self, error: Exception) -> list[Update]:
-        """Go on after a step failed because a process is gone, or raise the error; give the updates that are owed.
+        """Continue after a step failed because a process is gone, or raise the error. Return the updates that are owed.
 
-        The steps under way are dropped: no token of theirs is entered, and no page that they wrote is found again.
+        The steps under way are dropped: their tokens are not entered, and the pages that they wrote are not found again.
         """
         if self.generations is None:
             raise error
@@ -251,20 +255,20 @@ class EngineCore:
         return self._take_owed() + self.parked.renew(refused, time.monotonic())
 
     def stats(self) -> StepStats | None:
-        """What the step did that the last call of `step` entered; None where it entered none. Counts are those since the stats before."""
+        """Return the statistics of the step that the last call of `step` entered; None if it entered none."""
         return self._stats
 
     def loads(self) -> list[RankLoad]:
-        """What each rank has to do, and has room for."""
+        """Return the load and the free room of each DP rank."""
         return self.scheduler.loads()
 
     def statistics(self) -> Mapping[str, Any]:
-        """What the attachments have done so far, and hold, by their names: `disk`, `transfers`, `balance`."""
+        """Return the statistics of the plugins by their names: `disk`, `transfers`, `balance`, …"""
         named = {part.statistics_name: part.statistics() for part in self.attachments if part.statistics_name}
         return {name: counts for name, counts in named.items() if counts is not None}
 
     def flush_prefix_cache(self) -> None:
-        """Forget every page that is cached, but for what running requests read; without any, zero the cache's memory too."""
+        """Empty the prefix cache. Running requests keep their pages; if there are none, the cache's memory is zeroed too."""
         self.scheduler.flush_prefix_cache()
         for part in self.attachments:
             part.flush()
@@ -273,7 +277,7 @@ class EngineCore:
             self._writer.reset()
 
     def _launch(self) -> bool:
-        """Plan and launch one step, and what goes before it; False where there is nothing to compute now."""
+        """Plan and launch one step with the commands that precede it. Return False if there is nothing to compute now."""
         began = time.monotonic()
         for part in self.attachments:
             part.begin_step(began)
@@ -281,7 +285,7 @@ class EngineCore:
         for part in self.attachments:
             part.send()
             part.planned()
-        self._clear_dirty()  # pages of a request that was preempted or aborted
+        self._clear_dirty()  # of requests that were preempted or aborted
         planned = time.monotonic()
         try:
             for command in plan.page_commands:
@@ -295,20 +299,20 @@ class EngineCore:
                 self.executor.launch(copies)
             command = self._writer.write(plan)
             pending = self.executor.launch(command)
-        except BaseException:  # an interrupt too: whoever goes on afterwards must not find pages that nobody gives back
+        except BaseException:  # an interrupt too, or its pages would never be released
             self.scheduler.withdraw(plan)
             raise
-        self._under_way.append(_UnderWay(plan, command, pending, (began, planned, time.monotonic())))
+        self._under_way.append(_UnderWay(plan, command, pending, began, planned, time.monotonic()))
         return True
 
     def shutdown(self) -> None:
-        """End the attachments, and give back what the executor holds."""
+        """Close the plugins and the executor."""
         for part in self.attachments:
             part.close(failed=False)
         self.executor.shutdown()
 
     def abandon(self) -> None:
-        """End the attachments after an error. The executor keeps what it holds: giving it back would wait for a failed device."""
+        """Close the plugins after an error. The executor stays as it is, because closing it would wait for a failed device."""
         for part in self.attachments:
             part.close(failed=True)
 
@@ -323,18 +327,15 @@ def _writer(limits: ExecutorLimits) -> StepWriter:
 
 
 def _follow_rules(plan: StepPlan, command: Step, results: Sequence[RankResults]) -> None:
-    """Let the rules of guided rows follow the tokens that were made; where a grammar cannot go on, the result says so."""
-    guided = [
-        rows
-        for rank, told, made in zip(plan.ranks, command.ranks, results, strict=True)
-        if told.guides
-        for rows in ((rank.decodes, made.decodes), (rank.prefills, made.prefills))
-    ]
-    for rows, row_results in guided:
-        for index, (row, result) in enumerate(zip(rows, row_results, strict=True)):
-            request = row.request
-            if request.rules is None or not row.sampled or request.status is not Status.RUNNING or not result.finite:
-                continue
-            count, error = request.rules.follow(result.token_ids)
-            if error is not None:
-                row_results[index] = result._replace(token_ids=result.token_ids[:count], error=error)
+    """Let the rules of guided rows follow the sampled tokens; where a grammar cannot continue, the result gets its error."""
+    for rank, rank_step, rank_results in zip(plan.ranks, command.ranks, results, strict=True):
+        if not rank_step.guides:
+            continue
+        for rows, row_results in ((rank.decodes, rank_results.decodes), (rank.prefills, rank_results.prefills)):
+            for index, (row, result) in enumerate(zip(rows, row_results, strict=True)):
+                rules = row.request.rules
+                if rules is None or not row.sampled or row.request.status is not Status.RUNNING or not result.finite:
+                    continue
+                count, error = rules.follow(result.token_ids)
+                if error is not None:
+                    row_results[index] = result._replace(token_ids=result.token_ids[:count], error=error)

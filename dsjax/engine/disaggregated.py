@@ -1,4 +1,4 @@
-"""From options to engines that compute prompts for others, or have others compute theirs: in one process, or in several."""
+"""Loads the engines of disaggregated prefill from options: both sides in one process, a prefill side, or a decode side's links."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from sharding.mesh import device_order
 
 
 def load_separated(args: EngineArgs, *, show_progress: bool = False) -> tuple[LoadedEngine, LocalLink]:
-    """Load the decode engine's model, with facts of both, and start the prefill engine, on disjoint devices of this process.
+    """Load the decode engine's model and start the prefill engine, on disjoint devices of this process. The facts are of both.
 
     Raises:
-        UserError, MeshError: options, model or devices that do not go together; before weights are read.
+        UserError, MeshError: options, model or devices do not go together. This is found before weights are read.
     """
     decode, prefill = MeshSpec.parse(args.decode_mesh), MeshSpec.parse(args.prefill_mesh)
     devices = sorted(jax.devices(), key=device_order)
@@ -81,19 +81,21 @@ def load_prefill(
     event_sink: EventSink | None = None,
     show_progress: bool = False,
 ) -> PrefillServer:
-    """A prefill engine for other processes, compiled at first use or by `.warm_up()`. `emulate_devices` or `join_group` comes first.
+    """Start a prefill engine for other processes. It compiles at first use or by `.warm_up()`.
 
-    group: that this is process 0 of. port: for messages; 0: that of the group, or a free one. event_sink: is given the events of pages.
+    `emulate_devices` or `join_group` comes first.
+
+    Args:
+        group: the group whose process 0 this is. port: for messages; 0: the group's port, or a free one. event_sink: gets page events.
 
     Raises:
-        UserError, MeshError: options, model, devices or address that do not go together. GroupError: another process could not.
+        UserError, MeshError: options, model, devices or address do not go together.
+        GroupError: another process of the group could not load.
     """
     args, library = replace(args, disaggregation_mode="prefill"), ProgramLibrary()
     with ExitStack() as opened:
         endpoint = endpoint_of(args, group, port)
-        owns_endpoint = group is None or endpoint is not group.endpoint
-        if owns_endpoint:
-            opened.callback(endpoint.close)
+        opened.callback(endpoint.release)
         model = load_model(args, group, library=library, show_progress=show_progress)
         opened.callback(model.executor.shutdown)
         keepers = keepers_of(endpoint.address, group)
@@ -102,19 +104,17 @@ def load_prefill(
         transport = transport_of(args, endpoint.host)
         open_chunk = lambda number, take: take(engine.buffers.take(number))  # noqa: E731
         chunks = ChunkServer(endpoint, open_chunk, transport, args.transfer_timeout)
-        server = PrefillServer(engine, chunks, space_of(args, model), endpoint, owns_endpoint=owns_endpoint)
+        server = PrefillServer(engine, chunks, space_of(args, model), endpoint)
         opened.pop_all()
     engine.start()
     return server
 
 
 def remote_links(args: EngineArgs, loaded: LoadedEngine, group: HostGroup | None = None) -> RemoteLinks:
-    """Make what connects a decode engine with prefill engines at addresses."""
+    """Make the links of a decode engine to prefill engines in other processes."""
     endpoint = endpoint_of(args, group)
     with ExitStack() as opened:
-        owns_endpoint = group is None or endpoint is not group.endpoint
-        if owns_endpoint:
-            opened.callback(endpoint.close)
-        links = RemoteLinks(remote_chunks(args, loaded, endpoint), space_of(args, loaded), owns_endpoint=owns_endpoint)
+        opened.callback(endpoint.release)
+        links = RemoteLinks(remote_chunks(args, loaded, endpoint), space_of(args, loaded))
         opened.pop_all()
     return links

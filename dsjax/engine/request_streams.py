@@ -1,4 +1,4 @@
-"""`RequestStreams`: requests from their check to the last of their text, whoever computes them. `OutputStream`: what one caller reads."""
+"""`RequestStreams`: checks requests, has them computed and delivers their outputs. `OutputStream`: the outputs that one caller reads."""
 
 import asyncio
 import time
@@ -16,14 +16,14 @@ from dsjax.engine.text.output_processor import OutputProcessor
 from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError, RequestOutput
 
 INLINE_LENGTH = 2048
-"""Characters or tokens that are prepared in the event loop: up to here a thread costs more than it saves."""
+"""Most characters or tokens that are prepared in the event loop; up to this length a thread costs more than it saves."""
 
 
 class OutputStream:
-    """The outputs of one or several prompts, as they come: an async iterator of (prompt's index, output), for one reader at a time.
+    """The outputs of one or several prompts: an async iterator of (prompt's index, output), for one reader at a time.
 
-    `close` ends what is unfinished; call it in any case, e.g. with `contextlib.closing`.
-    `completions` are the core's requests, for a log of what became of them: another thread writes them while they run.
+    `close` ends unfinished requests; always call it, e.g. with `contextlib.closing`.
+    completions: the core's requests, for logs. The engine's thread writes them while they run.
     """
 
     def __init__(
@@ -38,16 +38,16 @@ class OutputStream:
         self._at_once: Callable[[list[tuple[int, RequestOutput]]], bool] | None = None
 
     def put(self, output: RequestOutput | Exception) -> None:
-        """Add an output and tell the reader of it. Called in the event loop's thread, as is `add`."""
+        """Add an output and wake the reader. Called in the event loop's thread, as `add` is."""
         self._ready.append(output)
         self.tell()
 
     def add(self, output: RequestOutput) -> None:
-        """Add an output, of which `tell` will tell the reader: outputs of one step are told of together."""
+        """Add an output without waking the reader; `tell` follows when all outputs of a step are added."""
         self._ready.append(output)
 
     def tell(self) -> None:
-        """Give the reader that waits what there is, or wake it."""
+        """Hand the waiting reader the outputs, or wake it."""
         waiter = self._waiter
         if waiter is None or waiter.done():
             return
@@ -73,12 +73,12 @@ class OutputStream:
     async def ready(
         self, at_once: Callable[[list[tuple[int, RequestOutput]]], bool] | None = None
     ) -> list[tuple[int, RequestOutput]]:
-        """Wait, then give everything that is there: a reader that is late gets several outputs at once. Empty at the end.
+        """Wait for outputs and return all of them; a late reader gets several. Return an empty list at the end.
 
         Raises what `__anext__` would, after the outputs before it.
 
-        at_once: takes outputs that come while this waits and that are not a request's last, and says whether it did; the reader goes on
-            waiting then. To wake a task, with all the functions in which it waits, costs more than to make an event of a token.
+        at_once: takes outputs while this method waits, if none of them ends a request, and returns whether it has taken them; then the
+            reader is not woken. Waking a task and all the coroutines in which it waits costs more than writing the event of a token.
         """
         if not self._open:
             return []
@@ -98,7 +98,7 @@ class OutputStream:
                 self._waiter = None
 
     def _peek(self) -> list[tuple[int, RequestOutput]] | None:
-        """What there is; None where something of it ends a request."""
+        """Return the outputs that are ready; None if one of them ends a request."""
         indexed = []
         for output in self._ready:
             if isinstance(output, Exception) or output.finished:
@@ -116,23 +116,23 @@ class OutputStream:
         return self._index[output.request_id], output
 
     def close(self) -> None:
-        """Abort what has not ended; its pages are free before the engine's next step."""
+        """Abort the unfinished requests. Their pages are free before the engine's next step."""
         unfinished, self._open = self._open, set()
         if unfinished:
             self._abort(sorted(unfinished))
 
     def fail(self, error: Exception) -> None:
-        """Abort what has not ended; whoever reads gets `error` after the outputs that are there."""
+        """Abort the unfinished requests. The reader gets `error` after the outputs that are ready."""
         if self._open:
             self.put(error)
             self._abort(sorted(self._open))
 
 
 class RequestStreams(ABC):
-    """Follows requests, in the event loop's thread. A subclass has them computed, in a thread or in another process.
+    """Follows requests in the event loop's thread. A subclass has them computed in a thread or in another process.
 
-    error: why the engine has failed; None while it has not. closing: whether no more requests are taken. observers: told of every step and
-    output, in the event loop's thread. Add them before `start`.
+    error: why the engine has failed; None: it works. closing: whether the engine refuses new requests. observers: called in the event
+    loop's thread with every step and output. Add them before `start`.
     """
 
     def __init__(self, inputs: InputProcessor, outputs: OutputProcessor):
@@ -144,15 +144,15 @@ class RequestStreams(ABC):
 
     @abstractmethod
     async def _admit(self, prepared: Sequence[PreparedRequest]) -> None:
-        """Have checked requests computed; raise where they are refused."""
+        """Have checked requests computed; raise if they are refused."""
 
     @abstractmethod
     def _end(self, completion_ids: Sequence[str]) -> None:
-        """Have these completions computed no further."""
+        """Stop computing these completions."""
 
     @property
     def num_unfinished(self) -> int:
-        """Number of requests that have not ended."""
+        """Number of unfinished requests."""
         return self._outputs.num_unfinished
 
     async def submit(
@@ -165,14 +165,14 @@ class RequestStreams(ABC):
         """Check all prompts, then queue them all.
 
         Raises:
-            UserError: one of them cannot be; none is queued.
+            UserError: a prompt or a parameter is wrong; nothing is queued.
             EngineDeadError: the engine has failed.
             EngineClosingError: the engine takes no more requests.
         """
         ids = [f"{request_id}-{index}" for index in range(len(prompts))] if len(prompts) > 1 else [request_id]
         # Draw seeds in the order of arrival; threads may prepare prompts in any order.
         seeds = [self._inputs.draw_seed() if params.seed is None else None for _ in prompts]
-        # A long text takes long to tokenise, and so does a grammar to read; both libraries let others run meanwhile.
+        # Long texts and grammars take long to prepare; both libraries release Python's lock meanwhile.
         short = params.structured_outputs is None and params.n * sum(map(_length, prompts)) <= INLINE_LENGTH
         return await self._submit(ids, lambda: (prompts, params), seeds, options, not short)
 
@@ -184,9 +184,9 @@ class RequestStreams(ABC):
         *,
         in_thread: bool,
     ) -> OutputStream:
-        """Queue the one prompt that `render` makes, with the parameters that follow from it; raises as `submit`, and what `render` raises.
+        """Queue the one prompt that `render` returns with its parameters. Raises as `submit`, and what `render` raises.
 
-        in_thread: render and prepare in a worker thread, since that takes long.
+        in_thread: render and prepare in a worker thread, because that takes long.
         """
         return await self._submit([request_id], render, [self._inputs.draw_seed()], options, in_thread)
 
@@ -219,23 +219,23 @@ class RequestStreams(ABC):
             self._streams[each.request_id] = stream
         try:
             await self._admit(prepared)
-        except Exception:  # refused: for observers it never was a request
+        except Exception:  # refused: observers never hear of the request
             self._forget(ids)
             raise
-        except BaseException:  # nobody waits any more
+        except BaseException:  # the caller was cancelled
             self.abort(ids)
             raise
         return stream
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests that nobody waits for any more."""
+        """End requests whose caller has gone."""
         ended = self._forget(request_ids)
         for observer in self.observers if ended else ():
             with contained("observers", "It misses that requests have ended."):
                 observer.on_ended(ended, FinishReason.ABORT)
 
     def _forget(self, request_ids: Sequence[str]) -> list[Request]:
-        """Follow requests no longer and have them ended; give their completions that had not ended."""
+        """Forget requests and stop computing them. Return their unfinished completions."""
         ended = [request for request_id in request_ids for request in self._outputs.unfinished(request_id)]
         for request_id in request_ids:
             self._streams.pop(request_id, None)
@@ -244,13 +244,13 @@ class RequestStreams(ABC):
         return ended
 
     def abort_all(self) -> None:
-        """End every request; each stream gets an `EngineClosingError`."""
+        """End all requests; each stream gets an `EngineClosingError`."""
         for stream in set(self._streams.values()):
             stream.put(EngineClosingError("the server is shutting down"))
         self.abort(list(self._streams))
 
     def deliver(self, updates: list[Update], stats: StepStats | None) -> None:
-        """Make text of what a step did, and tell streams and observers."""
+        """Turn a step's updates into text, and pass it to streams and observers."""
         followed: list[Update] = []
         failed: dict[str, Exception] = {}
         outputs, to_abort = self._outputs.process(updates, failed, followed if self.observers else None)
@@ -271,7 +271,7 @@ class RequestStreams(ABC):
             stream.tell()
         stopped = [update.request for update in followed if update.request.request_id in to_abort] if to_abort else []
         for observer in self.observers:
-            with contained("observers", "It misses what one step did."):
+            try:
                 if followed:
                     observer.on_updates(followed)
                 if stopped:
@@ -280,9 +280,11 @@ class RequestStreams(ABC):
                     observer.on_step(stats)
                 if outputs:
                     observer.on_outputs(outputs)
+            except Exception as error:
+                note_failure("observers", error, "It misses what one step did.")
 
     def fail_requests(self, error: BaseException) -> None:
-        """Give every stream an error: the engine has failed."""
+        """Give every stream an `EngineDeadError`."""
         self.error = error
         for stream in set(self._streams.values()):
             stream.put(EngineDeadError("the engine has failed"))
@@ -292,6 +294,6 @@ class RequestStreams(ABC):
 
 
 def _length(prompt: Prompt) -> int:
-    """Characters or tokens."""
+    """Return the number of characters or tokens."""
     whole = next(iter(prompt.values()), "") if isinstance(prompt, Mapping) else prompt
     return len(whole) if isinstance(whole, Sized) else 0

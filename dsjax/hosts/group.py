@@ -24,7 +24,7 @@ from dsjax.hosts.membership import GroupError, Membership
 from dsjax.hosts.options import HostOptions
 from dsjax.hosts.rendezvous import READY, Door, attend, located, open_endpoint
 from dsjax.hosts.wire import Announcement, JoinRequest, JoinResponse
-from dsjax.messaging import Endpoint, Peer, PeerLostError, Request
+from dsjax.messaging import Endpoint, Link, NotAMemberError, Peer, PeerLostError, Request
 from dsjax.messaging.broadcast import BroadcastLog, LogReader
 
 __all__ = ["GroupError", "HostGroup"]
@@ -74,6 +74,7 @@ class HostGroup(Membership):
     ):
         super().__init__(options.process_id, response.members)
         self.options, self.endpoint, self.leader = options, endpoint, leader
+        endpoint.is_shared = True
         self.generation, self.wanted, self._response = response.generation, response.wanted, response
         self._door, self._log = door, log
         self.on_change: Callable[[GroupError | None], None] | None = None
@@ -191,6 +192,22 @@ class HostGroup(Membership):
         """Agree with all processes of the generation on where its collectives' connections will be. device_ids: of its mesh, in order."""
         endpoints = self.agreement.ask("collectives", self.collectives.endpoint)
         self.collectives.begin(self.generation, device_ids, endpoints)
+
+    def link_to(self, process_id: int, door: tuple[str, bytes], name: str, *, encrypted: bool = False) -> Link:
+        """Connect to a `LinkListener` of another process. door: its address and ticket. name, encrypted: see `Link`.
+
+        Raises:
+            GroupError: a process of the generation is gone, or the listener cannot be reached.
+        """
+        address, ticket = door
+        try:
+            return Link(self.endpoint, address, ticket, name, encrypted=encrypted)
+        except (PeerLostError, NotAMemberError) as error:
+            self.check(error)
+            raise GroupError(
+                f"{self.member(process_id).name} cannot be reached at {address}, where it takes what this process sends ({error}); see "
+                "that hosts let each other in at every port"
+            ) from error
 
     def check_generation(self, number: int, doing: str) -> None:
         """Raise a `GroupError` where a generation has failed or has been superseded. doing: what is given up then."""

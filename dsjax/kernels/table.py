@@ -108,11 +108,6 @@ class Kernels:
             return "plain"
         return "plain" if operation in self.left_plain else loaded
 
-    @property
-    def fixed(self) -> bool:
-        """Whether Pallas kernels are used, in sizes that are the same for every shape (``--batch-invariant``)."""
-        return self.pallas is not None and self.pallas.fixed
-
 
 PLAIN = Kernels()
 

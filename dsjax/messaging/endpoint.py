@@ -69,7 +69,7 @@ class Endpoint:
         holds: services that will be served. What comes for one before waits until it is; for any other service it is refused.
 
     turned_away: strangers so far, by what was wrong with them. owned: closed when this ends. at_end: called then, in the messaging
-    thread.
+    thread. is_shared: whether a group owns it, so that `release` leaves it open.
 
     Raises:
         UserError: without a cluster key, the address is beyond the loopback interface; or libzmq is unsuitable. OSError: it cannot listen.
@@ -102,6 +102,7 @@ class Endpoint:
         self._monitors: dict[zmq.Socket, zmq.Socket] = {}
         self.at_end: list[Callable[[], object]] = []  # called in the messaging thread
         self.owned: weakref.WeakSet = weakref.WeakSet()
+        self.is_shared = False
         self._sweep_at, self._sweeps_again = time.monotonic() + _SWEEP_SECONDS, False
         self._ended, self._closed, self._linger = threading.Event(), False, 0.0
         self.turned_away: Counter[str] = Counter()
@@ -192,6 +193,11 @@ class Endpoint:
         ends = threading.Thread(target=self._context.term, name="dsjax-messaging-end", daemon=True)
         ends.start()
         ends.join(linger + _END_SECONDS)
+
+    def release(self) -> None:
+        """`close`, unless a group owns the endpoint."""
+        if not self.is_shared:
+            self.close()
 
     # For links and logs, which have sockets of their own.
 

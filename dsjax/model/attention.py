@@ -15,17 +15,17 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt32
 
 from dsjax.config import ModelConfig
-from dsjax.kernels.pallas import tpu_attention, tpu_heads
+from dsjax.kernels.pallas import tpu_attention
 from dsjax.kernels.pallas.attention import latent_attention
 from dsjax.kernels.pallas.heads import absorb
 from dsjax.kernels.pallas.heads import expand as expand_values
-from dsjax.kernels.pallas.heads import takes as takes_by_head
 from dsjax.kernels.table import Kernels
 from dsjax.model import paging
 from dsjax.model.cache_groups import Arrays, CacheGroup, Layout, cache_groups
@@ -41,7 +41,7 @@ from dsjax.model.sparse import unpack
 from dsjax.model.transformer import MLA, Projections, expand
 from sharding import Rules, fp8
 from sharding.indices import cut
-from sharding.on_ranks import constrain, on_ranks
+from sharding.on_ranks import OneRank, constrain, on_ranks
 
 SHORTEST_BLOCK, LONGEST_BLOCK = 128, 1024
 BLOCK_BYTES = 256 * 2**20
@@ -96,7 +96,7 @@ class AttentionFamily(Protocol):
 class PagedMLA:
     """MLA: an ``AttentionFamily``, for a mesh and a cache layout."""
 
-    mesh: Mesh
+    mesh: Mesh | OneRank
     rules: Rules
     config: ModelConfig
     layout: Layout
@@ -270,34 +270,19 @@ class PagedMLA:
             index = None  # a scan has sliced it
         config, batch, heads, dtype = self.config, self.batch, self.heads, p.latent.dtype
         own, stored = self.kernels.pallas, mla.kv_b.weight.info.dtype
-        interpret, fixed = own.interpret, own.fixed
-        q, weights, up_value = p.q_nope, {}, None
-        if fixed and own.platform == "tpu":
-            up_key, up_value = mla.key_value_weight(dtype)
-            weights = {"keys": jnp.transpose(up_key, (1, 2, 0)), "values": jnp.swapaxes(up_value, 0, 1)}
-        elif index is None and not fixed:
+        interpret, q, weights, up_value = own.interpret, p.q_nope, {}, None
+        if index is None:
             up_key, up_value = mla.key_value_weight(dtype)
             q = jnp.einsum("brchn,mhn->brchm", q, up_key)
         else:
-            weights = {"weight": mla.kv_b.weight[...]}
-            weights |= {"scale": mla.kv_b.scale[...]} if hasattr(mla.kv_b, "scale") else {}
-            if index is None:  # a layer's own, which is read as a stack of one
-                if "scale" in weights and not takes_by_head(
-                    *weights.values(), config.qk_nope_head_dim, config.v_head_dim
-                ):
-                    weights, stored = {"weight": mla.kv_b.value(dtype)}, dtype
-                weights, index = {name: array[None] for name, array in weights.items()}, jnp.int32(0)
+            weights, index = _stacked(mla.kv_b, index)
 
         def by_head(product, weights, index, x):
-            if "keys" in weights:
-                name, part = ("absorb_keys", "keys") if product is absorb else ("expand_values", "values")
-                values = tpu_heads.by_head(weights[part], x.reshape(-1, *x.shape[2:]), name, interpret=interpret)
-                return values.reshape(*x.shape[:2], *values.shape[1:])
             values = product(
-                weights["weight"], weights.get("scale"), stored, index, x.reshape(-1, *x.shape[2:]),
-                config.v_head_dim, interpret=interpret, fixed=fixed, cores=own.cores,
+                weights["weight"], weights.get("scale"), stored, index, rearrange(x, "r c ... -> (r c) ..."), config.mla.v_head_dim,
+                interpret=interpret, cores=own.cores,
             )  # fmt: skip
-            return values.reshape(*x.shape[:2], *values.shape[1:])
+            return rearrange(values, "(r c) ... -> r c ...", r=len(x))
 
         def local(q, q_rope, weights, index, cache, layer, positions, length, tables, filled):
             q = by_head(absorb, weights, index, q[0]) if weights else q[0]
@@ -307,13 +292,13 @@ class PagedMLA:
                 attend = tpu_attention.latent_attention
             out = attend(
                 q, q_rope[0], cache, np.dtype(self.cache_dtype), layer, positions[0, :, 0], length[0], tables[0], filled,
-                scale=config.softmax_scale, interpret=interpret, fixed=fixed,
+                scale=config.softmax_scale, interpret=interpret,
             )  # fmt: skip
             return (by_head(expand_values, weights, index, out) if weights else out)[None]
 
         length = jnp.full(rows.positions.shape[:2], rows.positions.shape[2]) if rows.length is None else rows.length
         query, by_row = P(batch, None, None, heads), P(batch)
-        by_columns = {name: P(heads) if name in ("keys", "values") else P(None, None, heads) for name in weights}
+        by_columns = dict.fromkeys(weights, P(None, None, heads))
         specs = (query, query, by_columns, P(), dict.fromkeys(cache, P(None, batch)), P(), *[by_row] * 4)
         out = self._shard_map(local, specs, query)(
             q, p.q_rope, weights, index, cache, layer, rows.positions, length, rows.tables, rows.filled
@@ -329,7 +314,8 @@ class PagedMLA:
         G, pages = next(iter(cache.values())).shape[2], rows.tables.shape[-1]
         block_pages = max(1, min(pages, self.block(R, C) // G))
         num_blocks = -(-pages // block_pages)
-        arrays, widths = self.arrays, {"latent": self.config.kv_lora_rank, "rope": self.config.qk_rope_head_dim}
+        mla = self.config.mla
+        arrays, widths = self.arrays, {"latent": mla.kv_lora_rank, "rope": mla.qk_rope_head_dim}
 
         def local(queries, weights, cache, layer, positions, tables, filled, chosen):
             # Pages past a row's table are page 0: no query sees their positions.

@@ -82,13 +82,13 @@ def cache_groups(
     dtype, layers = np.dtype(dtype), tuple(layers)
     latents = _latent_arrays(config, dtype, layout, lanes)
     groups = (CacheGroup("latents", layers, entries, latents, by_head=layout == "decompressed"),)
-    if config.index_topk is None:
+    if config.mla.indexer is None:
         return groups
     return *groups, CacheGroup("index keys", layers, entries, _index_arrays(config, dtype, layout, fp8_index))
 
 
 def _latent_arrays(config: ModelConfig, dtype: np.dtype, layout: Layout, lanes: int) -> Arrays:
-    H, M, O = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
+    H, M, O = config.num_attention_heads, config.mla.kv_lora_rank, config.mla.qk_rope_head_dim
     if dtype == fp8.E4M3:
         if layout == "split":
             scales = (fp8.num_scales(M),), np.dtype(np.float32)
@@ -98,7 +98,7 @@ def _latent_arrays(config: ModelConfig, dtype: np.dtype, layout: Layout, lanes: 
             f"cache {layout}; choose them from CC and A_CC_ME"
         )
     widths = {
-        "decompressed": {"key": (H, config.qk_head_dim), "value": (H, config.v_head_dim)},
+        "decompressed": {"key": (H, config.mla.qk_head_dim), "value": (H, config.mla.v_head_dim)},
         "joined": {"joined": (M + O,)},
         "split": {"latent": (M,), "rope": (O,)},
     }[layout]
@@ -111,7 +111,7 @@ def _index_arrays(config: ModelConfig, dtype: np.dtype, layout: Layout, fp8_inde
             "MLA form CD keeps keys and values of each head, of which sparse attention would gather many times the bytes of "
             "latents; choose --mla-prefill and --mla-decode from CC and A_CC_ME"
         )
-    A = config.index_head_dim
+    A = config.mla.indexer.head_dim
     if dtype == fp8.E4M3 or fp8_index:
         return {"index": ((A,), fp8.E4M3), "index_scale": ((fp8.num_scales(A),), np.dtype(np.float32))}
     return {"index": ((A,), dtype)}

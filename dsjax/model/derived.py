@@ -42,7 +42,7 @@ def materialise(step: ModelStep, params: Mapping[str, Array]) -> dict[str, Array
 def _products_of(mla: MLA, dtype: jnp.dtype) -> tuple[Float[Array, "Q H M"], Float[Array, "H M D"]]:
     """``W^UQ·W^UK`` and ``W^UV·W^O`` by head."""
     up_key, up_value = mla.key_value_weight(jnp.float32)
-    query = mla.query_weight(jnp.float32)[..., : mla.config.qk_nope_head_dim]
+    query = mla.query_weight(jnp.float32)[..., : mla.config.mla.qk_nope_head_dim]
     output = rearrange(mla.o.value(jnp.float32), "(h u) d -> h u d", h=mla.config.num_attention_heads)
     query_key = jnp.einsum("qhn,mhn->qhm", query, up_key)
     return query_key.astype(dtype), jnp.einsum("mhu,hud->hmd", up_value, output).astype(dtype)

@@ -25,7 +25,7 @@ from dsjax.model.transformer import RoutedExperts
 from sharding import MeshSpec
 from sharding.dispatch import DispatchConfig, Exchange, ExpertsOfMesh
 from sharding.layer_placement import LayerPlacements
-from sharding.on_ranks import on_one_rank
+from sharding.on_ranks import OneRank
 from sharding.placement import assign_copies, slot_distances
 
 EXPERTS = ".moe.experts."
@@ -85,7 +85,7 @@ class ExpertDispatch:
         # Copies take turns on each DP rank, or on each device where the tokens are split already.
         runs = spec.tp_size if by_data else 1
         distances, first = self._slot_distances(runs), 0
-        if on_one_rank():
+        if isinstance(sharding.mesh, OneRank):
             first = jax.lax.axis_index(spec.batch_axes)
             distances = None if distances is None else jnp.asarray(distances)[first][None]
         slots = assign_copies(of.copies, logical, active, B * runs, distances, first)
@@ -114,7 +114,7 @@ class ExpertDispatch:
     @property
     def config(self) -> DispatchConfig:
         """``dispatch`` as this step's kernels carry it out."""
-        by_choice = self.dispatch.by_choice or self.products.ordered
+        by_choice = self.dispatch.by_choice or self.products.native
         return replace(self.dispatch, by_choice=by_choice, in_memory=self._in_memory)
 
     def mean_load(self, tokens: int) -> float:

@@ -12,42 +12,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dsjax.fp4 import rows as nvfp4_rows
-from dsjax.fp4.formats import PackedFormat
-from dsjax.kernels.gate import gated
 from dsjax.kernels.pallas import activations, fp4_products, tpu_products
 from dsjax.kernels.pallas.addressing import addressable
 from dsjax.kernels.pallas.experts import combine, round_pairs
-from dsjax.kernels.pallas.products import SLACK, Groups, ProductTiles, down, gate_up
+from dsjax.kernels.pallas.products import SLACK, Groups, down, gate_up
 from dsjax.kernels.table import Kernels
-from dsjax.model import fp8_product
-from dsjax.model.fp4_matrix import PACKED, PARTS, decoded, format_of, meant, swiglu_w4a4, swiglu_w4a8
+from dsjax.model.expert_weights import Experts, Params, swiglu
+from dsjax.model.fp4_matrix import PACKED
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
-from dsjax.model.parameters import dequantise, reinterpret
 from sharding import fp8
 from sharding.dispatch.wire import PackedRows
 from sharding.indices import cut, pick, take
-from sharding.sums import add_in_order, pieces_here
-
-Params = Mapping[str, Array]
-"""``gate_up.weight [X, D, 2, F]``, ``down.weight [X, F, D]`` in storage dtype; FP8 also has ``gate_up.scale`` and ``down.scale``, packed
-weights have these and, in NVFP4, ``global_scale`` (``fp4_matrix``).
-
-With an int32 scalar ``layer`` the other arrays are stacks with a leading layers axis, and the product uses that layer. ``tiles`` then
-copies only the experts in use; a scan over the stack would first copy every expert of each layer (on a CPU a third of the time of a
-decode step's experts).
-"""
+from sharding.sums import pieces_here
 
 IMPLEMENTATIONS = ("auto", "tiles", "einsum")
 ROUND_ROWS = 32_768
@@ -93,17 +80,11 @@ class ExpertProduct:
             if self.is_native(rows_ND.dtype):
                 return self._native(experts, rows_ND, ids_NK, weights_NK)
             mean_load = ids_NK.size / experts.count if self.mean_load is None else self.mean_load
-            if self.kernels.fixed and ids_NK.shape[1] > 1:
-                terms = self.terms(params, rows_ND, ids_NK, weights_NK)
-                return add_in_order(terms.astype(jnp.float32), axis=1).astype(rows_ND.dtype)
             ours = self.implementation == "auto" and self.scheme.experts is None  # others are XLA's to multiply
             if self.kernels.name("experts") == "pallas" and ours:
                 stack = experts.stack()
                 if self.kernels.pallas.platform == "tpu":
                     return self._mosaic(experts, stack, rows_ND, ids_NK, weights_NK, mean_load)
-                if self.kernels.fixed and not all(map(addressable, stack.values())):
-                    stack = {name: lax.dynamic_index_in_dim(array, experts.layer, 0) for name, array in stack.items()}
-                    experts = replace(experts, params=stack | {"layer": jnp.int32(0)})
                 if experts.fp4 is not None or all(map(addressable, stack.values())):
                     return self._pallas(experts, stack, rows_ND, ids_NK, weights_NK, mean_load)
             pairs = sort_pairs(ids_NK, weights_NK, experts.count)
@@ -118,14 +99,12 @@ class ExpertProduct:
 
     def terms(
         self, params: Params, rows_ND: Float[Array, "N D"], ids_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"]
-    ) -> Float[Array, "N K D"]:
-        """Return the weighted result of each of a row's experts, zero for none. The row's home rank adds them (``sharding.dispatch``)."""
-        if self.is_native(rows_ND.dtype):
-            experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme, self.limit)
-            return self._native(experts, rows_ND, ids_NK, weights_NK, apart=True)
-        N, K = ids_NK.shape
-        repeated = rows_ND.take(jnp.repeat(jnp.arange(N), K), axis=0)
-        return self(params, repeated, ids_NK.reshape(N * K, 1), weights_NK.reshape(N * K, 1)).reshape(N, K, -1)
+    ) -> Float[Array, "N K D"] | None:
+        """Return the weighted result of each of a row's experts, zero for none; None where no kernel gives it (``sharding.dispatch``)."""
+        if not self.is_native(rows_ND.dtype):
+            return None
+        experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme, self.limit)
+        return self._native(experts, rows_ND, ids_NK, weights_NK, apart=True)
 
     def is_native(self, dtype: np.dtype) -> bool:
         """Whether rows of ``dtype`` go through the native kernel."""
@@ -209,17 +188,13 @@ class ExpertProduct:
             else:
                 widen, narrow = gate_up, down
                 weights = {name: self._weights(stack, name) for name in ("gate_up", "down")}
-                fixed = self.kernels.pallas.fixed
-                of_both["tiles"] = ProductTiles.fixed(own_load) if fixed else self.kernels.pallas.tiles
+                of_both["tiles"] = self.kernels.pallas.tiles
             hidden_PF = widen(*weights["gate_up"], experts.layer, x_PD, groups, **gates, **of_both)
             y_PD = narrow(*weights["down"], experts.layer, hidden_PF, groups, **of_both)
             place = place_NK - first
             place = jnp.where((place >= 0) & (place < jnp.minimum(total - first, size)), place, -1)
             round_ND = combine(y_PD, place, weights_NK, own_load * X, interpret=interpret)
-            if out_ND is None:
-                return round_ND
-            # A row's only term comes in one round.
-            return jnp.where(place >= 0, round_ND, out_ND) if K == 1 else out_ND + round_ND
+            return round_ND if out_ND is None else out_ND + round_ND
 
         out_ND = one_round(0)
         if size < N * min(K, X):
@@ -231,9 +206,7 @@ class ExpertProduct:
         (N, K), X = ids_NK.shape, experts.count
         size = round_pairs(mean_load, X, N * min(K, X))
         own_load = min(mean_load, size / X)
-        fixed = self.kernels.fixed  # then a row has one term, which the callers see to
-        choose = tpu_products.TpuProductTiles.fixed if fixed else tpu_products.TpuProductTiles.for_load
-        tiles = choose(own_load)
+        tiles = tpu_products.TpuProductTiles.for_load(own_load)
         pairs = sort_pairs(ids_NK, weights_NK, X)
         options = {"mean_load": own_load, "tiles": tiles, "interpret": self.kernels.pallas.interpret}
 
@@ -248,12 +221,6 @@ class ExpertProduct:
             hidden_SF = tpu_products.gate_up(gate_up, experts.layer, x_SD, placed, limit=self.limit, **options)
             y_SD = tpu_products.down(down, experts.layer, hidden_SF, placed, **options)
             y_SD = jnp.where(placed.used_S[:, None], y_SD * weight_S[:, None], 0)
-            if fixed:
-                at_S = jnp.where(placed.used_S, row_S, N)
-                place_N = (
-                    jnp.full((N,), -1, jnp.int32).at[at_S].set(jnp.arange(len(at_S), dtype=jnp.int32), mode="drop")
-                )
-                return jnp.where(place_N[:, None] >= 0, y_SD.take(place_N, axis=0, mode="clip"), out_ND)
             return out_ND.at[row_S].add(y_SD, mode="promise_in_bounds")
 
         out_ND = one_round(0, jnp.zeros(rows_ND.shape, jnp.float32))
@@ -273,91 +240,6 @@ class ExpertProduct:
 
     def _weights(self, stack: Mapping[str, Array], name: str):
         return stack[f"{name}.weight"], stack.get(f"{name}.scale"), self.weight_dtype
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A rank's expert weights, for products with one expert at a time or with all at once."""
-
-    params: Params
-    weight_dtype: np.dtype
-    compute_dtype: jnp.dtype
-    scheme: ActivationScheme = WIDEN
-    limit: float | None = None
-
-    @property
-    def stacked(self) -> bool:
-        """Whether the arrays are stacks of layers."""
-        return "layer" in self.params
-
-    @property
-    def fp4(self) -> PackedFormat | None:
-        """The format of the weights, where they are packed."""
-        return format_of(self.params, self.weight_dtype)
-
-    @property
-    def count(self) -> int:
-        """X: physical experts on this rank."""
-        return self.params["down.weight"].shape[1 if self.stacked else 0]
-
-    @property
-    def layer(self) -> Int[Array, ""]:
-        """Index of the layer in ``stack()``."""
-        return self.params.get("layer", jnp.int32(0))
-
-    def stack(self) -> dict[str, Array]:
-        """The arrays as stacks of layers."""
-        return {name: array if self.stacked else array[None] for name, array in self.params.items() if name != "layer"}
-
-    def fp4_stack(self, name: str) -> dict[str, Array]:
-        """The packed arrays of ``gate_up`` or ``down`` as stacks of layers, by part."""
-        stack = self.stack()
-        return {part: stack[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in stack}
-
-    def matrices(self, index: Int[Array, ""] | None = None) -> tuple[Array, Array]:
-        """Gate and up ``[D, 2F]`` and down ``[F, D]`` of one expert, or with None of all, ``[X, D, 2F]`` and ``[X, F, D]``."""
-        gate_up, down = self._matrix("gate_up", index), self._matrix("down", index)
-        return rearrange(gate_up, "... d stack f -> ... d (stack f)"), down
-
-    def swiglu(self, x: Float[Array, "*x N D"], index: Int[Array, ""] | None = None) -> Float[Array, "*x N D"]:
-        """Apply one expert to rows ``[N, D]``, or with None each expert to its own rows ``[X, N, D]``; float32."""
-        if not self.scheme.dynamic:
-            return swiglu(x, *self.matrices(index), self.limit)
-        if self.fp4 is not None:
-            gate_up, down = (self._fp4_arrays(name, index) for name in ("gate_up", "down"))
-            if self.scheme.experts is not None:
-                return swiglu_w4a4(x, gate_up, down, self.limit)
-            apply = partial(swiglu_w4a8, scheme=self.scheme, limit=self.limit)
-            return (apply if index is not None else jax.vmap(apply))(x, gate_up, down)
-        weights = [(self._stored(name, index), self._pick(f"{name}.scale", index)) for name in ("gate_up", "down")]
-        apply = partial(fp8_product.swiglu, scheme=self.scheme, limit=self.limit)
-        return (apply if index is not None else jax.vmap(apply))(x, *weights)
-
-    def _matrix(self, name: str, index: Int[Array, ""] | None) -> Array:
-        if self.fp4 is not None:
-            return decoded(self._fp4_arrays(name, index), name == "gate_up", self.compute_dtype)
-        weight = self._stored(name, index)
-        if f"{name}.scale" in self.params:
-            return dequantise(weight, self._pick(f"{name}.scale", index), self.compute_dtype)
-        return weight.astype(self.compute_dtype)
-
-    def _fp4_arrays(self, name: str, index: Int[Array, ""] | None) -> dict[str, Array]:
-        parts = {part: self._pick(f"{name}.{part}", index) for part in PARTS if f"{name}.{part}" in self.params}
-        return meant(parts, self.fp4)
-
-    def _stored(self, name: str, index: Int[Array, ""] | None) -> Array:
-        return reinterpret(self._pick(f"{name}.weight", index), self.weight_dtype)
-
-    def _pick(self, key: str, index: Int[Array, ""] | None) -> Array:
-        """Return one array of the layer, for all experts or for one. It is a single slice, because on a CPU each slice is a copy."""
-        array = self.params[key]
-        where = ([self.params["layer"]] if self.stacked else []) + ([] if index is None else [index])
-        if not where:
-            return array
-        rest = array.shape[len(where) :]
-        start = (*where, *[0] * len(rest))
-        sizes = (1,) * len(where) + rest
-        return lax.dynamic_slice(array, start, sizes, allow_negative_indices=False).reshape(rest)
 
 
 class SortedPairs(NamedTuple):
@@ -389,13 +271,6 @@ def sort_pairs(ids_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"], exper
     )
     weight_P = take(weights_NK.reshape(-1), pair_P).astype(jnp.float32)
     return SortedPairs(pair_P, lax.div(pair_P, ids_NK.shape[1]), weight_P, jnp.cumsum(count_X) - count_X, count_X)
-
-
-def swiglu(x: Array, gate_up: Array, down: Array, limit: float | None = None) -> Array:
-    """``down(silu(gate) × up)`` over the last two axes, any leading expert axis; float32 results."""
-    hidden = jnp.matmul(x, gate_up, preferred_element_type=jnp.float32)
-    gate, up = jnp.split(hidden, 2, axis=-1)
-    return jnp.matmul(gated(gate, up, limit).astype(x.dtype), down, preferred_element_type=jnp.float32)
 
 
 def tiles(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPairs, tile: int) -> Float[Array, "N D"]:

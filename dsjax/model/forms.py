@@ -80,7 +80,7 @@ class Form:
 
     def pair_values(self, config: ModelConfig) -> int:
         """Multiply-adds of a head for a query and a position."""
-        return 2 * config.kv_lora_rank + config.qk_rope_head_dim
+        return 2 * config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
 
     def expansion_values(self, config: ModelConfig) -> int:
         """Multiply-adds of a head with ``W^UK`` and ``W^UV`` for a position of the context, instead of for a query."""
@@ -88,7 +88,7 @@ class Form:
 
     def head_values(self, config: ModelConfig) -> int:
         """Numbers of a head and a query that products hand to one another."""
-        return config.qk_head_dim + config.v_head_dim + 2 * config.kv_lora_rank
+        return config.mla.qk_head_dim + config.mla.v_head_dim + 2 * config.mla.kv_lora_rank
 
 
 class _Decompressed(Form):
@@ -104,7 +104,7 @@ class _Decompressed(Form):
         return product("rhcs,rshu->rhcu", probs, context["value"])
 
     def pair_values(self, config):
-        return config.qk_head_dim + config.v_head_dim
+        return config.mla.qk_head_dim + config.mla.v_head_dim
 
     head_values = pair_values
 
@@ -127,7 +127,7 @@ class _Expanded(Form):
         return product("rhcs,rhsu->rhcu", probs, values)
 
     def expansion_values(self, config):
-        return config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim)
+        return config.mla.kv_lora_rank * (config.mla.qk_nope_head_dim + config.mla.v_head_dim)
 
     pair_values = head_values = _Decompressed.pair_values
 
@@ -158,7 +158,7 @@ class _Materialised(_Absorbed):
         return Prepared(queries, finish=lambda heads: product("brchm,hmd->brcd", heads, value_output, dtype=None))
 
     def head_values(self, config):
-        return config.qk_rope_head_dim + 2 * config.kv_lora_rank
+        return config.mla.qk_rope_head_dim + 2 * config.mla.kv_lora_rank
 
 
 class _AbsorbedJoined(_Absorbed):

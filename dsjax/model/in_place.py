@@ -21,14 +21,13 @@ from jaxtyping import Array, Int
 from dsjax.config import ModelConfig
 from dsjax.kernels.pallas import activations, products, tpu_products
 from dsjax.kernels.pallas.heads import takes as takes_by_head
-from dsjax.kernels.pallas.norm import rms_norm
 from dsjax.kernels.table import Kernels
 from dsjax.model.fp8_product import ActivationScheme, block_product
 from dsjax.model.norm import LayerNorm, RMSNorm
 from dsjax.model.parameters import Matrix, Multiply, ParameterInfo, reinterpret, value_of
 from dsjax.model.transformer import Transformer
 from sharding import MeshSpec, Rules, fp8
-from sharding.on_ranks import on_ranks
+from sharding.on_ranks import OneRank, on_ranks
 from sharding.sums import pieces_here, tree_sum
 
 SHARED_DEPTHS = ("heads", "mlp_width", "shared_width", "expert_width")
@@ -45,7 +44,7 @@ class MatricesInPlace:
     config: ModelConfig
     infos: Mapping[str, ParameterInfo]
     spec: MeshSpec
-    mesh: Mesh
+    mesh: Mesh | OneRank
     rules: Rules
     kernels: Kernels
     scheme: ActivationScheme
@@ -54,11 +53,6 @@ class MatricesInPlace:
     def native(self) -> bool:
         """Whether products and norms are the native kernels', whose rows have the same bits on every mesh (``docs/exactness.md``)."""
         return self.kernels.name("other products") == "native"
-
-    @property
-    def ordered(self) -> bool:
-        """Whether products and norms have one order for all rows: they are native, or Pallas's in sizes that are the same always."""
-        return self.native or self.kernels.fixed
 
     def names(self, attention: Collection[str]) -> frozenset[str]:
         """Names of the matrices that the scan over layers need not slice, because ``multiply``, or attention, reads them in the stack.
@@ -94,9 +88,7 @@ class MatricesInPlace:
 
     @property
     def _dense_takes(self):
-        if self.kernels.pallas.platform != "tpu":
-            return products.takes
-        return tpu_products.takes_fixed if self.kernels.fixed else tpu_products.takes_dense
+        return tpu_products.takes_dense if self.kernels.pallas.platform == "tpu" else products.takes
 
     def _takes(self, path: str) -> bool:
         """Whether the dense kernel can multiply with the part of a stacked matrix that a device has."""
@@ -104,7 +96,7 @@ class MatricesInPlace:
             self._local(self.infos.get(f"{path.removesuffix('weight')}{part}")) for part in ("weight", "scale")
         )
         if path.endswith(".kv_b.weight"):
-            return takes_by_head(weight, scale, self.config.qk_nope_head_dim, self.config.v_head_dim)
+            return takes_by_head(weight, scale, self.config.mla.qk_nope_head_dim, self.config.mla.v_head_dim)
         return self._dense_takes(weight, scale)
 
     def multiply(
@@ -121,7 +113,7 @@ class MatricesInPlace:
 
         def in_stack(matrix: Matrix, x: Array) -> Array:
             info, weight, kept_fp8 = matrix.weight.info, matrix.weight[...], hasattr(matrix, "scale")
-            if self.ordered:
+            if self.native:
                 return self._ordered(matrix, index, x, split_tokens=split_tokens, by_data=by_data)
             sliced = weight.ndim < len(info.shape)
             quantise = kept_fp8 and self.scheme.dynamic
@@ -190,10 +182,7 @@ class MatricesInPlace:
         arrays = {"weight": weight} | ({"scale": matrix.scale[...]} if hasattr(matrix, "scale") else {})
         if weight.ndim == len(axes):  # one layer's
             arrays, index = {name: array[None] for name, array in arrays.items()}, jnp.int32(0)
-            if not self.native and not self._takes_slice(*(getattr(matrix, name).info for name in arrays)):
-                widened = matrix.value(x.dtype) if "scale" in arrays else value_of(matrix.weight)
-                return self.ordered_product({"weight": widened[None]}, index, x, ("layers", *axes), **tokens)
-        return self.ordered_product(arrays, index, x, ("layers", *axes), stored=info.dtype, **tokens)
+        return self.ordered_product(arrays, index, x, ("layers", *axes), **tokens)
 
     def ordered_product(
         self,
@@ -202,7 +191,6 @@ class MatricesInPlace:
         x: Array,
         axes: tuple[str | None, ...],
         *,
-        stored: np.dtype | None = None,
         dtype: np.dtype | None = None,
         split_tokens: bool = False,
         by_data: bool = False,
@@ -211,29 +199,22 @@ class MatricesInPlace:
         """``x [B, ..., K]`` times layer ``layer`` of ``weight [L, K, *columns]`` with logical ``axes``; transposed it is ``[L, J, K]``.
 
         Where K can be cut over devices, its sum is the tree of ``sharding.sums`` on every mesh, and devices that share it add its branches.
-        Pallas kernels take stored weights alone that do not lie transposed; stored: what their bits mean, if not what their dtype says.
         split_tokens, by_data: as of ``multiply``. dtype: of the result; None: that of ``x``. Rows are quantised first where the scheme
         says so, in blocks of 128 of K.
         """
-        dtype, stored = dtype or x.dtype, stored or arrays["weight"].dtype
+        dtype = dtype or x.dtype
         spec, batch = self.rules.spec(axes), self.spec.batch_axes
         depth, columns = spec[1], spec[2:]
         shares = self.rules.ways(self.mesh, axes[1]) if depth else 1
         quantised = "scale" in arrays and self.scheme.dynamic
-        pieces = self._pieces(x.shape[-1], shares, axes[1] in SHARED_DEPTHS, "scale" in arrays)
+        pieces = pieces_here(x.shape[-1], shares) if axes[1] in SHARED_DEPTHS else 1
         split = split_tokens and shares > 1 and x.ndim == 3 and x.shape[1] % self.spec.tp_size == 0
-        native, branch = self.kernels.native, np.dtype(np.float32) if shares > 1 else dtype
 
         def local(arrays, layer, x):
-            weight, scale = arrays["weight"], arrays.get("scale")
-            if self.native:
-                rows = fp8.dequantise(*self.scheme.quantise(x[0])) if quantised else x[0]
-                out = native.dense(weight, scale, layer, rows, pieces=pieces, transposed=transposed)
-            else:
-                out = self._fixed(tpu_products.Stack(weight, scale, stored), layer, x[0], pieces, quantised, branch)
-            # Between emulated devices a collective costs more than its bytes.
-            least = 8 if self.native else 1
-            return tree_sum(out, depth, shares, split=split, dtype=dtype, least=least)[None] if depth else out[None]
+            rows = fp8.dequantise(*self.scheme.quantise(x[0])) if quantised else x[0]
+            where = arrays["weight"], arrays.get("scale"), layer
+            out = self.kernels.native.dense(*where, rows, pieces=pieces, transposed=transposed)
+            return tree_sum(out, depth, shares, split=split, dtype=dtype)[None] if depth else out[None]
 
         own = P(spec[0], *columns, depth) if transposed else spec  # as the weight lies
         rows = self.spec.head_axes if by_data else None
@@ -242,40 +223,12 @@ class MatricesInPlace:
         out = run(dict(arrays), layer, rearrange(x, "b ... k -> b (...) k"))
         return out.reshape(*x.shape[:-1], *out.shape[2:])
 
-    def _pieces(self, depth: int, shares: int, shared: bool, scaled: bool) -> int:
-        """Into how many pieces a device cuts its part of a depth that some mesh shares (``shared``) and this one does over ``shares``.
-
-        scaled: of weights in FP8.
-        """
-        if self.native:
-            return pieces_here(depth, shares) if shared else 1
-        if self.kernels.pallas.platform == "tpu":
-            return tpu_products.fixed_pieces(depth, shares) if shared else 1
-        return products.fixed_pieces(depth, shares, scaled=scaled)
-
-    def _fixed(
-        self,
-        stack: tpu_products.Stack,
-        layer: Int[Array, ""],
-        rows: Array,
-        pieces: int,
-        quantised: bool,
-        dtype: np.dtype,
-    ) -> Array:
-        """On one device: a product by Pallas kernels, in sizes that are the same for every shape, with its result in ``dtype``."""
-        options = {"interpret": self.kernels.pallas.interpret, "pieces": pieces, "dtype": dtype}
-        if self.kernels.pallas.platform == "tpu":
-            return tpu_products.dense(stack, layer, rows, **options)
-        if quantised:
-            rows = activations.quantise(rows, powers=self.scheme.powers, interpret=options["interpret"])
-        return products.dense(*stack, layer, rows, cores=self.kernels.pallas.cores, **options)
-
     def project(self, model: Transformer, hidden: Array, dtype: np.dtype, *, by_data: bool) -> Array:
         """Float32 logits ``[B, J, V]`` of hidden states ``[B, J, D]``. by_data: as of ``multiply``."""
-        if not self.ordered:
+        if not self.native:
             weight = model.head_weight(dtype)
             return jnp.einsum("bnd,dv->bnv", hidden, weight, preferred_element_type=jnp.float32)
-        weight, transposed = _stored_head(model) if self.native else (model.head_weight(dtype), False)
+        weight, transposed = _stored_head(model)
         return self.ordered_product(
             {"weight": weight[None]},
             jnp.int32(0),
@@ -287,14 +240,12 @@ class MatricesInPlace:
         )
 
     def normalise(self, norm: RMSNorm | LayerNorm, x: Array, *, by_data: bool = False) -> Array:
-        """The norm, by a kernel where products have one order. by_data: tokens are split over ``tp``."""
-        if not self.ordered or (not self.native and isinstance(norm, LayerNorm)):
+        """The norm, by the native kernel where products are native. by_data: tokens are split over ``tp``."""
+        if not self.native:
             return norm(x)
 
         def local(x, scale, bias):
-            if self.native:
-                return self.kernels.native.norm(x[0], scale, norm.eps, bias)[None]
-            return rms_norm(x[0], scale, norm.eps, self.kernels.pallas)[None]
+            return self.kernels.native.norm(x[0], scale, norm.eps, bias)[None]
 
         by_rank = P(self.spec.batch_axes, self.spec.head_axes if by_data else None)
         run = on_ranks(local, self.mesh, (by_rank, P(), P()), by_rank)

@@ -1,8 +1,8 @@
 """The four parts of a decoder layer: attention, the way of its tokens to their experts, these, and the way back.
 
 Each part takes one value of ``dsjax/model/layer_values.py`` and gives the next; whoever runs a layer calls them one after the other, or
-something else between them (``docs/architecture.md``). ``send`` and ``receive`` have a part of their own for what travels, which
-computes nothing: ``exchange_tokens`` and ``exchange_sums``.
+something else between them (``docs/architecture.md``). What travels in ``send`` and ``receive`` are ``ways_there`` and ``ways_back``,
+which compute nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dsjax.model.rows import RowGroup
 from dsjax.model.token_sharding import TokenSharding
 from dsjax.model.transformer import Projections
 from sharding.dispatch import Transit
-from sharding.on_ranks import if_any
+from sharding.dispatch.transit import in_turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,13 +72,15 @@ class LayerParts:
         """What stands before attention's heads: its projections, and the entries that it writes to the cache."""
         x = self.sharding.whole(x)
         project = partial(self._project, of, x)
-        mix, p = if_any(of.tokens.active, project, lambda: _zeros(jax.eval_shape(project)))
+        mix, p = self.sharding.if_any(of.tokens.active, project, lambda: _zeros(jax.eval_shape(project)))
         return Projected(x, mix, p), self.attention.cache_entries(of.block.attn, cache, of.layer, of.tokens, p)
 
     def attend_projected(self, of: Layer, projected: Projected, cache: Cache) -> Float[Array, "B T *n D"]:
         """The rest of ``attend``."""
         x, mix, p = projected.x, projected.mix, projected.projections
-        return if_any(of.tokens.active, lambda: self.add_heads(of, x, mix, self.heads(of, p, cache)), lambda: x)
+        return self.sharding.if_any(
+            of.tokens.active, lambda: self.add_heads(of, x, mix, self.heads(of, p, cache)), lambda: x
+        )
 
     def _project(self, of: Layer, x: Float[Array, "B T *n D"]) -> tuple[Any, Projections]:
         of, tokens, normalise = of.here(), of.tokens, self.products.normalise
@@ -93,8 +95,8 @@ class LayerParts:
         of = of.here()
         tokens, found, start = of.tokens, [], 0
         for group in tokens.groups:
-            B, R, C = group.tokens.shape
-            part = jax.tree.map(lambda a: a[:, start : start + R * C].reshape(B, R, C, *a.shape[2:]), p)  # noqa: B023
+            _, R, C = group.tokens.shape
+            part = jax.tree.map(lambda a: rearrange(a[:, start : start + R * C], "b (r c) ... -> b r c ...", c=C), p)  # noqa: B023
 
             def attend(form: Form, length: Int[Array, "B R"], group=group, part=part) -> Array:
                 tables, windows = group.tables, None
@@ -137,7 +139,7 @@ class LayerParts:
             B, R, C = group.tokens.shape
             if by_data and len(tokens.groups) == 1:
                 heads, multiply = (
-                    heads.reshape(B, R * C, *heads.shape[3:]),
+                    rearrange(heads, "b r c ... -> b (r c) ..."),
                     self.products.multiply(index, split_tokens=True, scatter=True),
                 )
             out = self.attention.output(of.block.attn, group.shape.form, heads, multiply)
@@ -156,7 +158,7 @@ class LayerParts:
             y = here.block.mlp(normed, multiply)
             return self.sharding.whole(here.block.mlp_residual.post(x, mix, y))
 
-        return if_any(of.tokens.active, multiplied, lambda: x)
+        return self.sharding.if_any(of.tokens.active, multiplied, lambda: x)
 
     def _normed(self, of: Layer, x: Float[Array, "B T *n D"]) -> tuple[Float[Array, "B T D"], Any]:
         """What attention left, normalised for the MLP or the experts; and what ``Residual.post`` is given."""
@@ -169,7 +171,7 @@ class LayerParts:
 
     def send(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sent:
         """Choose the experts of each token, and send it to them."""
-        return self.exchange_tokens(of, self.route(of, x))
+        return in_turn(self.ways_there(of, x), self.route(of, x))
 
     def route(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sent:
         """``send`` without the exchange: active tokens are packed for the physical copies of their experts."""
@@ -191,7 +193,7 @@ class LayerParts:
             mix = _zeros(jax.eval_shape(lambda: of.block.mlp_residual.pre(x)[1]))
             return Sent(x, mix, zeros, transit)
 
-        return if_any(of.tokens.active, routed, nowhere)
+        return self.sharding.if_any(of.tokens.active, routed, nowhere)
 
     def choose(self, of: Layer, x: Float[Array, "B T *n D"]) -> tuple[Float[Array, "B T D"], Any, Routing]:
         """The tokens as experts read them, what ``Residual.post`` is given, and the experts of each."""
@@ -209,16 +211,10 @@ class LayerParts:
             routing = self.sharding.on_each_rank(choose_here, by_data=by_data)(beside, logits, of.tokens.ids)
         return normed, mix, routing
 
-    def exchange_tokens(self, of: Layer, sent: Sent) -> Sent:
-        """The rest of ``send``: the exchange alone."""
-        for exchange in self.ways_there(of, sent.x):
-            sent = exchange(of, sent)
-        return sent
-
-    def ways_there(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sequence[Callable[[Layer, Sent], Sent]]:
-        """The exchanges of ``exchange_tokens``, one after the other: one, or two where rows go by way of another rank."""
+    def ways_there(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sequence[Callable[[Sent], Sent]]:
+        """The rest of ``send``, the exchanges alone: one, or two where rows go by way of another rank."""
         exchange, _ = self.experts.exchange(of, x)
-        return [_travelling(exchange.send), _travelling(exchange.relay)][: 1 + exchange.relays]
+        return [*map(_travelling, exchange.there)]
 
     # The third part.
 
@@ -239,24 +235,22 @@ class LayerParts:
             return None
         multiply = self.products.multiply(of.index, split_tokens=True, by_data=self.by_data(of, normed))
         share = lambda: of.here().block.moe.shared(normed, multiply)  # noqa: E731
-        return if_any(of.tokens.active, share, lambda: jnp.zeros_like(normed)) if of.tokens is not None else share()
+        return (
+            self.sharding.if_any(of.tokens.active, share, lambda: jnp.zeros_like(normed))
+            if of.tokens is not None
+            else share()
+        )
 
     # The fourth part.
 
     def receive(self, of: Layer, computed: Computed) -> tuple[Float[Array, "B T *n D"], dict[str, Array]]:
         """Bring the experts' sums back, and add them; and the exchange's counts."""
-        return self.add(of, self.exchange_sums(of, computed))
+        return self.add(of, in_turn(self.ways_back(of, computed.x), computed))
 
-    def exchange_sums(self, of: Layer, computed: Computed) -> Computed:
-        """The exchange of ``receive`` alone."""
-        for exchange in self.ways_back(of, computed.x):
-            computed = exchange(of, computed)
-        return computed
-
-    def ways_back(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sequence[Callable[[Layer, Computed], Computed]]:
-        """The exchanges of ``exchange_sums``, as ``ways_there``."""
+    def ways_back(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sequence[Callable[[Computed], Computed]]:
+        """The exchanges of ``receive`` alone, as ``ways_there``."""
         exchange, _ = self.experts.exchange(of, x)
-        return [_travelling(exchange.answer), _travelling(exchange.relay_back)][: 1 + exchange.relays]
+        return [*map(_travelling, exchange.back)]
 
     def add(self, of: Layer, computed: Computed) -> tuple[Float[Array, "B T *n D"], dict[str, Array]]:
         """The rest of ``receive``: each token's sum of what came back."""
@@ -277,10 +271,10 @@ class LayerParts:
         return y if shared is None else y + shared
 
 
-def _travelling(exchange: Callable[[Transit], Transit]) -> Callable[[Layer, Any], Any]:
-    """An exchange as a step of ``Sent`` or ``Computed``, for whoever names the layer."""
+def _travelling(exchange: Callable[[Transit], Transit]) -> Callable[[Any], Any]:
+    """An exchange as a step of ``Sent`` or ``Computed``."""
 
-    def travel(of: Layer, value: Any) -> Any:
+    def travel(value: Any) -> Any:
         with jax.named_scope("experts"):
             return replace(value, transit=exchange(value.transit))
 

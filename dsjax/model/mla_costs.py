@@ -62,10 +62,11 @@ def weight_values(config: ModelConfig, form: str | Form, tp: int = 1) -> int:
     Those of `attention_matrices`, and the indexer's `[D, I]`. Materialised, each head has `W^UQ·W^UK [Q, M]`, `W^QR [Q, O]` and
     `W^UV·W^O [M, D]` in place of `[Q, N+O]`, `[M, N+U]` and `[U, D]` (V3: 583 M instead of 172 M in all heads).
     """
-    heads, width, rank = config.num_attention_heads // tp, config.hidden_size, config.kv_lora_rank
-    nope, value, query = config.qk_nope_head_dim, config.v_head_dim, config.q_lora_rank or config.hidden_size
+    mla, heads, width = config.mla, config.num_attention_heads // tp, config.hidden_size
+    rank, nope, value, query = mla.kv_lora_rank, mla.qk_nope_head_dim, mla.v_head_dim, mla.q_lora_rank or width
     matrices, _ = attention_matrices(config, tp)
-    values = sum(rows * columns for rows, columns in matrices) + width * (config.index_n_heads or 0)
+    values = sum(rows * columns for rows, columns in matrices)
+    values += width * mla.indexer.n_heads if mla.indexer is not None else 0
     if form_of(form).materialised:
         values += heads * (query * (rank - nope) + rank * (width - nope - value) - value * width)
     return values
@@ -98,15 +99,16 @@ def mla_cost(
         group.device_page_bytes(tp) for group in cache_groups(config, (0,), cache_dtype, layout=form.layouts[0])
     )
     read, index = positions * (entry + sum(keys)), 0
-    if config.index_topk is not None and context > config.index_topk:
-        index = 2 * tokens * seen * config.index_n_heads * (config.index_head_dim + 1)
+    mla, indexer = config.mla, config.mla.indexer
+    if indexer is not None and context > indexer.topk:
+        index = 2 * tokens * seen * indexer.n_heads * (indexer.head_dim + 1)
         if not form.masks:
-            read = positions * sum(keys) + tokens * config.index_topk * entry
-            seen = min(seen, config.index_topk)
+            read = positions * sum(keys) + tokens * indexer.topk * entry
+            seen = min(seen, indexer.topk)
     # Each written by one product and read by the next: the layer's input and result, latents, the heads' values, expanded keys and values.
-    latents = config.kv_lora_rank + config.qk_rope_head_dim + (config.q_lora_rank or 0)
+    latents = mla.kv_lora_rank + mla.qk_rope_head_dim + (mla.q_lora_rank or 0)
     handed = tokens * (config.hidden_size + latents + heads * form.head_values(config))
-    handed += positions * (expanded // config.kv_lora_rank)
+    handed += positions * (expanded // mla.kv_lora_rank)
     return AttentionCost(
         linear_flops=2 * tokens * (weights - expanded),
         expansion_flops=2 * positions * expanded,

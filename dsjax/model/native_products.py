@@ -14,6 +14,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jaxtyping import Array, Float, Int
 
 from dsjax.kernels.native_calls import NativeKernels
@@ -71,32 +72,32 @@ class NativeProducts:
     def attend(self, mla: MLA, p: Projections) -> tuple[Float[Array, "B S H U"], None]:
         """Causal attention of sequences to themselves: each is a row of the kernel, and lies on one page of a cache of its own."""
         config, (B, S) = mla.config, p.latent.shape[:2]
-        form, is_sparse = FORMS[self.form], p.index is not None and config.index_topk < S
+        form, is_sparse = FORMS[self.form], p.index is not None and config.mla.indexer.topk < S
 
         def native(q_nope, q_rope, latent, k_rope, weight, index):
             layer, tables = jnp.int32(0), jnp.arange(B)[:, None]
             where = layer, jnp.zeros(B, jnp.int32), jnp.full(B, S), tables, None
             if is_sparse:
                 positions = jnp.broadcast_to(jnp.arange(S), (B, S))
-                keys = {"index": index.key[None]}, layer, positions, tables, None, config.index_topk
+                keys = {"index": index.key[None]}, layer, positions, tables, None, config.mla.indexer.topk
                 at, count, words = self.kernels.index_choice(index.query, index.weight, *keys)
                 if form.masks:
                     where = *where, words
                 else:  # each query is a row, whose page has what it chose, in the order of positions
-                    q_nope, q_rope = (q.reshape(B * S, 1, *q.shape[2:]) for q in (q_nope, q_rope))
+                    q_nope, q_rope = (rearrange(q, "b s h n -> (b s) 1 h n") for q in (q_nope, q_rope))
                     latent, k_rope = (
-                        jax.vmap(lambda array, at: array[at])(array, at).reshape(B * S, -1, array.shape[-1])
+                        rearrange(jax.vmap(lambda array, at: array[at])(array, at), "b s k w -> (b s) k w")
                         for array in (latent, k_rope)
                     )
                     where = layer, count.reshape(-1) - 1, jnp.ones(B * S), jnp.arange(B * S)[:, None], None
             cache = {"latent": latent[None], "rope": k_rope[None]}
             name, scale = form.kernels["native"], config.softmax_scale
-            weights = {"weight": weight.reshape(1, len(weight), -1)}
+            weights = {"weight": rearrange(weight, "m h n -> 1 m (h n)")}
             out = self.kernels.attention(name, q_nope, q_rope, weights, layer, cache, *where, scale=scale)
             return out.reshape(B, S, *out.shape[2:])
 
         def plain(q_nope, q_rope, latent, k_rope, weight, index):
-            N = config.qk_nope_head_dim
+            N = config.mla.qk_nope_head_dim
             whole = Projections(q_nope, q_rope, latent, latent, k_rope, index)
             return attend(config, whole, weight[..., :N], weight[..., N:])[0]
 

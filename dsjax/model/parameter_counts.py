@@ -4,6 +4,10 @@ The planner and `dsjax info` use these without building a model; a test holds th
 Letters as in `docs/glossary.md`.
 """
 
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from dsjax.config import ModelConfig
 from dsjax.config.layers import LayerKind
 
@@ -11,8 +15,9 @@ from dsjax.config.layers import LayerKind
 def mla_parameters(config: ModelConfig) -> int:
     """One attention layer: projections, biases, the norms on the latents, and the indexer (V3: 187,107,328; V3.2: 201,066,752)."""
     matrices, others = attention_matrices(config)
-    rank, rotated = config.kv_lora_rank, config.qk_rope_head_dim
-    biases = (config.q_lora_rank or 0) + rank + rotated + config.hidden_size if config.attention_bias else 0
+    mla = config.mla
+    widths = (mla.q_lora_rank or 0, mla.kv_lora_rank, mla.qk_rope_head_dim, config.hidden_size)
+    biases = sum(widths) if config.attention_bias else 0
     return sum(rows * columns for rows, columns in matrices) + others + biases
 
 
@@ -44,14 +49,6 @@ def layer_parameters(config: ModelConfig, kind: LayerKind, active: bool = False)
     return total + experts * expert_parameters(config) + router_parameters(config) + chooses
 
 
-def indexer_parameters(config: ModelConfig) -> int:
-    """One layer's indexer: queries, key with its norm, weights of the heads (V3.2: 13,959,424); 0 without sparse attention."""
-    if config.index_topk is None:
-        return 0
-    heads, width = config.index_n_heads, config.index_head_dim
-    return config.q_lora_rank * heads * width + config.hidden_size * (width + heads) + 2 * width
-
-
 def attention_matrices(config: ModelConfig, tp: int = 1, attention: str = "mla") -> tuple[list[tuple[int, int]], int]:
     """A device's part of one attention layer: shapes `[in, out]` of the matrices that can be quantised, and the number of all other values.
 
@@ -60,29 +57,30 @@ def attention_matrices(config: ModelConfig, tp: int = 1, attention: str = "mla")
     """
     if attention != "mla":
         return _compressed_matrices(config, tp, attention)
-    heads, width, rank = config.num_attention_heads // tp, config.hidden_size, config.kv_lora_rank
-    query = config.q_lora_rank or width
-    matrices = [(rank, heads * (config.qk_nope_head_dim + config.v_head_dim)), (heads * config.v_head_dim, width)]
-    matrices += [(query, heads * config.qk_head_dim), (width, rank + config.qk_rope_head_dim)]
-    matrices += [(width, query)] if config.query_compressed else []
-    others = rank + (config.q_lora_rank or 0)
-    if config.index_topk is not None:
-        index = config.index_head_dim
-        matrices += [(query, config.index_n_heads * index), (width, index)]
-        others += 2 * index + width * config.index_n_heads
+    mla, heads, width = config.mla, config.num_attention_heads // tp, config.hidden_size
+    rank, query = mla.kv_lora_rank, mla.q_lora_rank or width
+    matrices = [(rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim)), (heads * mla.v_head_dim, width)]
+    matrices += [(query, heads * mla.qk_head_dim), (width, rank + mla.qk_rope_head_dim)]
+    matrices += [(width, query)] if mla.q_lora_rank is not None else []
+    others = rank + (mla.q_lora_rank or 0)
+    if mla.indexer is not None:
+        index = mla.indexer.head_dim
+        matrices += [(query, mla.indexer.n_heads * index), (width, index)]
+        others += 2 * index + width * mla.indexer.n_heads
     return matrices, others
 
 
 def _compressed_matrices(config: ModelConfig, tp: int, attention: str) -> tuple[list[tuple[int, int]], int]:
-    width, query, head, groups = config.hidden_size, config.q_lora_rank, config.v_head_dim, config.v4.o_groups
-    heads, inner = config.num_attention_heads * head, groups * config.v4.o_lora_rank // tp
+    v4, width = config.v4, config.hidden_size
+    query, head, groups = v4.q_lora_rank, v4.head_dim, v4.o_groups
+    heads, inner = config.num_attention_heads * head, groups * v4.o_lora_rank // tp
     matrices = [(width, query), (query, heads // tp), (width, head), (heads // groups, inner), (inner, width)]
     others = query + head + 2 * config.num_attention_heads // tp
     for entry, series in _compressors(config, attention):
-        others += 2 * (width + config.v4.rate(attention)) * series * entry + entry
+        others += 2 * (width + v4.rate(attention)) * series * entry + entry
     if attention == "csa":
-        matrices.append((query, config.index_n_heads * config.index_head_dim))
-        others += width * config.index_n_heads
+        matrices.append((query, v4.indexer.n_heads * v4.indexer.head_dim))
+        others += width * v4.indexer.n_heads
     return matrices, others
 
 
@@ -93,8 +91,10 @@ def compressor_columns(config: ModelConfig, attention: str) -> int:
 
 def _compressors(config: ModelConfig, attention: str) -> list[tuple[int, int]]:
     """Width and series of each compressor of a V4 layer."""
-    head = config.v_head_dim
-    return {"mla": [], "window": [], "hca": [(head, 1)], "csa": [(head, 2), (config.index_head_dim, 2)]}[attention]
+    if attention in ("mla", "window"):
+        return []
+    head = config.v4.head_dim
+    return [(head, 1)] if attention == "hca" else [(head, 2), (config.v4.indexer.head_dim, 2)]
 
 
 def mlp_parameters(config: ModelConfig, hidden: int) -> int:
@@ -117,8 +117,9 @@ def router_bias_parameters(config: ModelConfig) -> int:
     return config.n_routed_experts if config.topk_method == "noaux_tc" else 0
 
 
-def parameter_counts(config: ModelConfig) -> dict[str, int]:
-    """Parameters by component.
+@functools.cache
+def parameter_counts(config: ModelConfig) -> Mapping[str, int]:
+    """Parameters by component, counted once for a configuration.
 
     Keys for one of its kind: `embedding`, `head` (0 when tied to the embedding), `mla`, `dense_mlp`, `expert`,
     `shared_experts`, `router`, `router_bias`, `layer_norms`, `dense_layer`, `moe_layer`, `final_norm`, `mtp_module`.
@@ -144,7 +145,7 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
         of_layers = {name: compressed_parameters(config, name) for name in ("window", "csa", "hca")}
         of_layers |= {"hyper_connections": residual[0], "hyper_connections_end": residual[1]}
         of_layers["hash_table"] = config.vocab_size * config.num_experts_per_tok
-    return {
+    counts = {
         "embedding": embedding,
         "head": 0 if config.tie_word_embeddings else embedding,
         **of_layers,
@@ -159,3 +160,4 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
         "mtp": config.num_nextn_predict_layers * mtp_module,
         "active": ends + sum(layer_parameters(config, kind, active=True) for kind in kinds),
     }
+    return MappingProxyType(counts)

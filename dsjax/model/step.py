@@ -9,6 +9,7 @@ shardings; only cache access and expert dispatch are ``shard_map``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -28,7 +29,7 @@ from dsjax.model.step_description import StepDescription
 from dsjax.model.transformer import MTP, DecoderLayer, Transformer, by_layer, first_module
 from dsjax.model.two_batch import run_in_halves
 from sharding.host_memory import rows_from_host
-from sharding.on_ranks import on_ranks
+from sharding.on_ranks import OneRank, on_ranks
 from sharding.placement import CopyTables
 
 
@@ -161,6 +162,7 @@ class ModelStep(StepDescription):
     def _rank_by_rank(self, split, count: int, x, cache, first, tokens: Tokens, copies: CopyTables | None):
         """A run of layers as one region of each rank. A layer's arrays are sliced in the branches that read them."""
         graphs, wholes, weights = zip(*split, strict=True)
+        inside = replace(self, mesh=OneRank(self.mesh))
 
         def run(wholes, weights, x, cache, first, tokens, copies):
             def body(carry, index):
@@ -171,7 +173,7 @@ class ModelStep(StepDescription):
                     for graph, whole, stack in zip(graphs, wholes, weights, strict=True)
                 ]
                 blocks, here = [bind() for bind in binds], jax.tree.map(own, copies)
-                x, cache, report = self._period(blocks, binds, index, first, x, cache, tokens, here)
+                x, cache, report = inside._period(blocks, binds, index, first, x, cache, tokens, here)
                 return (x, cache), report
 
             (x, cache), reports = jax.lax.scan(body, (x, cache), jnp.arange(count))

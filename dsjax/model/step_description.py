@@ -34,12 +34,14 @@ from dsjax.model.transformer import DecoderLayer, rotation_at
 from sharding import MeshSpec, Rules
 from sharding.dispatch import DispatchConfig
 from sharding.layer_placement import LayerPlacements
+from sharding.on_ranks import OneRank
 
 
 @dataclass(frozen=True, eq=False)
 class StepDescription:
     """What a step is, in plain values: model, mesh, placement, forms, kernels. ``ModelStep`` is what computes it.
 
+    mesh: ``OneRank`` of a step's parts inside ``ModelStep._rank_by_rank`` alone.
     stage: which run of a model's layers this is, with a configuration and a mesh of its own; None: all of them. drafts: most that a request
     has in one step, for caches that keep a state behind each.
     """
@@ -47,7 +49,7 @@ class StepDescription:
     config: ModelConfig
     table: ParameterTable
     spec: MeshSpec
-    mesh: Mesh
+    mesh: Mesh | OneRank
     rules: Rules
     placement: LayerPlacements
     dispatch: DispatchConfig
@@ -121,7 +123,7 @@ class StepDescription:
             return Compressed(self.mesh, self.rules, self.config, self.cache_dtype, self.drafts)
         layout = common_layout(self.prefill_form, self.decode_form)
         where = self.mesh, self.rules, self.config, layout, self.cache_dtype, self.block_tokens, self.kernels
-        return PagedMLA(*where) if self.config.index_topk is None else Chosen(*where, self.index_scores)
+        return PagedMLA(*where) if self.config.mla.indexer is None else Chosen(*where, self.index_scores)
 
     @property
     def sharding(self) -> TokenSharding:

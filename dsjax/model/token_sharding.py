@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from sharding import MeshSpec
-from sharding.on_ranks import constrain, on_ranks
+from sharding.on_ranks import OneRank, constrain, if_any, on_ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +19,7 @@ class TokenSharding:
     """Constraints on arrays ``[B, T, …]``, where ``B`` are the DP ranks and ``T`` the token slots of one."""
 
     spec: MeshSpec
-    mesh: Mesh
+    mesh: Mesh | OneRank
 
     def whole(self, array: Array) -> Array:
         """Keep each DP rank's tokens whole on each of its ``tp`` devices.
@@ -35,6 +36,10 @@ class TokenSharding:
     def constrain(self, array: Array, *axes) -> Array:
         """Spread the array's leading axes over these mesh axes, each a name, some names, or None."""
         return constrain(array, self.mesh, P(*axes))
+
+    def if_any(self, active: Bool[Array, "*n"], compute: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+        """``sharding.on_ranks.if_any``."""
+        return if_any(self.mesh, active, compute, otherwise)
 
     def on_each_rank(self, choose: Callable, *, by_data: bool = False) -> Callable:
         """``choose(whole, logits, tokens)`` for each DP rank's tokens by itself. whole: what each device has all of. by_data: tokens are

@@ -72,8 +72,8 @@ class MLA(nnx.Module):
 
     def __init__(self, declare: Declaration, config: ModelConfig):
         self.config = config
-        D, H, M, Q = config.hidden_size, config.num_attention_heads, config.kv_lora_rank, config.q_lora_rank
-        N, O, U = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        D, H, own = config.hidden_size, config.num_attention_heads, config.mla
+        M, Q, N, O, U = own.kv_lora_rank, own.q_lora_rank, own.qk_nope_head_dim, own.qk_rope_head_dim, own.v_head_dim
         if Q is None:
             self.q = Matrix(declare, (D, H * (N + O)), ("embed", "heads"))
         else:
@@ -89,7 +89,7 @@ class MLA(nnx.Module):
                 self.q_a_bias = declare.parameter((Q,), ("query_latent",), init="zeros")
             self.kv_a_bias = declare.parameter((M + O,), ("latent",), init="zeros")
             self.o_bias = declare.parameter((D,), ("embed",), init="zeros")
-        if config.index_topk is not None:
+        if own.indexer is not None:
             self.indexer = Indexer(declare, config)
         if declare.materialise:
             derived = {"init": "derived", "dtype": declare.derived_dtype}
@@ -115,10 +115,10 @@ class MLA(nnx.Module):
 
         query_heads: False leaves out ``q_nope`` (shape ``[..., H, 0]``), which the form with materialised products never makes.
         """
-        N, M = self.config.qk_nope_head_dim, self.config.kv_lora_rank
+        N, M = self.config.mla.qk_nope_head_dim, self.config.mla.kv_lora_rank
         with jax.named_scope("mla_project"):
             q_latent = x
-            if self.config.q_lora_rank is not None:
+            if self.config.mla.q_lora_rank is not None:
                 q_latent = normalise(self.q_a_norm, _add_bias(multiply(self.q_a, x), self, "q_a_bias"))
             if query_heads:
                 q = multiply(self._query_matrix, q_latent)
@@ -129,13 +129,14 @@ class MLA(nnx.Module):
                 q_nope = q_rope[..., :0]
             kv = _add_bias(multiply(self.kv_a, x), self, "kv_a_bias")
             latent, k_rope = normalise(self.kv_a_norm, kv[..., :M]), rotation(kv[..., M:])
-            indexed = self.config.index_topk is not None
-            index = self.indexer(x, q_latent, rotation, multiply, normalise) if indexed else None
+            index = None
+            if self.config.mla.indexer is not None:
+                index = self.indexer(x, q_latent, rotation, multiply, normalise)
             return Projections(q_nope, rotation(q_rope), q_latent, latent, k_rope, index)
 
     @property
     def _query_matrix(self) -> Matrix:
-        return self.q if self.config.q_lora_rank is None else self.q_b
+        return self.q if self.config.mla.q_lora_rank is None else self.q_b
 
     def query_weight(self, dtype: jnp.dtype) -> Float[Array, "Q H width"]:
         """``W^UQ`` and ``W^QR`` by head, N + O wide (``W^Q`` without compression, then Q is D)."""
@@ -144,7 +145,7 @@ class MLA(nnx.Module):
     def key_value_weight(self, dtype: jnp.dtype) -> tuple[Float[Array, "M H N"], Float[Array, "M H U"]]:
         """``W^UK`` and ``W^UV`` by head."""
         weight = rearrange(self.kv_b.value(dtype), "m (h n) -> m h n", h=self.config.num_attention_heads)
-        N = self.config.qk_nope_head_dim
+        N = self.config.mla.qk_nope_head_dim
         return weight[..., :N], weight[..., N:]
 
     def materialised(self, dtype: jnp.dtype) -> tuple[Float[Array, "Q H M"], Float[Array, "H M D"]]:
@@ -195,9 +196,9 @@ def attend(
         blocks = queries[:, :, start:end], keys[:, :, :end]
         scores = jnp.einsum("bhqn,bhkn->bhqk", *blocks, preferred_element_type=jnp.float32)
         seen = jnp.arange(start, end)[:, None] >= jnp.arange(end)
-        if p.index is not None and end > config.index_topk:
+        if p.index is not None and end > config.mla.indexer.topk:
             scored = index_scores(p.index.query[:, start:end], p.index.weight[:, start:end], p.index.key[:, :end])
-            seen = choose(jnp.where(seen, scored, -jnp.inf), config.index_topk)[:, None]
+            seen = choose(jnp.where(seen, scored, -jnp.inf), config.mla.indexer.topk)[:, None]
         scores = jnp.where(seen, scores * config.softmax_scale, -jnp.inf)
         probs = jax.nn.softmax(scores, axis=-1).astype(p.latent.dtype)
         heads.append(jnp.einsum("bhqk,bhku->bhqu", probs, values[:, :, :end]))
@@ -405,13 +406,11 @@ class Transformer(nnx.Module):
         if mtp:
             self.mtp = MTP(declare, config)
 
-    def __call__(
-        self, tokens: Int[Array, "B S"], dtype=jnp.float32, products=XlaProducts(), *, remat=False, unroll=False
-    ) -> Output:
+    def __call__(self, tokens: Int[Array, "B S"], dtype=jnp.float32, products=XlaProducts(), *, unroll=False) -> Output:
         """Logits of every position.
 
-        products: how sums are made; ``NativeProducts`` for the engine's bits. remat: recompute each layer in the backward pass instead of
-        keeping its activations. unroll: compile every layer for itself, which on a CPU saves copying what the backward pass needs.
+        products: how sums are made; ``NativeProducts`` for the engine's bits. unroll: compile every layer for itself, which
+        on a CPU saves copying what the backward pass needs.
         """
         given = self._given(tokens, products)
         x, runs = self.residual.enter(self.embed(tokens, dtype)), []
@@ -425,7 +424,7 @@ class Transformer(nnx.Module):
                     seen.append(one)
                 return x, seen
 
-            x, seen = jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights, unroll=unroll)
+            x, seen = jax.lax.scan(body, x, weights, unroll=unroll)
             runs.append(seen)
         hidden = products.normalise(self.final_norm, self.residual.leave(x))
         seen = (by_layer([[one[i] for one in kinds if one[i] is not None] for kinds in runs]) for i in range(2))
@@ -466,7 +465,7 @@ def rotation_at(config: ModelConfig, positions: Int[Array, "*b"]) -> Rotation | 
     """What a model's attention rotates tokens at ``positions`` with."""
     if config.v4 is not None:
         return Rotations.at(positions, config)
-    return Rotation.at(positions, config.rope, config.qk_rope_head_dim)
+    return Rotation.at(positions, config.rope, config.mla.qk_rope_head_dim)
 
 
 def by_layer(runs: Sequence[Sequence[Any]]) -> Any:

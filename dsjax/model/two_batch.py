@@ -52,6 +52,7 @@ from dsjax.model.paging import Cache
 from dsjax.model.step_description import StepDescription
 from dsjax.model.transformer import DecoderLayer, by_layer
 from sharding.dispatch import further_together
+from sharding.dispatch.transit import in_turn
 from sharding.placement import CopyTables
 
 
@@ -107,20 +108,20 @@ def run_in_halves(
             returned_a, computed_b, cache = _hold(returned_a, computed_b, cache)
 
             x_a, counts_a = parts.add(before_a, returned_a)
-            ways = _of(before_b, parts.ways_back(b, computed_b.x))
+            ways = parts.ways_back(b, computed_b.x)
             attend_a = _attention(parts, a, heads_first=False)
             returned_b, routed_a, cache = _beside(ways, computed_b, attend_a, x_a, cache)
 
             x_b, counts_b = parts.add(before_b, returned_b)
-            ways = _of(a, parts.ways_there(a, x_a))
+            ways = parts.ways_there(a, x_a)
             attend_b = _attention(parts, b, heads_first=True)
             sent_a, routed_b, cache = _beside(ways, routed_a, attend_b, x_b, cache)
 
-            ways = _of(b, parts.ways_there(b, x_b))
+            ways = parts.ways_there(b, x_b)
             compute_a = _experts(parts, a, shared_first=False)
             sent_b, computed_a, cache = _beside(ways, routed_b, compute_a, sent_a, cache)
 
-            ways = _of(a, parts.ways_back(a, x_a))
+            ways = parts.ways_back(a, x_a)
             compute_b = _experts(parts, b, shared_first=True)
             returned_a, computed_b, cache = _beside(ways, computed_a, compute_b, sent_b, cache)
             counts.append(jax.tree.map(jnp.add, counts_a, counts_b))
@@ -131,7 +132,7 @@ def run_in_halves(
         return parts.compute(of, parts.send(of, x))
 
     def returned(of: Layer, x: Array) -> Computed:
-        return parts.exchange_sums(of, computed(of, x))
+        return in_turn(parts.ways_back(of, x), computed(of, x))
 
     carry = nothing(0, x_a, returned), nothing(1, x_b, computed), cache, jnp.int32(0)
     (returned_a, computed_b, cache, index), counts = jax.lax.scan(turn, carry, (tuple(weights), copies))
@@ -154,10 +155,6 @@ def _further_rounds(dispatch: ExpertDispatch, halves: Sequence[tuple[Layer, Comp
             ]
         )
     return [replace(computed, transit=one) for (_, computed), one in zip(halves, transits, strict=True)]
-
-
-def _of(layer: Layer, ways: Sequence[Callable[[Layer, Any], Any]]) -> list[Callable[[Any], Any]]:
-    return [partial(way, layer) for way in ways]
 
 
 Work = Callable[[Any, Cache], tuple[Any, Cache]]

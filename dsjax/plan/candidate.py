@@ -1,4 +1,4 @@
-"""Candidates: a way to deploy, with its figures. Aggregated serving, and prefill separated from decode."""
+"""`Candidate`: a deployment with its figures, aggregated or with prefill and decode disaggregated."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from jaxtyping import Float64
 
 _SETTLE = 30
-"""Rounds in which a step and what arrives during it settle: at most a few, except near the rate that cannot be kept up with."""
+"""Most iterations until a step and the prompts that arrive during it settle; a few suffice below the highest rate."""
 _HALVINGS = 14
 _PASSING = 1.5
-"""Decode steps that pass before one that takes in what arrives at any time: half of the one in progress, and the planned one."""
+"""Decode steps before the one that admits a new request: half of the current step, and the scheduled one."""
 BUSY = 0.85
-"""Most of the time that prefill instances are kept busy: above, queues grow without bound for small changes of the load."""
+"""Highest utilisation of prefill instances: above it, small changes of the load let queues grow without bound."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A deployment: `count` instances that decode (and, aggregated, prefill too), and `prefill_count` that prefill.
+    """A deployment: `count` instances that decode (aggregated ones also prefill), and `prefill_count` that prefill.
 
-    ttft, tpot: mean seconds. draws: of what is shown, throughput, TPOT and TTFT in each draw.
+    ttft, tpot: mean seconds. draws: throughput, TPOT and TTFT in each draw, if it has intervals.
     """
 
     mode: str
@@ -46,23 +46,23 @@ class Candidate:
     prefill_tokens: float
     ttft: float
     tpot: float
-    throughput: float  # output tokens a second of the whole
+    throughput: float  # output tokens a second of the deployment
     draws: Float64[np.ndarray, "D 3"] | None = field(default=None, compare=False, repr=False)
 
     @property
     def sides(self) -> list[tuple[Instance, int]]:
-        """(instance, how many): those that decode, and where they are others those that prefill."""
+        """(instance, number of them): decode instances, then prefill instances if they are separate."""
         apart = [(self.prefill, self.prefill_count)] if self.mode == "separated" else []
         return [(self.decode, self.count), *apart]
 
     @cached_property
     def devices(self) -> int:
-        """Devices in use."""
+        """Devices of all instances."""
         return sum(instance.layout.devices * count for instance, count in self.sides)
 
     @property
     def row(self) -> tuple:
-        """The row of a table that it stands in: the pair of layouts and the ratio of prefill to decode instances."""
+        """Key of its row in a table: mode, both layouts, and the ratio of prefill to decode instances."""
         most = math.gcd(self.prefill_count, self.count)
         ratio = (self.prefill_count // most, self.count // most) if self.mode == "separated" else ()
         return (self.mode, self.decode.layout, self.prefill.layout, ratio)
@@ -74,12 +74,12 @@ class Candidate:
 
     @property
     def per_user(self) -> float:
-        """Tokens a second that a user sees."""
+        """Output tokens a second a user."""
         return through(self.tpot, lambda seconds: 1.0 / seconds)
 
     @property
     def cost(self) -> float | None:
-        """Price of a million output tokens, in the currency of the devices' price an hour; None where that is not given."""
+        """Price of a million output tokens in the currency of the devices' price an hour; None without such prices."""
         an_hour = 0.0
         for instance, count in self.sides:
             price = instance.cluster.hardware.price_per_hour
@@ -90,15 +90,15 @@ class Candidate:
 
     @property
     def concurrency(self) -> float:
-        """Requests that decode at once; of a separated deployment the room for them, of which prefill may fill a part."""
+        """Requests that decode at the same time; disaggregated, the most that can, if prefill keeps up."""
         return self.batch * self.decode.replicas * self.count
 
     def meets(self, objective: Objective, sure: bool = False) -> bool:
-        """Whether the objectives hold at the middle estimate, or at the unfavourable end of the interval."""
+        """Whether the estimates meet the objectives. sure: whether the unfavourable ends of the intervals meet them."""
         return not self.misses(objective, sure)
 
     def misses(self, objective: Objective, sure: bool = False) -> dict[str, float]:
-        """Objective → how many times too slow: above 1."""
+        """Missed objective → factor by which it is missed, above 1."""
         missed = {}
         if (bound := objective.ttft) is not None and (ratio := (self.ttft.high if sure else self.ttft) / bound) > 1:
             missed["ttft"] = ratio
@@ -110,16 +110,16 @@ class Candidate:
         return missed
 
     def name(self) -> str:
-        """`4 × dp=8`, or `2 × dp=8 | 1 × dp=16` with prefill before the bar."""
+        """`4 × dp=8`, or `2 × dp=8 | 1 × dp=16` with prefill first."""
         hosts = self.decode.cluster.prefill is not None
         sides = [f"{n} × {i.layout}" + (f" {i.cluster.hardware.key}" if hosts else "") for i, n in self.sides]
         return " | ".join(sides[::-1]) if self.mode == "separated" else f"{self.count} × {self.decode.layout}"
 
     def to_json(self) -> dict[str, Any]:
-        """Fields of a deployment; figures as `Figure.to_json`, times in seconds.
+        """Stable fields; figures as `Figure.to_json`, times in seconds.
 
-        `expert_mesh` is null where `mesh` has the experts, `cost_per_million_output_tokens` without a price; `prefill` is of a separated
-        deployment. `batch_per_dp_rank` is running requests, `cache_tokens_per_dp_rank` usable slots.
+        `expert_mesh` is null without AFD, `cost_per_million_output_tokens` without a price. Disaggregated deployments have `prefill`.
+        `batch_per_dp_rank` counts running requests, `cache_tokens_per_dp_rank` usable slots.
         """
         decode, layout = self.decode, self.decode.layout
         fields: dict[str, Any] = {
@@ -154,7 +154,7 @@ class Candidate:
 
 
 def frontier(candidates: list[Candidate]) -> list[Candidate]:
-    """Pareto front of tokens a second a device against tokens a second a user, by the user's rate ascending."""
+    """Pareto front of tokens a second a device and tokens a second a user, by the latter, ascending."""
     front: list[Candidate] = []
     most = 0.0
     for candidate in sorted(candidates, key=lambda c: (-1.0 / c.tpot, -c.throughput / c.devices)):
@@ -166,11 +166,11 @@ def frontier(candidates: list[Candidate]) -> list[Candidate]:
 
 
 def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> Candidate:
-    """Serving whose steps have prompts and decodes together.
+    """Aggregated serving: prompts and decodes share the steps.
 
-    TPOT: a decode step, and what prompts add to it. TTFT: the steps that a request's own prompt takes beside decodes, after those in
-    progress, and after what waits before it as in an M/D/1 queue whose load is kept below 0.95. With a given concurrency each request that
-    ends is replaced by the next one, and nothing else waits.
+    TPOT: a decode step plus the time that prompts add. TTFT: the steps of the request's own prompt with decodes, after the current steps
+    and the queue, which is M/D/1 with a load of at most 0.95. With a given concurrency a new request replaces each finished one, and no
+    other request waits.
     """
     output, work, made = instance.workload.output.mean, instance.workload, instance.options.tokens_a_step
     decode = instance.decode_step(batch)
@@ -196,9 +196,9 @@ def moved(
     batch: float | None = None,
     concurrency: float | None = None,
 ) -> Candidate:
-    """Compute a deployment anew: on another cluster, with another batch or concurrency, or in the current draw.
+    """Compute a deployment again: on another cluster, with another batch or concurrency, or in the current draw.
 
-    shared: prices that deployments on that cluster have in common; pass the same dict to all.
+    shared: common prices of deployments on that cluster; pass the same dict for all of them.
     """
     cluster, shared = cluster or candidate.decode.cluster, {} if shared is None else shared
     batch, tokens = candidate.batch if batch is None else batch, candidate.prefill_tokens
@@ -217,7 +217,7 @@ def with_intervals(candidate: Candidate, draws: int = DRAWS) -> Candidate:
 
 
 def all_with_intervals(candidates: Sequence[Candidate], draws: int = DRAWS) -> list[Candidate]:
-    """Add intervals to deployments of one search, which have prices in common in each draw."""
+    """Add intervals to deployments of one search, which share prices in each draw."""
 
     def compute(some: Sequence[Candidate]) -> list[float]:
         shared: dict = {}
@@ -234,10 +234,7 @@ def all_with_intervals(candidates: Sequence[Candidate], draws: int = DRAWS) -> l
 
 @dataclass(frozen=True)
 class PrefillPool:
-    """An instance that only prefills, in steps of at most `tokens` a DP rank.
-
-    known: what `seconds_at` has found; two times in three the search asks again.
-    """
+    """A prefill instance with steps of at most `tokens` tokens a DP rank. known: results of `seconds_at`, which the search repeats."""
 
     instance: Instance
     tokens: float
@@ -247,10 +244,10 @@ class PrefillPool:
     known: dict[float, float] = field(default_factory=dict, compare=False, repr=False)
 
     def seconds_at(self, rate: float) -> float:
-        """Seconds of a prompt at so many requests a second of the instance: a step takes what arrived in the one before.
+        """Seconds of a prompt at a rate of requests a second of the instance. A step takes the prompts that arrived during the last one.
 
-        Tokens and seconds of such a step settle where `seconds = f(fullest rank's share of rate × seconds)`; f is linear from
-        one prompt a rank to a full step.
+        The result is the fixed point of `seconds = f(fullest rank's share of rate × seconds)`, with f linear from one prompt a rank to a
+        full step.
         """
         if rate not in self.known:
             self.known[rate] = self._settled(rate)
@@ -261,9 +258,9 @@ class PrefillPool:
         computed, variation, most = work.computed, work.input.variation, self.tokens
         if computed >= most or full <= alone:
             return full
-        # Tokens of the fullest rank, from one prompt to a full step. The router spreads prompts evenly, and they are whole, which adds
-        # `(ranks - 1) ÷ 2 ranks` of one on average; the largest of n normal variables is about √(2 ln n) standard deviations above
-        # their mean.
+        # Tokens of the fullest rank, from one prompt to a full step. The router spreads whole prompts evenly, so the fullest rank has
+        # `(ranks - 1) ÷ 2 ranks` of a prompt above the mean. The largest of n normal variables is about √(2 ln n) standard deviations
+        # above their mean.
         rounding, share, seconds = (ranks - 1) / (2 * ranks), 0.0, 0.0
         for _ in range(_SETTLE):
             before, seconds = seconds, alone + share * (full - alone)
@@ -278,7 +275,7 @@ class PrefillPool:
 
 
 def prefill_pool(instance: Instance, tokens: float) -> PrefillPool:
-    """`static_ctx` as a rate."""
+    """The prefill pool of an instance with steps of `tokens` tokens."""
     rate = instance.replicas / instance.prompt_seconds(tokens)
     steps = max(1.0, instance.workload.computed / tokens)
     alone = instance.prefill_step(min(instance.workload.computed, tokens)) * steps
@@ -295,13 +292,12 @@ def separated(
     *,
     between: bool = True,
 ) -> Candidate:
-    """Prefill and decode on instances of their own; the latent cache travels between them.
+    """Disaggregated serving: prefill and decode on separate instances, between which the KV cache travels.
 
-    The rate is the smallest of what the two sides and the transfer sustain, prefill and transfer at 85 % at most; where that is not
-    decode's, fewer than `batch` requests of a rank decode at once. With a given concurrency the loop is closed: of `batch` requests a
-    rank some decode and the others are at their prompts, and by Little's law all of them are the rate × their stay. seconds: of a decode
-    step of a batch, or as it is priced. between: a batch that prefill leaves no room for is priced between those that are tried, which is
-    faster, and up to 6 % off.
+    The rate is the smallest that prefill, transfer (both at 85 % at most) and decode sustain. If decode could do more, fewer than `batch`
+    requests of a rank decode at the same time. With a given concurrency the loop is closed: of `batch` requests a rank some decode and the
+    others prefill; by Little's law their number is the rate × their stay. seconds: of a decode step of a batch; None for the priced step.
+    between: interpolate the step of a batch that prefill limits, which is faster and up to 6 % off.
     """
     seconds, work = seconds or instance.decode_step, instance.workload
     closed, slots = work.concurrency is not None, instance.replicas * count
@@ -312,8 +308,8 @@ def separated(
         step = seconds(batch)
         can_decode = batch * slots / (step * steps)
     if can_decode > arriving:
-        # By Little's law: so many that decode leave at a rate that prefill and the transfer keep up with; in a closed loop, at one at
-        # which prompts take so long that the rest of the loop is full.
+        # Bisect the decoding requests: they leave at the rate that prefill and transfer sustain, or in a closed loop at the rate at which
+        # the other requests are just those that prefill.
         low, high, curve = 0.0, batch, instance.decode_curve
         for _ in range(_HALVINGS):
             running = (low + high) / 2
@@ -338,7 +334,7 @@ def separated(
 
 
 def first_token(pool: PrefillPool, prefill_count: int, instance: Instance, step: float, rate: float) -> float:
-    """Seconds to the first token at so many requests a second, beside decode steps of so many seconds. It grows with both."""
+    """TTFT in seconds at a rate of requests a second with decode steps of `step` seconds. It grows with both."""
     most = BUSY if instance.workload.concurrency is None else 0.95
     prompt, busy = pool.seconds_at(rate / prefill_count), min(most, rate / (pool.rate * prefill_count))
     exposed = exposed_transfer() * transfer_seconds(instance, pool.instance)
@@ -346,10 +342,10 @@ def first_token(pool: PrefillPool, prefill_count: int, instance: Instance, step:
 
 
 def transfer_seconds(instance: Instance, prefill: Instance) -> float:
-    """Seconds in which one request's cache travels to one replica from where its prompt was computed."""
+    """Seconds in which the KV cache of a request travels from its prefill instance to a DP rank that decodes."""
     options, prompt = instance.options, instance.workload.input.mean
     sender = prefill.cluster if instance.cluster.prefill is not None else None
-    # In dsjax one device of a replica pulls the pages and hands them to the others.
+    # In dsjax one device of a DP rank pulls the pages and passes them on to the others.
     own = options.engine.name == "dsjax"
     links = 1 if own else instance.layout.mesh.tp_size
 
@@ -362,14 +358,14 @@ def transfer_seconds(instance: Instance, prefill: Instance) -> float:
 
 
 def transfers_at_once(prefill: Instance, prefill_count: int, instance: Instance, count: int) -> float:
-    """Caches that travel at once: one of each dsjax replica; of other engines as many as all devices of the smaller side carry."""
+    """KV caches that travel at the same time: one a DP rank of dsjax; else as many as the devices of the smaller side carry."""
     own, tp = instance.options.engine.name == "dsjax", instance.layout.mesh.tp_size
     sides = ((prefill, prefill_count), (instance, count))
     return min(number * (one.replicas if own else one.layout.devices / tp) for one, number in sides)
 
 
 def _arriving(pool: PrefillPool, prefill_count: int, instance: Instance, count: int) -> float:
-    """Requests a second that prefill and the transfer keep up with."""
+    """Requests a second that prefill and transfer sustain."""
     most = BUSY if instance.workload.concurrency is None else 1.0
     moved = transfers_at_once(pool.instance, prefill_count, instance, count) / transfer_seconds(instance, pool.instance)
     return most * min(pool.rate * prefill_count, moved)

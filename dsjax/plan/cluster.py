@@ -1,4 +1,4 @@
-"""`Cluster`: devices, hosts and the links between them, from `configs/clusters/` or a file of the user's."""
+"""`Cluster`: devices, hosts and links, from `configs/clusters/` or a TOML file."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import msgspec
 from dsjax.errors import UserError
 from dsjax.hardware import Hardware, load_hardware
 from dsjax.plan.measured import COLLECTIVES, SEND_RECEIVE, MeasuredNetwork
+from dsjax.plan.rules import refuse
 from dsjax.toml_files import AboveZero, Count, bundled_names, convert, read_toml
 
 RESOURCES = ("compute", "memory bandwidth", "scale-up", "network", "latency")
@@ -30,10 +31,10 @@ _Expected = dict[Literal[*COLLECTIVES, SEND_RECEIVE], Bounds]
 
 
 class Acceptance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The table `[acceptance]`: what a measurement of the network is held against (`dsjax bench network`).
+    """The table `[acceptance]`: bounds for a measurement of the network (`dsjax bench network`).
 
-    warning, failing: how many times the expected duration of a collective is a warning, and a failure. inside_host, between_hosts:
-    collective → bounds in place of what is reckoned from the links.
+    warning, failing: multiples of the expected duration of a collective. inside_host, between_hosts: collective → bounds in place of the
+    expectation from the links.
     """
 
     warning: float = 1.5
@@ -53,9 +54,9 @@ class Acceptance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Cluster:
     """`hosts` × `devices_per_host` devices of one kind.
 
-    scale_up_devices: how many devices its fast link (NVLink, ICI) joins; a multiple or a divisor of `devices_per_host` or of all devices.
-    storage: bytes a second at which each host reads a checkpoint while all do, or None where nobody said. prefill: hosts of another kind
-    that compute prompts, while these decode; None where all are alike. The network is one switch of full bandwidth.
+    scale_up_devices: devices that the fast link (NVLink, ICI) joins; a multiple or divisor of `devices_per_host`. storage: bytes a second
+    at which each host reads a checkpoint while all hosts read, or None if unknown. prefill: hosts of another kind for prefill, while these
+    decode; None if all hosts are alike. The network is one non-blocking switch.
     """
 
     name: str
@@ -66,14 +67,14 @@ class Cluster:
     scale_up_devices: int
     network: str
     network_gbps: float  # of one network card, each way, in gigabits a second
-    nics_per_host: int  # cards that a host's devices share
-    latency: float  # seconds of the network one way, with latency_low, latency_high its range
+    nics_per_host: int  # network cards that the devices of a host share
+    latency: float  # seconds one way; latency_low, latency_high: its range
     latency_low: float
     latency_high: float
     sources: Mapping[str, str]  # field → where it is from
     storage: float | None = None
-    acceptance: Acceptance = Acceptance()  # for a measurement of the network
-    measured: MeasuredNetwork | None = None  # such a measurement, in place of the links' figures
+    acceptance: Acceptance = Acceptance()
+    measured: MeasuredNetwork | None = None  # replaces the figures of the links
     prefill: Cluster | None = None
 
     @property
@@ -83,7 +84,7 @@ class Cluster:
 
     @property
     def domain(self) -> int:
-        """Devices that reach each other without the network."""
+        """Devices of a scale-up domain."""
         return min(self.scale_up_devices, self.num_devices)
 
     @property
@@ -92,11 +93,11 @@ class Cluster:
         return self.network_gbps * 1e9 / 8 * self.nics_per_host / self.devices_per_host
 
     def domains_of(self, devices: int) -> int:
-        """Scale-up domains that so many neighbouring devices touch."""
+        """Scale-up domains of this many neighbouring devices."""
         return -(-devices // self.domain)
 
     def scaled(self, resource: str, factor: float) -> Cluster:
-        """Make a cluster with `factor` times as much of one of `RESOURCES` (latency: so many times shorter)."""
+        """Return a cluster with `factor` times as much of one of `RESOURCES` (latency: divided by `factor`)."""
         parts = {name: getattr(self, name) for name in ("prefill", "measured")}
         changed = {name: part.scaled(resource, factor) for name, part in parts.items() if part is not None}
         chip = self.hardware
@@ -113,7 +114,7 @@ class Cluster:
         return dataclasses.replace(self, **changed)
 
     def resized(self, hosts: int) -> Cluster:
-        """Make a cluster with another number of hosts."""
+        """Return a cluster with another number of hosts."""
         described = self.description if hosts == self.hosts else f"{hosts} hosts, each as in {self.description}"
         return dataclasses.replace(self, description=described, hosts=hosts)
 
@@ -157,15 +158,15 @@ class _Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def bundled_clusters() -> tuple[str, ...]:
-    """Names that `load_cluster` knows: the files of `configs/clusters`."""
+    """Names of the bundled clusters (`configs/clusters`)."""
     return bundled_names("clusters")
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
-    """A bundled name (`h20-32`) or a TOML file of the same fields.
+    """Load a bundled cluster (`h20-32`) or a TOML file with the same fields.
 
     Raises:
-        UserError: no such cluster; not TOML; a field that is missing, unknown, of the wrong kind or out of range.
+        UserError: no such cluster, no TOML, or a field that is missing, unknown, of the wrong type or out of range.
     """
     where = f"cluster {str(name_or_path)!r}"
     return _made(where, convert(where, read_toml("cluster", "clusters", name_or_path), _Cluster))
@@ -187,11 +188,7 @@ def _made(where: str, file: _Cluster) -> Cluster:
         acceptance=file.acceptance,
         prefill=file.prefill and _prefill(where, file, file.prefill),
     )
-    if cluster.domain % cluster.devices_per_host and cluster.devices_per_host % cluster.domain:
-        raise UserError(
-            f"{where}: a scale-up domain of {cluster.domain} devices and hosts of {cluster.devices_per_host} cut each other; "
-            "expected one to be a multiple of the other"
-        )
+    refuse("domains", where=where, cluster=cluster)
     return cluster
 
 

@@ -1,8 +1,7 @@
-"""`compare`: two layouts or more for one workload: each one's figures, their ratio with an interval of its own, and what decides it.
+"""`compare`: two or more layouts for one workload: their figures, the ratios with intervals, and the inputs that decide.
 
-Layouts share most of what is not known: kernels, links, the unevenness of experts. With shared draws what they share cancels in their
-ratio, so that two figures whose intervals overlap may still be told apart. What no assumption covers is told by blind predictions: how
-far measured ratios of two runs of one engine were from predicted ones.
+Layouts share most unknowns: kernels, links, expert skew. With shared draws these cancel in the ratio, which can be certain although the
+intervals of both figures overlap. Errors of the model itself come from blind predictions: the measured ÷ predicted ratios of pairs of runs.
 """
 
 import dataclasses
@@ -27,6 +26,7 @@ from dsjax.plan.network import exchanged_rows
 from dsjax.plan.precision import BF16
 from dsjax.plan.question import Question
 from dsjax.plan.recipe import read_recipe
+from dsjax.plan.rules import refuse
 from dsjax.plan.search import search
 from dsjax.plan.workload import Pins
 from dsjax.tables import table
@@ -36,7 +36,7 @@ from sharding.mesh import MeshSpec
 DRAWS = 96
 _LETTERS = string.ascii_uppercase
 METRICS = {"throughput": RATE, "tpot": TPOT, "ttft": None}
-"""Figure of a candidate → kind of the blind predictions that tell how far its ratios are off. None was of a TTFT in steady state."""
+"""Figure of a candidate → kind of blind predictions that calibrate its ratios; there are none for a TTFT in steady state."""
 _MODULES = "dsjax bench modules --model MODEL --json modules.json; then --measured modules.json"
 _NETWORK = "dsjax bench network --json network.json; then --network network.json"
 _SETTLED_BY = {
@@ -45,12 +45,12 @@ _SETTLED_BY = {
     "two recordings of expert loads; then --expert-skew FILE": ("busiest rank",),
     "dsjax bench serve with drafts; then --mtp-acceptance": ("tokens a step",),
 }
-"""What measures an input, and the option that takes the measurement → words in the input's name."""
+"""Command that measures an input, and option that takes the measurement → words in the names of such inputs."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """First layout ÷ second of one metric. better: probability that the first is better. by: what the interval rests on."""
+    """First ÷ second layout in one metric. better: probability that the first is better. by: source of the interval."""
 
     metric: str
     value: Figure
@@ -59,13 +59,13 @@ class Ratio:
 
     @property
     def told_apart(self) -> bool:
-        """Whether the interval leaves out 1."""
+        """Whether the interval excludes 1."""
         return not self.value.low <= 1 <= self.value.high
 
 
 @dataclass(frozen=True)
 class Deciding:
-    """An input that moves the ratio of rates: the ratio with it at its low and at its high end, and what would settle it."""
+    """An input that moves the ratio of rates. low, high: the ratio at the ends of its range. command: measures the input."""
 
     figure: Figure
     low: float
@@ -75,7 +75,7 @@ class Deciding:
 
 @dataclass(frozen=True)
 class Pair:
-    """The first layout against one other."""
+    """The first layout against another one."""
 
     other: Candidate
     ratios: tuple[Ratio, ...]
@@ -93,7 +93,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """candidates: in the order that was asked for, with intervals; pairs: the first against each other one."""
+    """candidates: the layouts in the given order, with intervals. pairs: the first against each of the others."""
 
     question: Question
     candidates: tuple[Candidate, ...]
@@ -111,10 +111,10 @@ class Comparison:
 def estimate(question: Question, layout: str) -> Candidate:
     """The best deployment of one layout for a question, without intervals.
 
-    layout: a mesh (`dp=32`), a prefill and a decode mesh (`tp=8|dp=24`), or a file of `dsjax plan recipe`, whose batch is taken too.
+    layout: a mesh (`dp=32`), a prefill and a decode mesh (`tp=8|dp=24`), or a file of `dsjax plan recipe`, with its batch.
 
     Raises:
-        UserError, MeshError: it is no layout of this cluster and model, or does not fit.
+        UserError, MeshError: the layout is none of this cluster and model, or does not fit.
     """
     if layout.endswith(".json"):
         return _of_recipe(question, Path(layout))
@@ -127,9 +127,7 @@ def _best(question: Question, layout: str, pins: Pins, mesh: MeshSpec | None, **
     options = dataclasses.replace(question.options, pins=pins, mesh=mesh, modes=modes, **options)
     plan = search(dataclasses.replace(question, options=options))
     found = [*plan.ranked.rows[:1], *plan.missed.rows[:1]]
-    if not found:
-        why = "its weights leave no room for one request" if plan.too_large else "it holds too few requests at once"
-        raise UserError(f"{layout} does not fit {question.cluster.name}: {why}; give a wider mesh, or shorter requests")
+    refuse("compared", found=found, too_large=plan.too_large, layout=layout, cluster=question.cluster.name)
     return found[0]
 
 
@@ -150,8 +148,7 @@ def _of_recipe(question: Question, file: Path) -> Candidate:
 
 def compare(question: Question, layouts: Sequence[str], draws: int = DRAWS) -> Comparison:
     """Compare the first layout with each of the others. Raises `UserError` or `MeshError`: those of `estimate`; fewer than two layouts."""
-    if len(layouts) < 2:
-        raise UserError(f"{len(layouts)} layout given, expected at least two: dsjax plan compare dp=32 dp=4,tp=8")
+    refuse("compare", layouts=layouts)
     candidates = tuple(with_intervals(estimate(question, layout), draws) for layout in layouts)
     first, *others = candidates
     return Comparison(question, candidates, tuple(_pair(first, other) for other in others))
@@ -165,7 +162,7 @@ def _pair(first: Candidate, other: Candidate) -> Pair:
 
 
 def ratio_of(first: Candidate, other: Candidate, metric: str) -> Ratio:
-    """First ÷ other with its interval: that of shared draws, or of what blind ratios missed by, whichever is wider."""
+    """First ÷ other, with the wider of two intervals: that of shared draws and that of blind ratios."""
     at, kind = list(METRICS).index(metric), METRICS[metric]
     value, ratios = getattr(first, metric) / getattr(other, metric), first.draws[:, at] / other.draws[:, at]
     low, high = np.quantile(ratios, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
@@ -179,16 +176,16 @@ def ratio_of(first: Candidate, other: Candidate, metric: str) -> Ratio:
 
 
 def settling(name: str) -> str:
-    """The command that measures an input, and the option that takes the measurement."""
+    """Command that measures an input, and the option that takes the measurement."""
     found = (command for command, words in _SETTLED_BY.items() if any(word in name for word in words))
     return next(found, "dsjax bench serve of both layouts: the ratio itself")
 
 
 def link_bytes(instance: Instance, batch: float) -> dict[str, float]:
-    """Bytes that a device sends in one decode step over its scale-up link, and through its share of the network.
+    """Bytes that a device sends in one decode step over its scale-up link and over its share of the network.
 
-    Experts' rows there and back in all layers, with even routing, and the sums over `tp`: as a ring inside a scale-up domain sends them,
-    and over several as NCCL's trees of hosts do, of which each device carries its part.
+    Counts dispatch and combine of all layers with even routing, and the all-reduces over `tp`: as a ring within a scale-up domain, and
+    between domains as NCCL's trees, of which each device carries its part.
     """
     config, mesh, cluster = instance.config, instance.layout.unit.mesh, instance.cluster
     model, tokens = instance.step_models()[0], batch * (1 + instance.options.drafts)
@@ -211,7 +208,7 @@ def link_bytes(instance: Instance, batch: float) -> dict[str, float]:
 
 
 def show(console: Console, comparison: Comparison) -> None:
-    """Print the layouts beside each other, and for each pair the ratios and what decides them."""
+    """Print the layouts side by side, and for each pair the ratios and the deciding inputs."""
     question = comparison.question
     names = ["<<", *(f"{letter}: {one.name()}" for letter, one in zip(_LETTERS, comparison.candidates, strict=False))]
     rows = [(title, *map(text, comparison.candidates)) for title, text in _ROWS.items()]
@@ -245,4 +242,4 @@ _ROWS: dict[str, Callable[[Candidate], str]] = {
     "MB sent a decode step, scale-up": lambda c: _megabytes(c, "scale_up"),
     "MB sent a decode step, network": lambda c: _megabytes(c, "network"),
 }
-"""Lines of the table: what they are called, and their text for a layout."""
+"""Title of each line of the table → its text for a layout."""

@@ -19,7 +19,7 @@ def compressed_projections(chip: Chip, config: ModelConfig, kind: str, tp: int, 
     """Seconds of one layer's projections. Those of compressors and indexer are made on every device of a replica."""
     matrices, _ = attention_matrices(config, tp, kind)
     time = sum(chip.product(tokens, columns, rows) for rows, columns in matrices)
-    others = compressor_columns(config, kind), config.index_n_heads if kind == "csa" else 0
+    others = compressor_columns(config, kind), config.v4.indexer.n_heads if kind == "csa" else 0
     return time + sum(chip.bf16_product(tokens, columns, config.hidden_size) for columns in others if columns)
 
 
@@ -35,7 +35,7 @@ def compressed_attention(
 ) -> float:
     """Seconds in one layer; the arguments are those of `sparse_attention`."""
     before, chunk = (context - 1, 1) if prompt is None else (context - (prompt + 1) / 2, prompt)
-    found, width = seen(config, kind, max(before, 0), chunk), config.v_head_dim
+    found, width = seen(config, kind, max(before, 0), chunk), config.v4.head_dim
     positions, rows = found.window + found.entries, read / context if read else tokens
     chosen = 0.0
     if found.scored:

@@ -242,11 +242,12 @@ def _parts(config: ModelConfig, layout: InstanceLayout, precision: Precision, la
 def _weights(config: ModelConfig, layout: InstanceLayout, precision: Precision, engine: str, mtp: bool) -> int:
     """All weights of a device, and with other engines than dsjax the absorbed matrices, which they keep beside `kv_b_proj` in bf16."""
     total = sum(weight_bytes(config, layout, precision, mtp).values())
-    if engine == "dsjax":
+    mla = config.mla
+    if engine == "dsjax" or mla is None:
         return total
     layers = config.num_hidden_layers + (config.num_nextn_predict_layers if mtp else 0)
     heads = config.num_attention_heads // layout.mesh.tp_size
-    absorbed = heads * config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim)
+    absorbed = heads * mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)
     return total + round(math.ceil(layers / layout.mesh.pp_size) * absorbed * BF16)
 
 
@@ -259,11 +260,11 @@ def _step(config: ModelConfig, layout: InstanceLayout, launch: Launch) -> float:
     Where replicas share whole experts, an expert's inner width is not cut.
     """
     mesh, tokens, width = layout.mesh.stage, launch.prefill_tokens, config.hidden_size
-    heads = config.num_attention_heads // mesh.tp_size
-    each = 2 * config.qk_head_dim + 2 * config.v_head_dim + config.qk_nope_head_dim + config.v_head_dim
+    own, heads = config.attention, config.num_attention_heads // mesh.tp_size
+    each = 2 * own.qk_head_dim + 2 * own.v_head_dim + own.qk_nope_head_dim + own.v_head_dim
     scores = 0
-    if config.index_topk is not None:  # absorbed, behind an indexer with a float32 score for each token and position
-        each = 2 * config.kv_lora_rank + config.qk_rope_head_dim + config.qk_head_dim + config.v_head_dim
+    if own.indexer is not None:  # absorbed, behind an indexer with a float32 score for each token and position
+        each = 2 * own.latent_dim + own.qk_rope_head_dim + own.qk_head_dim + own.v_head_dim
         scores = 2 * tokens * launch.longest
     most = math.inf if launch.engine == "tensorrt-llm" else _MOST_EXPERT_TOKENS
     gathered = tokens if launch.deepep else min(tokens * mesh.dp_size, max(tokens, most))

@@ -1,4 +1,4 @@
-"""One instance of a layout: its memory, its steps, and what it does in the static modes."""
+"""`Instance`: one instance of a layout, with its memory and the seconds of its steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsjax.config import ModelConfig
 from dsjax.config.layers import kinds_of
@@ -28,12 +28,20 @@ from dsjax.plan.step_basis import tables_of
 from dsjax.plan.workload import PlanOptions, Workload
 
 _LADDER = sorted({*(2**i for i in range(12)), *(3 * 2**i for i in range(10))})
-"""Batches of a DP rank that are tried."""
+"""Batches of a DP rank that the search tries."""
+
+
+class PricedStep(NamedTuple):
+    """Seconds of a step with the fastest `StepModel` that the options allow. waiting: seconds in which the device waits for launches."""
+
+    seconds: float
+    model: StepModel
+    waiting: float
 
 
 @dataclass(frozen=True)
 class Instance:
-    """A layout on a cluster, asked about a workload. steps: prices of its unit; `steps["shared"]`: of all layouts on the cluster."""
+    """A layout on a cluster with a workload. steps: prices of layouts with the same unit; `steps["shared"]`: of all on the cluster."""
 
     config: ModelConfig
     cluster: Cluster
@@ -43,9 +51,9 @@ class Instance:
     steps: dict = field(default_factory=dict, compare=False, repr=False)
 
     def on(self, cluster: Cluster, shared: dict, concurrency: float | None = None) -> Instance:
-        """Ask the layout on a cluster anew, keeping nothing that was priced before but the tables of operations.
+        """Put the layout on a cluster without its prices; only what was read from operator tables is kept.
 
-        shared: what instances on that cluster have in common. concurrency: requests in flight, in place of the workload's.
+        shared: prices of all instances on that cluster. concurrency: requests in flight instead of the workload's.
         """
         work = self.workload
         if concurrency is not None:
@@ -58,23 +66,23 @@ class Instance:
         steps = shared.setdefault(key, {"shared": shared}) if concurrency is None else {}
         if cluster is self.cluster and "decode curve" in self.steps:
             most = float(max(self.max_batch, 1))
-            with drawing(Draw()):  # else a step that was not priced yet would take this draw's assumptions
+            with drawing(Draw()):  # otherwise a step that is not priced yet would use the assumptions of this draw
                 steps.setdefault("usual curve", (self.steps["decode curve"], most, self.decode_step(most)))
         return dataclasses.replace(self, cluster=cluster, workload=work, steps=steps)
 
     def requests(self, batch: float) -> float:
-        """Running requests of a DP rank, of all batches that its stages take in turn."""
+        """Running requests of a DP rank: one batch for each pipeline stage."""
         return batch * self.layout.mesh.pp_size
 
     def kept(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the value of `make`, computed once for all layouts of the same unit."""
+        """Return the value of `make`, which is computed once for all layouts with the same unit."""
         if key not in self.steps:
             self.steps[key] = make()
         return self.steps[key]
 
     @cached_property
     def memory(self) -> Memory:
-        """What the memory of one device holds."""
+        """The memory of one device."""
         device, options = self.cluster.hardware.visible_bytes, self.options
         launch = planned_launch(options, device, self.layout, math.ceil(self.workload.held))
         aside = set_aside(self.config, self.layout, options.precision, launch)
@@ -83,50 +91,50 @@ class Instance:
 
     @cached_property
     def cache_tokens(self) -> Figure:
-        """Tokens of a DP rank's cache, with their interval."""
+        """Tokens of a DP rank's KV cache, with an interval."""
         [tokens] = spread(lambda: [self.on(self.cluster, {}).memory.cache_tokens])
         low = max(0.0, tokens.low) if tokens > 0 else tokens.low
         return Figure(tokens, low, tokens.high, tokens.kinds, unit="tokens")
 
     @property
     def places_by_load(self) -> bool:
-        """Whether experts are moved after their load while serving. dsjax does not where stages are in several processes, one a host."""
+        """Whether experts move with their load while serving. dsjax does not move them if pipeline stages are in several processes."""
         layout, engine = self.layout, self.options.engine
         apart = layout.mesh.pp_size > 1 and layout.devices > self.cluster.devices_per_host and engine.name == "dsjax"
         return engine.balances and not apart and layout.redundant > 0 and layout.expert_mesh.ep_size > 1
 
     @cached_property
     def dry_runs(self) -> tuple[DryRun, ...]:
-        """Those that were compiled for this layout."""
+        """The dry runs of this layout."""
         options = self.options
         if self.layout.experts or self.layout.mesh.pp_size > 1:
             return ()
-        # Copies of the experts never communicate, so a program of one copy is a program of all.
+        # Copies of the experts do not communicate, so that all of them run the same program.
         mine = (run for run in options.compiled if refusal(run, self) is None)
         return tuple(run for run in mine if run.layout(self.config) == self.layout.unit)
 
     @cached_property
     def replicas(self) -> int:
-        """DP ranks, each counted once for each stage: as many batches of it are under way."""
+        """DP ranks × pipeline stages: batches that are computed at the same time."""
         return self.layout.mesh.dp_size * self.layout.mesh.pp_size
 
     @cached_property
     def max_batch(self) -> int:
-        """Requests of a DP rank that the cache holds."""
+        """Requests that the cache of a DP rank holds."""
         return self.memory.max_batch(self.workload.held)
 
     def rows(self, batch: float) -> float:
-        """Requests of the fullest DP rank, for which a step's other ranks wait; a lone rank's batch may be a mean of whole ones."""
+        """Requests of the fullest DP rank, which all others wait for. The batch of a single rank may be a mean."""
         return max(1.0, batch) if self.layout.mesh.dp_size == 1 else float(math.ceil(batch - 1e-9))
 
     def batches(self) -> list[int]:
-        """Batches of a DP rank to try, up to what memory holds."""
+        """Batches of a DP rank to try, up to the largest that memory holds."""
         most = min(self.max_batch, _LADDER[-1])
         return sorted({b for b in _LADDER if b <= most} | ({most} if most else set()))
 
     @kept_in("steps")
     def step_models(self) -> list[StepModel]:
-        """With and without two-batch overlap, as the options allow; the faster one counts."""
+        """The step with and without two-batch overlap, as the options allow."""
         options, engine = self.options, self.options.engine
         own, about = engine.name == "dsjax", (self.config, self.cluster, self.layout.unit)
         alike = {"shared": self.steps.setdefault("shared", {}), "balancing": self.places_by_load}
@@ -135,90 +143,91 @@ class Instance:
                 ApartStep(*about, options, overlap=n > 1, micro_batches=n, **alike) for n in (1, options.afd_stages)
             ]
         choices = {"auto": (False, True), "on": (True,), "off": (False,)}[options.overlap]
-        if own:  # it has to be asked for, as --enable-dbo; thresholds then choose the faster
+        if own:  # with --enable-dbo only; thresholds then choose the faster one
             choices = (False, True) if options.overlap == "on" else (False,)
         if self.layout.mesh.ep_size == 1 or not engine.overlaps:
             choices = (False,)
         make = MeasuredStep if options.measured else StepModel
         return [make(*about, options, overlap=halves, **alike) for halves in choices]
 
-    def decode_step(self, batch: float) -> float:
-        """Seconds of one decode step, with the overlap that makes it faster."""
-        return self._decode(batch)[0]
-
-    def _decode(self, batch: float) -> tuple[float, StepModel]:
-        batch = self.rows(batch)
-        found = self.steps.get(("decode", batch))
-        if found is None:
-            drafts, context, uneven = self.options.drafts, self.workload.context, self.workload.uneven
-            times = []
+    def _priced(self, key: tuple, parts_of: Callable[[StepModel], dict], tokens: float, decode: bool) -> PricedStep:
+        """Price a step by its parts with each model, once for a key. tokens: of a DP rank."""
+        if key not in self.steps:
+            priced = []
             for model in self.step_models():
-                step = model.decode(batch, context, drafts=drafts, uneven=uneven) * self.pace(True, model.overlap)
-                times.append((self.staged(step, batch * (1 + drafts), True), model))
-            found = self.steps["decode", batch] = min(times, key=lambda one: one[0])
-        return found
+                parts = parts_of(model)
+                seconds = model.seconds(parts) * self.pace(decode, model.overlap)
+                priced.append(PricedStep(self.staged(seconds, tokens, decode), model, parts.get(WAITING, 0.0)))
+            self.steps[key] = min(priced, key=lambda one: one.seconds)
+        return self.steps[key]
+
+    def _decode_parts(self, model: StepModel, batch: float) -> dict[str, float]:
+        work = self.workload
+        return model.decode_parts(batch, work.context, drafts=self.options.drafts, uneven=work.uneven)
+
+    def _decode(self, batch: float) -> PricedStep:
+        batch = self.rows(batch)
+        tokens = batch * (1 + self.options.drafts)
+        return self._priced(("decode", batch), lambda model: self._decode_parts(model, batch), tokens, True)
+
+    def _prefill(self, tokens: float, busy: float = 1.0) -> PricedStep:
+        parts_of = lambda model: model.prefill_parts(tokens, busy=busy, **self._prompts)  # noqa: E731
+        return self._priced(("prefill", tokens, busy), parts_of, tokens, False)
+
+    def decode_step(self, batch: float) -> float:
+        """Seconds of one decode step."""
+        return self._decode(batch).seconds
 
     def decode_parts(self, batch: float) -> dict[str, float]:
         """Seconds of the parts of `decode_step`, which add up to it."""
-        (step, model), work = self._decode(batch), self.workload
-        parts = model.decode_parts(batch, work.context, drafts=self.options.drafts, uneven=work.uneven)
-        return _with_rest(parts, step)
+        step = self._decode(batch)
+        return _with_rest(self._decode_parts(step.model, batch), step.seconds)
 
     def prefill_step(self, tokens: float, busy: float = 1.0) -> float:
-        """`static_ctx`: seconds of one prefill step of `tokens` prompt tokens on each DP rank, or on this share of them."""
-        return self._prefill(tokens, busy)[0]
+        """Seconds of one prefill step (`static_ctx`) with `tokens` prompt tokens on each DP rank. busy: share of the ranks with prompts."""
+        return self._prefill(tokens, busy).seconds
 
     def launch_slack(self, tokens: float, busy: float = 1.0) -> float:
-        """Seconds of such a prefill step in which the device waits for launches: decodes in the same program may fill them."""
-        return self._prefill(tokens, busy)[1]
-
-    def _prefill(self, tokens: float, busy: float = 1.0) -> tuple[float, float, StepModel]:
-        key = ("prefill", tokens, busy)
-        found = self.steps.get(key)
-        if found is None:
-            times = []
-            for model in self.step_models():
-                parts = model.prefill_parts(tokens, busy=busy, **self._prompts)
-                step = model.seconds(parts) * self.pace(False, model.overlap)
-                times.append((self.staged(step, tokens, False), parts.get(WAITING, 0.0), model))
-            found = self.steps[key] = min(times, key=lambda one: one[0])
-        return found
+        """Seconds of `prefill_step` in which the device waits for launches, and which decodes in the same program can use."""
+        return self._prefill(tokens, busy).waiting
 
     def prefill_parts(self, tokens: float) -> dict[str, float]:
         """Seconds of the parts of `prefill_step`, which add up to it."""
-        step, _, model = self._prefill(tokens)
-        return _with_rest(model.prefill_parts(tokens, **self._prompts), step)
+        step = self._prefill(tokens)
+        return _with_rest(step.model.prefill_parts(tokens, **self._prompts), step.seconds)
 
     @cached_property
     def _prompts(self) -> dict[str, float]:
-        """What a prefill step is told of its prompts, whose new tokens are counted as one of them sees them: long prompts have more."""
+        """Arguments of a prefill step about its prompts. Their length is the one that a mean token sees: long prompts have more tokens."""
         work = self.workload
         weighted = work.computed * (1 + work.input.variation**2)
         return {"prompt": weighted, "cached": work.cached, "drafts": self.options.drafts}
 
     @property
     def decode_curve(self) -> Curve:
-        """Seconds of a decode step over the batch, straight between those that are tried."""
-        if "usual curve" in self.steps:  # of the same instance before a draw, which moves it up or down
+        """Seconds of a decode step over the batch, linear between the batches that the search tries."""
+        if "usual curve" in self.steps:  # of the same instance without a draw, scaled by one step of this draw
             curve, most, usual = self.steps["usual curve"]
             return curve.times(self.decode_step(most) / usual)
         if "decode curve" not in self.steps:
             tried = [float(batch) for batch in _LADDER if batch <= max(self.max_batch, 1)]
             self.steps["decode curve"] = Curve((batch, self.decode_step(batch)) for batch in tried)
-            self.decode_step(float(max(self.max_batch, 1)))  # with which draws compare theirs, kept before any of them
+            self.decode_step(float(max(self.max_batch, 1)))  # the step by which draws scale the curve
         return self.steps["decode curve"]
 
     @kept_in("steps")
     def pace(self, decode: bool, halves: bool = False) -> float:
-        """Timeline of a dry run of such a step ÷ the estimate; 1 without one, or of another engine than dsjax. halves: of a step in two
-        halves; where only the other kind was compiled, it tells."""
+        """Timeline of a dry run ÷ the estimate of the same step; 1 without a dry run, and for other engines than dsjax.
+
+        halves: prefer dry runs of a step in two halves.
+        """
         known = (run for run in self.dry_runs if not time_refusal(run, self.options))
         runs = [run for run in known if (run.step == "decode") == decode]
         run = min(runs, key=lambda run: run.halves != halves, default=None)
         return drawn(run.timeline) / self.compiled_step(run) if run else 1.0
 
     def compiled_step(self, run: DryRun) -> float:
-        """Seconds of the step that was compiled: the same rows and context, whole or in halves as that is."""
+        """Estimated seconds of the step of a dry run."""
         models = self.step_models()
         model = next((one for one in models if one.overlap == run.halves), models[0])
         if run.step == "decode":
@@ -230,12 +239,12 @@ class Instance:
         return self.batches_in_turn(batch) > 1
 
     def batches_in_turn(self, batch: float) -> int:
-        """Micro-batches that `decode_step` has: 1, 2, or where attention and experts are apart up to `--num-afd-stages`."""
-        model = self._decode(batch)[1]
+        """Micro-batches of `decode_step`: 1, 2, or with AFD up to `--num-afd-stages`."""
+        model = self._decode(batch).model
         return getattr(model, "micro_batches", 1 + model.overlap) if self.config.is_moe else 1
 
     def halved_from(self, most: int) -> int | None:
-        """Least tokens of a DP rank whose decode step is faster in two halves, as are all above it up to ``most`` requests, or None."""
+        """Fewest tokens of a DP rank from which decode steps of up to ``most`` requests are faster in two halves, or None."""
         least = None
         for batch in sorted({one for one in self.batches() if one < most} | {most}, reverse=True):
             if not self.overlapped(batch):
@@ -245,25 +254,25 @@ class Instance:
 
     def halved(self, tokens: float) -> bool:
         """Whether `prefill_step` overlaps two half batches."""
-        return self._prefill(tokens)[2].overlap and self.config.is_moe
+        return self._prefill(tokens).model.overlap and self.config.is_moe
 
     def tpot(self, batch: float) -> float:
-        """`static_gen`: seconds between a request's tokens when nothing but decoding happens."""
+        """Seconds between two tokens of a request without prompts beside it (`static_gen`)."""
         return self.decode_step(batch) / self.options.tokens_a_step
 
     def staged(self, step: float, tokens: float, decode: bool) -> float:
-        """Seconds of a step through all stages, given those of the whole model on one stage's devices. tokens: of a DP rank."""
+        """Seconds of a step through all stages. step: seconds of the whole model on the devices of one stage. tokens: of a DP rank."""
         config, mesh, own = self.config, self.layout.mesh, self.options.engine.name == "dsjax"
         if mesh.pp_size == 1:
             return step
         moved = hand_over(self.cluster, mesh, tokens, config.hidden_size, own)
-        # A batch of decodes is planned again when its results are there, and with as many batches as stages nothing hides the host.
+        # A batch of decodes is scheduled when its results arrive; with one batch for each stage nothing hides the host.
         host = assumption("host, decode, not overlapped") if decode else 0.0
         return step * fullest_stage(config, mesh.pp_size, self.options.drafts > 0) + moved + host
 
     @kept_in("steps")
     def decode_attention(self, batch: float) -> float:
-        """Seconds of the attention of a decode step's layers."""
+        """Seconds of attention in all layers of a decode step."""
         context, rows = self.workload.context, batch * (1 + self.options.drafts)
         model, kinds = self.step_models()[0], kinds_of(self.config.layer_runs)
         return sum(
@@ -272,16 +281,15 @@ class Instance:
 
     @kept_in("steps")
     def drafting(self, batch: float) -> float:
-        """Seconds of a decode step in which it makes its drafts."""
-        drafts, work = self.options.drafts, self.workload
-        if not drafts:
+        """Seconds of a decode step that its drafts take."""
+        if not self.options.drafts:
             return 0.0
-        parts = self.step_models()[0].decode_parts(batch, work.context, drafts=drafts, uneven=work.uneven)
+        parts = self._decode_parts(self.step_models()[0], batch)
         return sum(parts.get(name, 0.0) for name in MODULE)
 
     def prefill_sizes(self, chunks: bool = False) -> list[float]:
-        """Prompt tokens of a DP rank in a step to try: one prompt, and more of them while they fit the step's limit; chunks too."""
-        # Temporaries are known up to the step that was compiled, and grow with it.
+        """Prompt tokens of a DP rank in a step to try: one prompt or several within the limit of a step. chunks: also parts of a prompt."""
+        # Temporaries of larger steps than the compiled one are unknown.
         compiled = [run.step_tokens for run in self.dry_runs if run.step == "prefill"]
         most = min(self.options.prefill_tokens, max(compiled, default=math.inf))
         one = min(self.workload.computed, most)
@@ -291,11 +299,11 @@ class Instance:
         return sorted(sizes | {float(max(one, min(most, one * (most // one))))})
 
     def prompt_seconds(self, tokens: float) -> float:
-        """Seconds of the whole instance that one prompt of one DP rank costs, in steps of `tokens` a rank."""
+        """Seconds of the instance for one prompt of each DP rank, in steps of `tokens` a rank."""
         return self.prefill_step(tokens) * (self.workload.computed / tokens)
 
 
 def _with_rest(parts: dict[str, float], step: float) -> dict[str, float]:
-    """The parts of a step, and what is beyond them: stages, or what a whole engine takes beside its operations."""
+    """The parts of a step and the rest: pipeline stages, or the engine's time besides its operations."""
     rest = step - sum(parts.values())
     return parts if abs(rest) < 1e-9 * step else {**parts, "beyond single operations, and stages": rest}

@@ -74,7 +74,7 @@ def fits(
         return MeshError(f"mesh {layout.mesh} has more stages than the model has layers, {config.num_hidden_layers}")
     about = {"experts": config.n_routed_experts, "redundant": layout.redundant}
     routed = {**about, "expert_width": config.moe_intermediate_size, "expert_block": expert_block, "block": block}
-    dense = {"heads": config.head_groups, "dense_widths": _split_over_tp(config, block), "block": block}
+    dense = {"heads": config.head_groups, "dense_widths": config.widths_over_tp(block is not None), "block": block}
     try:
         if layout.experts:
             layout.expert_mesh.check_fits(heads=layout.experts, **routed)
@@ -82,19 +82,6 @@ def fits(
     except MeshError as error:
         return error
     return None
-
-
-def _split_over_tp(config: ModelConfig, block: int | None) -> dict[str, int]:
-    """Name → width of what ``tp`` splits beside routed experts, as the engine checks it at its start (`engine.setup.assembly`)."""
-    widths = {"intermediate_size": config.intermediate_size} if config.num_dense_layers else {}
-    if config.n_shared_experts:
-        widths["shared expert width"] = config.n_shared_experts * config.moe_intermediate_size
-    if block:  # whole heads always divide; their blocks of FP8 need not
-        heads, nope, value = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
-        widths["query heads' width"] = heads * config.qk_head_dim
-        widths["key and value heads' width"] = heads * (nope + value)
-        widths["value heads' width"] = heads * value
-    return widths
 
 
 def instance_sizes(devices: int, per_host: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""`Measured` and `MeasuredNetwork`: files of `dsjax bench modules` and of `dsjax bench network`, interpolated between the sizes timed."""
+"""`Measured` and `MeasuredNetwork`: files of `dsjax bench modules` and `dsjax bench network`, interpolated between measured sizes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _WIDTHS = (
 
 
 def widths(config: ModelConfig) -> dict[str, int | None]:
-    """The numbers of a configuration that a module's time depends on. Layers are not among them: they are counted, not timed."""
-    return {name: getattr(config, name) for name in _WIDTHS}
+    """The fields of a configuration that a module's time depends on. The number of layers is not one of them: times are of one layer."""
+    return {name: getattr(config, name, getattr(config.attention, name, None)) for name in _WIDTHS}
 
 
 class _Times(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ class _Ceilings(msgspec.Struct, frozen=True):
 
 
 class ModuleTimes(_Times, frozen=True):
-    """A row: one module at one size. once_s: what a call costs beside, the first time."""
+    """A row: one module at one size. once_s: seconds of a loop beside its applications."""
 
     module: str
     variant: str
@@ -75,7 +75,7 @@ class ModuleTimes(_Times, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True, eq=False):
-    """A file of `dsjax bench modules`: its rows, and what they were taken on."""
+    """A file of `dsjax bench modules`: its rows, and the device, model and formats that were measured."""
 
     format: Literal["dsjax modules 1"]
     date: str
@@ -101,29 +101,37 @@ class Measured(msgspec.Struct, frozen=True, eq=False):
         tokens: float,
         *,
         variant: str = "",
-        times: int = 1,
-        places: int = 1,
+        applications: int = 1,
+        loops: int = 1,
         scale: Callable[[float], float] = float,
         **sizes: float | str,
     ) -> float | None:
-        """Seconds of `times` applications in one call, interpolated in tokens; None where the file has no such rows.
+        """Seconds of a module's applications in one program, interpolated in tokens; None if the file has no such rows.
 
-        places: how often the module stands in the program, each of which costs `once_s`. scale: what of the tokens to interpolate
-        in, growing with them, if not the tokens themselves.
+        loops: loops of the program that apply the module; each costs `once_s`. scale: increasing function of the tokens by which seconds
+        are interpolated.
         """
         rows = sorted(self.of(module, variant, **sizes), key=lambda row: row.sizes["tokens"])
         if not rows:
             return None
         seconds, beyond = _at({scale(row.sizes["tokens"]): row.ends for row in rows}, scale(tokens))
-        return self._figure(module, seconds * times + rows[0].once_s * places, beyond)
+        return self._figure(module, seconds * applications + rows[0].once_s * loops, beyond)
 
     def attention(
-        self, form: str, rows: float, chunk: float, cached: float, *, times: int, places: int, verify: bool = False
+        self,
+        form: str,
+        rows: float,
+        chunk: float,
+        cached: float,
+        *,
+        applications: int,
+        loops: int,
+        verify: bool = False,
     ) -> float | None:
-        """Seconds of attention for `rows` of `chunk` tokens behind `cached` positions: between contexts, then between rows.
+        """Seconds of attention for `rows` of `chunk` tokens after `cached` positions, interpolated in contexts, then in rows.
 
-        verify: decode rows with drafts; timed with that many drafts, or else as rows of a token each.
-        The context is counted in the blocks that the model reads it in, of which it reads whole ones.
+        verify: decode rows with drafts, by rows with as many drafts if the file has them, else as rows of one token. Contexts count in
+        whole blocks, because the model reads whole ones. applications, loops: as in `seconds`.
         """
         decode = verify or chunk == 1
         found = self.of("attention", f"{form} verify", chunk=chunk) if verify else []
@@ -140,9 +148,9 @@ class Measured(msgspec.Struct, frozen=True, eq=False):
             points[number], beyond = _at(contexts, _reach(cached + chunk, same[0].sizes["block"]))
             outside |= beyond
         seconds, beyond = _at(points, at)
-        # Setting up does not depend on the tokens, and is told apart best where there are few of them.
+        # The cost of a loop does not depend on the tokens, and is measured best with few of them.
         once = min(found, key=lambda row: (row.sizes[size], row.sizes["context"])).once_s
-        return self._figure("attention", seconds * times + once * places, beyond or outside)
+        return self._figure("attention", seconds * applications + once * loops, beyond or outside)
 
     def _figure(self, module: str, ends: np.ndarray, beyond: bool) -> float:
         name, kinds = f"{module}, measured", Kind.MEASURED
@@ -157,7 +165,7 @@ def _reach(positions: float, block: int) -> float:
 
 
 def _at(points: Mapping[float, Sequence[float]], size: float) -> tuple[np.ndarray, bool]:
-    """(seconds at a size: middle, low, high; whether it lies beyond the points)."""
+    """Return (seconds at a size: middle, low, high; whether the size is outside the points)."""
     ends = zip(*points.values(), strict=True)
     seconds = np.array([Curve(zip(points, end, strict=True))(size) for end in ends])
     return seconds, not min(points) <= size <= max(points)
@@ -180,9 +188,9 @@ def read_measured(path: str | Path, config: ModelConfig) -> Measured:
 
 NETWORK_FORMAT = "dsjax network 1"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "ragged_all_to_all", "all_reduce")
-"""All that a step's program sends, by `jax.lax`'s names (`psum_scatter` is a reduce-scatter, `psum` an all-reduce)."""
+"""Collectives of a step's program, by `jax.lax`'s names (`psum_scatter` is a reduce-scatter, `psum` an all-reduce)."""
 SEND_RECEIVE = "send_receive"
-"""A message from one device to another, which no step sends; `dsjax bench network` times it beside the collectives."""
+"""A message from one device to another; `dsjax bench network` measures it too, but no step sends one."""
 
 
 class CollectiveCurves(NamedTuple):
@@ -211,10 +219,10 @@ class _Network(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class MeasuredNetwork:
-    """The rows of a file as curves, for a planner's `Cluster.measured`.
+    """The rows of a file as curves, for `Cluster.measured`.
 
-    curves: (collective, whether its groups span hosts) → curves for each number of ranks. inside_host, between_hosts, latency: how many
-    times as much of a link's bandwidth, or as short a latency, is asked about than was measured (`Cluster.scaled`).
+    curves: (collective, whether its groups span hosts) → curves for each number of ranks. inside_host, between_hosts: factors on the
+    measured bandwidth; latency: divisor of the measured latency (`Cluster.scaled`).
     """
 
     source: str  # the file, its date and device
@@ -225,15 +233,15 @@ class MeasuredNetwork:
     latency: float = 1.0
 
     def scaled(self, resource: str, factor: float) -> MeasuredNetwork:
-        """As it would be with `factor` times as much of one of the planner's resources."""
+        """Scale one of the planner's resources by a factor."""
         name = {"scale-up": "inside_host", "network": "between_hosts", "latency": "latency"}.get(resource)
         return dataclasses.replace(self, **{name: getattr(self, name) * factor}) if name else self
 
     def seconds(self, collective: str, between_hosts: bool, ranks: int, sent: float) -> float | None:
-        """One collective in which a device sends so many bytes; None where the file has none like it.
+        """Seconds of one collective in which a device sends so many bytes; None if the file has no such collective.
 
-        Of groups of another size than was timed, the nearest size tells, and the interval reaches to time in proportion to the ranks.
-        An exchange of several messages of other sizes (`ragged`) is told by `all_to_all` where it was not timed itself.
+        A group size that was not measured takes the nearest one; its interval extends to times in proportion to the ranks. Without
+        measurements of `ragged_all_to_all`, those of `all_to_all` apply.
         """
         if collective == "ragged_all_to_all" and (collective, between_hosts) not in self.curves:
             collective = "all_to_all"

@@ -1,6 +1,8 @@
-"""What lies in a device's memory: weights to the byte, the latent cache, and what is set aside."""
+"""Memory of a device: weights to the byte, the KV cache, and the reserve."""
 
+import functools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsjax.config import ModelConfig
@@ -20,9 +22,10 @@ from dsjax.plan.precision import Precision, bytes_of
 
 @dataclass(frozen=True)
 class StageShare:
-    """What one device of a pipeline stage holds: its part of the model, weights by component, and bytes of a cached token and of a request.
+    """One device of a pipeline stage: its part of the model, weights by component, and bytes of a cached token and of a request.
 
-    Where the model has window pages, a token has its share of those that no request holds, and a request those that it holds.
+    In a model with window pages, `cache_per_request` has the pages that a request holds, and `cache_per_token` a token's share of the
+    pages that are kept for finished requests.
     """
 
     config: ModelConfig
@@ -31,13 +34,14 @@ class StageShare:
     cache_per_request: int
 
 
+@functools.lru_cache(maxsize=4096)
 def stage_shares(
     config: ModelConfig, layout: InstanceLayout, precision: Precision, mtp: bool = False
-) -> list[StageShare]:
-    """Return the share of each stage. Exact: FP8 scales are counted block by block (ragged ends included).
+) -> Sequence[StageShare]:
+    """Return the share of each stage, exactly: FP8 scales are counted block by block, partial blocks included.
 
-    What `tp` divides: heads' matrices, MLP and shared-expert widths, the vocabulary; the latents' projections, router and
-    norms are whole on every device.
+    `tp` divides the heads' matrices, the MLP and shared-expert widths and the vocabulary. Every device holds the latents' projections,
+    the router and the norms whole.
     """
     mesh, width, shares = layout.mesh, config.hidden_size, []
     tp, shards, counts = mesh.tp_size, mesh.expert_width_shards, parameter_counts(config)
@@ -79,20 +83,20 @@ def stage_shares(
 def weight_bytes(
     config: ModelConfig, layout: InstanceLayout, precision: Precision, mtp: bool = False
 ) -> dict[str, int]:
-    """Bytes of weights on one device by component; of several stages, those of the heaviest."""
+    """Bytes of weights on one device by component; with several stages, of the stage that has most."""
     shares = stage_shares(config, layout, precision, mtp)
     return max((share.weights for share in shares), key=lambda sizes: sum(sizes.values()))
 
 
 def expert_side_bytes(config: ModelConfig, layout: InstanceLayout, precision: Precision, mtp: bool = False) -> int:
-    """Bytes of routed experts on one of the devices that have nothing else."""
+    """Bytes of weights on one device of the expert mesh (AFD), which holds routed experts only."""
     layers = config.num_moe_layers + (config.num_nextn_predict_layers if mtp else 0)
     slots = (config.n_routed_experts + layout.redundant) // layout.experts
     return layers * slots * expert_bytes(config, 1, precision)
 
 
 def expert_bytes(config: ModelConfig, shards: int, precision: Precision) -> int:
-    """Bytes of one routed expert on one device; shards: into how many pieces its width is cut."""
+    """Bytes of one routed expert on one device. shards: devices that share its width."""
     return _mlp(config.hidden_size, config.moe_intermediate_size // shards, precision, precision.expert)
 
 
@@ -101,9 +105,9 @@ def _mlp(width: int, hidden: int, precision: Precision, itemsize: float) -> int:
 
 
 def cache_bytes_per_token(config: ModelConfig, precision: Precision, mtp: bool = False) -> int:
-    """Bytes of one token in all layers of the latent cache, on each device of its replica; the MTP module's layer has its own.
+    """Bytes of one token in all layers of the KV cache, the MTP module's included, on each device of a replica.
 
-    Of a DeepSeek-V4 what a token of context adds; window pages, which a request has a few of, are left out.
+    For DeepSeek-V4: bytes that one more token of context adds, without window pages.
     """
     layers = config.num_hidden_layers + (config.num_nextn_predict_layers if mtp else 0)
     groups = precision.cache_groups(config, range(layers))
@@ -111,7 +115,7 @@ def cache_bytes_per_token(config: ModelConfig, precision: Precision, mtp: bool =
 
 
 def window_page_bytes(config: ModelConfig, precision: Precision, mtp: bool = False) -> int:
-    """Bytes of a window page, of which a request of a DeepSeek-V4 has two or more whatever its length; 0 of other models."""
+    """Bytes of a window page of DeepSeek-V4, of which a request has two or more at any length; 0 for other models."""
     layers = config.num_hidden_layers + (config.num_nextn_predict_layers if mtp else 0)
     groups = precision.cache_groups(config, range(layers))
     return sum(group.page_bytes for group in groups if group.table == "window")
@@ -119,7 +123,7 @@ def window_page_bytes(config: ModelConfig, precision: Precision, mtp: bool = Fal
 
 @dataclass(frozen=True)
 class Memory:
-    """One device: weights by component, what is set aside, and what is left for the cache. Bytes."""
+    """One device: weights by component, the reserve, and the rest for the cache. Bytes."""
 
     weights: dict[str, int]
     reserve: float
@@ -129,12 +133,12 @@ class Memory:
 
     @property
     def weights_total(self) -> int:
-        """All weights."""
+        """Bytes of all weights."""
         return sum(self.weights.values())
 
     @property
     def cache(self) -> float:
-        """Bytes left for the cache; not positive where the weights do not fit."""
+        """Bytes left for the cache; 0 or less if the weights do not fit."""
         return self.device - self.weights_total - self.reserve
 
     @property
@@ -161,11 +165,11 @@ def memory(
     dry_runs: tuple[DryRun, ...] = (),
     balanced: bool = False,
 ) -> Memory:
-    """Return the memory of one device: of several stages, of the one with room for the fewest tokens.
+    """Return the memory of one device: with several stages, of the stage with room for the fewest tokens.
 
     aside: bytes of the runtime, communication buffers, graphs and a step's temporaries (`fit.set_aside`). balanced: experts move while
-    serving, so that each device sets aside a buffer for one layer's slots. Where experts have devices of their own and do not fit there,
-    the result is such a device's memory.
+    serving, which needs a buffer for one layer's slots. If the experts do not fit the devices of their own mesh (AFD), the result is
+    the memory of one of those devices.
     """
     if layout.experts:
         experts = {"experts": expert_side_bytes(config, layout, precision, mtp)}
@@ -177,7 +181,7 @@ def memory(
     if balanced and not layout.experts:
         slots = (config.n_routed_experts + layout.redundant) // layout.mesh.ep_size
         staging = slots * expert_bytes(config, layout.mesh.expert_width_shards, precision)
-    # As many batches as there are stages share the cache of each.
+    # The cache of a stage holds one batch for each stage.
     each = [
         Memory(
             share.weights,
@@ -192,9 +196,9 @@ def memory(
 
 
 def _set_aside(device_bytes: int, usual: float, dry_runs: tuple[DryRun, ...]) -> float:
-    """What is not for weights and cache: assumed, or the larger step's temporaries as compiled and what a compiler cannot see.
+    """Bytes besides weights and cache: the assumption, or the compiled temporaries of the larger step plus what a compiler cannot see.
 
-    With a dry run of one of the two steps only, not less than what is assumed.
+    With a dry run of only one of the two steps, at least the assumption.
     """
     if not dry_runs:
         return usual

@@ -1,10 +1,9 @@
-"""A cluster of the device that modules were measured on, and whether a file may stand for a cluster's devices."""
+"""Clusters and precisions of measured devices (`--measured`), and the user's own devices in operator tables."""
 
 import dataclasses
 
 from dsjax.config import ModelConfig
 from dsjax.config.weights import PACKED
-from dsjax.errors import UserError
 from dsjax.hardware import Hardware, bundled_hardware, load_hardware
 from dsjax.hardware.this_machine import cpu_name
 from dsjax.plan.cluster import Cluster, load_cluster
@@ -20,10 +19,10 @@ _CACHES = {"bfloat16": "bf16", "float8_e4m3fn": "fp8"}
 
 
 def find_cluster(name: str | None, measured: Measured | None) -> Cluster:
-    """The cluster that is planned for. None: the devices that were measured, or a default without a file.
+    """The cluster of a plan. name: None for the measured devices, or for the default cluster if nothing was measured.
 
     Raises:
-        UserError: a file that was measured on other devices than the cluster's; `this-machine` without a file of it.
+        UserError: the file was measured on other devices than the cluster's, or `this-machine` is given without a file.
     """
     cluster = None if name == THIS_MACHINE or (measured and name is None) else load_cluster(name or _DEFAULT)
     refuse("measured", name=name, measured=measured, cluster=cluster, here=cpu_name())
@@ -31,27 +30,23 @@ def find_cluster(name: str | None, measured: Measured | None) -> Cluster:
 
 
 def with_tables(cluster: Cluster, tables: OperatorTables) -> tuple[Cluster, OperatorTables]:
-    """The cluster's devices as the tables of operations know them, and the tables with the devices of the user's that they name.
+    """Resolve the cluster's devices in the operator tables; return both, the tables with the user's devices that they name.
 
-    A device that has a bundled one's die, units, memory rate and link is that one, whatever its file is called. One whose file has no
-    `operators` is spoken of by its own tables where there are any; else H200's are carried over to it.
+    A device with the die, units, memory bandwidth and link of a bundled one is that device, whatever its file is called. A device without
+    `operators` has its own tables if there are any, and else those of the H200, scaled.
 
     Raises:
-        UserError: `operators` is a device without tables.
+        UserError: `operators` names a device without tables.
     """
     if cluster.prefill is not None:
         known, tables = with_tables(cluster.prefill, tables)
         cluster = dataclasses.replace(cluster, prefill=known)
     chip = cluster.hardware
-    if chip.operators and chip.operators not in tables.devices:
-        raise UserError(
-            f"hardware {chip.key!r}: operators is {chip.operators!r}, but tables of operations are of "
-            f"{', '.join(sorted(tables.devices))}; name the nearest of these, or give --operators FOLDER with tables of your own"
-        )
+    refuse("tables", chip=chip, devices=tables.devices)
     if chip.key in bundled_hardware():
         return cluster, tables
     if chip.key in tables.devices:
-        if any(known.key == chip.key for known in tables.own_hardware):  # as it was timed, before it was changed
+        if any(known.key == chip.key for known in tables.own_hardware):  # as it was timed, before a sweep scaled it
             return cluster, tables
         return cluster, dataclasses.replace(tables, own_hardware=(*tables.own_hardware, chip))
     chip = dataclasses.replace(chip, operators=chip.operators or "h200")
@@ -60,13 +55,13 @@ def with_tables(cluster: Cluster, tables: OperatorTables) -> tuple[Cluster, Oper
 
 
 def _timed_alike(chip: Hardware) -> tuple:
-    """What times of a device's operations depend on."""
+    """The figures of a device that operator times depend on."""
     units = (chip.platform, chip.die, chip.operators, *chip.peaks.items())
     return (*units, chip.memory_bandwidth, chip.scale_up_bandwidth)
 
 
 def _of_device(measured: Measured) -> Cluster:
-    """One host of the devices that were measured; an unknown device's rates are the ceilings that the file has."""
+    """One host with the measured devices. An unknown device has the ceilings of the file."""
     device, count = measured.device, measured.device.count
     if device.hardware:
         chip = load_hardware(device.hardware)
@@ -106,8 +101,8 @@ def _of_device(measured: Measured) -> Cluster:
 
 
 def choose_precision(name: str, cache: str, config: ModelConfig, measured: Measured | None) -> Precision:
-    """`--precision` and `--kv-cache-dtype`; `auto`: fp8, or what the model's own experts are packed in with a bf16 cache; or the formats of
-    the file, whose times are of nothing else.
+    """Resolve `--precision` and `--kv-cache-dtype`. `auto`: fp8; for a model with packed experts their format with a bf16 cache; with a
+    file, the formats that were measured.
 
     Raises:
         UserError: an unknown name, or another format than the file's.

@@ -1,4 +1,4 @@
-"""Prompts beside decodes in aggregated serving: which replicas wait when they get their prompts one by one."""
+"""Prompts in the decode steps of aggregated serving: the time that they add, with DP ranks that wait for the fullest one."""
 
 import bisect
 import functools
@@ -12,16 +12,16 @@ from dsjax.plan.instance import Instance
 
 ADP_BALANCE = "TensorRT-LLM tech blog 10, ADP Balance Strategy: an iteration takes as long as its slowest rank"
 _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
-"""Shares of replicas with prompts that are priced; between them seconds are straight."""
+"""Shares of the DP ranks with prompts for which steps are priced; others are interpolated linearly."""
 
 
 def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> tuple[float, float]:
-    """(seconds that prompts add to each token of a running request, seconds that they add to a step of decodes that has any).
+    """Return (seconds that prompts add to each token of a running request, seconds that they add to a decode step with prompts).
 
-    In a step each request gets a token, so `batch × replicas ÷ output` requests end and as many prompts take their places:
-    a Poisson number, spread evenly by the router. A step that has any lasts as long as its fullest replica computes,
-    `⌈prompts ÷ replicas⌉` of them. The low end is an engine that holds prompts back until every replica has a whole step of them, and
-    with such an engine (`Engine.holds_prompts`) the value. tokens: most prompt tokens of a replica in a step; longer prompts are chunked.
+    Each request gets a token in a step, so `batch × ranks ÷ output` requests end and as many prompts replace them: a Poisson number, spread
+    evenly by the router. A step with prompts lasts as long as its fullest DP rank, which has `⌈prompts ÷ ranks⌉`. The low end is an engine
+    that holds prompts back until every rank has a full step of them; for such an engine (`Engine.holds_prompts`) it is the value. tokens:
+    most prompt tokens of a rank in a step; longer prompts are chunked.
     """
     ranks = instance.layout.unit.mesh.dp_size
     size, most, arriving = _chunks(instance, batch, tokens, ranks)
@@ -46,10 +46,10 @@ def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> t
 
 
 def own_step(instance: Instance, batch: float, tokens: float) -> float:
-    """Seconds of the prompts in the step that takes a request's own, where each finished request is replaced by the next one.
+    """Seconds of the prompts in the step that has a request's own prompt, in a closed loop.
 
-    Its prompt arrives at the end of a step, with those of all other requests that ended in it. Seen from one of them they are one
-    and a Poisson number, so that the fullest replica has `⌈(1 + n) ÷ replicas⌉`.
+    The prompt arrives at the end of a step, with those of all requests that replace finished ones. Together they are 1 plus a Poisson
+    number n, so that the fullest DP rank has `⌈(1 + n) ÷ ranks⌉`.
     """
     ranks = instance.layout.unit.mesh.dp_size
     size, most, arriving = _chunks(instance, batch, tokens, ranks)
@@ -59,18 +59,18 @@ def own_step(instance: Instance, batch: float, tokens: float) -> float:
 
 
 def own_load(instance: Instance, batch: float, tokens: float) -> float:
-    """Prefill utilisation of a replica: its prompt tokens in a step ÷ the most that a step may take."""
+    """Prefill utilisation of a DP rank: its prompt tokens in a step ÷ the most of a step."""
     _, most, arriving = _chunks(instance, batch, tokens, 1)
     return arriving / most
 
 
 def best_step(instance: Instance, batch: float, sizes: Sequence[float]) -> float:
-    """Of these sizes of a step's prompts the one with which a token waits least for them."""
+    """The number of prompt tokens in a step, of `sizes`, with which they delay decoded tokens least."""
     return min(sizes, key=lambda size: prompts_beside_decodes(instance, batch, size)[0])
 
 
 def _chunks(instance: Instance, batch: float, tokens: float, ranks: int) -> tuple[float, int, float]:
-    """(tokens of a prompt's chunks, most of them in a step of a replica, how many arrive for so many replicas in a step)."""
+    """Return (tokens of a chunk, most chunks of a DP rank in a step, chunks that arrive in a step for this many ranks)."""
     work = instance.workload
     chunks = math.ceil(work.computed / tokens)
     size = work.computed / chunks
@@ -79,11 +79,11 @@ def _chunks(instance: Instance, batch: float, tokens: float, ranks: int) -> tupl
 
 
 def _added(instance: Instance, batch: float, tokens: float, busy: float) -> float:
-    """Seconds that a step of decodes takes longer with so many prompt tokens beside them on a replica, on `busy` of the replicas.
+    """Seconds that `tokens` prompt tokens add to a decode step of a DP rank, on `busy` of the ranks.
 
-    One program computes both: its decodes read no weights of their own, take what prompt tokens take, and attend to their contexts;
-    where the prompts alone leave the device waiting for launches, they fill that. It is never longer than both alone, which an engine
-    takes that has no such program (`Engine.mixes`).
+    One program computes both: its decodes share the reading of weights, cost as much as prompt tokens, attend to their contexts, and use
+    the time in which prompts alone would wait for launches. It takes at most as long as two separate steps, which an engine without mixed
+    steps (`Engine.mixes`) runs.
     """
     alone = _prefill(instance, tokens, busy)
     if not instance.options.engine.mixes:
@@ -93,10 +93,10 @@ def _added(instance: Instance, batch: float, tokens: float, busy: float) -> floa
 
 
 def _saved(instance: Instance, batch: float, tokens: float, busy: float) -> float:
-    """Seconds of a step of decodes that it does not take beside prompts; below zero where it saves nothing.
+    """Seconds that a mixed step saves compared with separate steps; below zero if it saves nothing.
 
-    Tokens that are verified are computed as prompts' are, and drafts are made whatever else the step has. Where programs take longer than
-    their operations (`Instance.pace`), what both kinds have in common is saved at the pace of the faster one.
+    Verified tokens cost as much as prompt tokens, and drafts are made in any case. If programs take longer than their operations
+    (`Instance.pace`), common work is saved at the pace of the faster program.
     """
     batch = instance.rows(batch)
     paces = [instance.pace(False, instance.halved(tokens)), instance.pace(True, instance.overlapped(batch))]
@@ -107,9 +107,9 @@ def _saved(instance: Instance, batch: float, tokens: float, busy: float) -> floa
 
 
 def _seconds_of_more(instance: Instance, tokens: float, others: float) -> float:
-    """Seconds that `others` more tokens add to a prefill step of `tokens`, which reads the weights anyway; without waiting for launches.
+    """Seconds that `others` more tokens add to a prefill step of `tokens`, without launches and the reading of weights.
 
-    They are interpolated linearly between steps of `tokens`, of twice and four times as many, and so on.
+    Interpolated linearly between steps of `tokens`, twice and four times as many, and so on.
     """
 
     def computing(tokens: float) -> float:
@@ -125,12 +125,12 @@ def _seconds_of_more(instance: Instance, tokens: float, others: float) -> float:
 
 
 def _prefill(instance: Instance, tokens: float, busy: float) -> float:
-    """Seconds of a step of so many prompt tokens on a share of the replicas."""
+    """Seconds of a prefill step of `tokens` tokens on a share of the DP ranks."""
     return _over_shares(busy, lambda share: instance.prefill_step(tokens, share))
 
 
 def _over_shares(share: float, seconds: Callable[[float], float]) -> float:
-    """Seconds at a share of the replicas, straight between `_SHARES`, and beyond them as at their ends."""
+    """Seconds at a share of the DP ranks, linear between `_SHARES` and constant beyond them."""
     share = min(max(share, _SHARES[0]), _SHARES[-1])
     at = bisect.bisect_left(_SHARES, share)
     if share == _SHARES[at]:
@@ -141,7 +141,7 @@ def _over_shares(share: float, seconds: Callable[[float], float]) -> float:
 
 
 def _between_whole(depth: float, seconds: Callable[[int], float]) -> float:
-    """Seconds at a number of prompts that is a mean of whole ones."""
+    """Seconds at a mean number of prompts, linear between whole numbers."""
     whole = int(depth)
     figure = seconds(whole)
     return figure if depth == whole else figure * (whole + 1 - depth) + seconds(whole + 1) * (depth - whole)
@@ -150,7 +150,7 @@ def _between_whole(depth: float, seconds: Callable[[int], float]) -> float:
 @functools.cache
 def _fullest(mean: float, ranks: int, own: int = 0) -> float:
     """Expected `⌈(own + n) ÷ ranks⌉` of a Poisson number n, with own of 0 or 1."""
-    if mean > 30:  # the rounding up adds half a prompt on average, less half a rank's share
+    if mean > 30:  # rounding up adds half a prompt on average, less half a rank's share
         return (own + mean) / ranks + (ranks - 1) / (2 * ranks)
     counts = np.arange(1, int(mean + 12 * math.sqrt(mean) + 20) + 1)
     below = np.cumsum(np.cumprod([math.exp(-mean), *(mean / counts)]))

@@ -1,4 +1,4 @@
-"""`Question`: all that a plan is asked, which batches are tried to answer it, and how many instances of a layout there is room for."""
+"""`Question`: all inputs of a plan, the batches to try, and the number of instances that the devices hold."""
 
 from __future__ import annotations
 
@@ -20,18 +20,15 @@ if TYPE_CHECKING:
     from dsjax.plan.candidate import Candidate
 
 _FEW = 64
-"""Devices up to which every size of a prefill instance is paired and every batch is tried; among more the best are enough."""
+"""Devices up to which the search pairs every size of a prefill instance and tries every batch; beyond, only the best."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """All that a plan is asked.
-
-    Devices of the user's own files are told what tables of operations speak of them where a question is made, so that every mode prices
-    them like bundled ones.
+    """All inputs of a plan. Devices from files of the user are resolved in the operator tables, so that they are priced like bundled ones.
 
     Raises:
-        UserError: a device names tables of operations that there are not, or a model whose operations are not known.
+        UserError: a device names operator tables that do not exist.
     """
 
     config: ModelConfig
@@ -49,17 +46,17 @@ class Question:
 
     @cached_property
     def devices(self) -> int:
-        """Devices that may be used."""
+        """Devices that the plan may use."""
         return min(self.cluster.num_devices, self.options.max_devices or self.cluster.num_devices)
 
     @cached_property
     def few(self) -> bool:
-        """Whether the devices are so few that everything is tried."""
+        """Whether the devices are few enough to try everything."""
         return self.devices <= _FEW
 
     @cached_property
     def bounds(self) -> Objective:
-        """The objectives, with the throughput that the rate asks for."""
+        """The objectives, with the throughput for the request rate."""
         rate, wanted = self.workload.rate, self.objective.throughput
         if rate is None:
             return self.objective
@@ -67,41 +64,40 @@ class Question:
 
     @cached_property
     def bounded(self) -> bool:
-        """Whether there is any objective to meet."""
+        """Whether there is an objective."""
         return self.bounds != Objective()
 
     @property
     def words(self) -> str:
-        """The workload and the objectives in one line."""
+        """The workload and the objectives as one line."""
         about = {"work": self.workload, "bounds": self.objective, "engine": self.options.engine.name}
         return filled("texts", "question.txt", bounded=self.bounded, **about)
 
     @property
     def order(self) -> Callable[[Candidate], tuple[float, ...]]:
-        """What candidates are sorted by, best first: tokens a second; at a given load, which all of them serve, the fewest devices for
-        it and then the fastest."""
+        """Sort key of candidates, best first: by tokens a second; with a given rate, which all of them serve, by devices, then TPOT."""
         if self.workload.rate is not None:
             return lambda c: (c.devices, c.tpot, c.ttft)
         return lambda c: (-c.throughput, c.devices, c.tpot, c.batch)
 
     def instance(self, layout: InstanceLayout, steps: dict) -> Instance:
-        """A layout, asked about this workload; steps: shared by all layouts of the same unit."""
+        """An instance of a layout for this workload. steps: a dict that all layouts with the same unit share."""
         return Instance(self.config, self.cluster, layout, self.options, self.workload, steps)
 
     def rungs(self, instance: Instance) -> list[int]:
-        """Batches to try: on many devices powers of two and the largest, between which the best are bisected."""
+        """Batches to try; on many devices only powers of two and the largest, between which the search bisects."""
         tried = instance.batches()
         return tried if self.few else [b for b in tried if b & (b - 1) == 0 or b == tried[-1]]
 
     def most_instances(self, layout: InstanceLayout) -> int:
-        """How many instances there is room for: one that fits into a host shares it, of a larger one either side has whole hosts."""
+        """Instances that the devices hold. Instances that fit a host share it; each side of a larger one has whole hosts."""
         here, attention, experts = self.cluster.devices_per_host, layout.mesh.num_devices, layout.experts
         if layout.devices <= here:
             return _room(self.devices, here, layout.devices)
         return self.devices // (_whole_hosts(attention, here) + _whole_hosts(experts, here))
 
     def devices_kept(self, instance: Instance) -> int:
-        """Devices that an instance keeps from all others: an even part of a host, or whole hosts on either side."""
+        """Devices that an instance occupies: an even part of a host, or whole hosts for each side."""
         layout, here = instance.layout, min(instance.cluster.devices_per_host, self.devices)
         if layout.devices <= here:
             return here // (here // layout.devices)
@@ -109,12 +105,12 @@ class Question:
 
 
 def users_told_apart(instance: Instance, count: int) -> int:
-    """Parts of a batch that are told apart where one is bisected: single users of the whole service, at most 64."""
+    """Resolution of a bisected batch: one user of the whole service, at most 64 parts."""
     return min(64, instance.replicas * count)
 
 
 def _room(devices: int, per_host: int, size: int) -> int:
-    """How many times `size` devices fit into so many, the last host perhaps being a part of one."""
+    """Instances of `size` devices that fit `devices`, of which the last host may be a part."""
     if size > per_host:
         return devices // _whole_hosts(size, per_host)
     hosts, rest = divmod(devices, per_host)
@@ -122,5 +118,5 @@ def _room(devices: int, per_host: int, size: int) -> int:
 
 
 def _whole_hosts(size: int, per_host: int) -> int:
-    """Devices of the fewest whole hosts that have `size` of them."""
+    """Devices of the fewest whole hosts that hold `size` devices."""
     return -(-size // per_host) * per_host

@@ -45,7 +45,12 @@ def said(engine: str, table: str, facts: Mapping[str, Any]) -> list[str]:
     return [template(rule["text"]).render(facts) for rule in rules if _holds(rule, facts)]
 
 
+def refusal(table: str, **facts: Any) -> str | None:
+    """Text of the first rule of a table of `configs/engines/refusals.toml` whose condition holds, or None."""
+    return next(iter(said("refusals", table, {"infinity": math.inf, **facts})), None)
+
+
 def refuse(table: str, **facts: Any) -> None:
-    """Raise `UserError` with the text of the first rule of a table of `configs/engines/refusals.toml` whose condition holds."""
-    if texts := said("refusals", table, {"infinity": math.inf, **facts}):
-        raise UserError(texts[0])
+    """Raise `UserError` with the text of `refusal`, if there is one."""
+    if text := refusal(table, **facts):
+        raise UserError(text)

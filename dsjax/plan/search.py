@@ -1,4 +1,4 @@
-"""The search: every layout of an instance, every way to fill the cluster with it, ranked by the objective."""
+"""The search: every layout of an instance and every way to fill the cluster with it, ranked by the objectives."""
 
 import bisect
 import dataclasses
@@ -14,18 +14,13 @@ from dsjax.plan.candidate import Candidate, aggregated, all_with_intervals, fron
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED, unfit
 from dsjax.plan.layout import InstanceLayout, layouts, with_redundancy
-from dsjax.plan.moves import cut_stage
 from dsjax.plan.program import DryRunUsage, usage
 from dsjax.plan.prompts import best_step
 from dsjax.plan.question import Question, users_told_apart
-from dsjax.plan.rules import refuse
+from dsjax.plan.rules import refusal, refuse
 from dsjax.plan.separated import separated_candidates
 from sharding import MeshSpec
 
-_NO_PAGES = (
-    "prefill and decode on instances of their own are asked for, and all layouts of this plan have stages, or attention and experts apart: "
-    "these take no pages of prompts from one another; give --mode aggregated, or other meshes"
-)
 NO_LAYOUT = (
     "no layout of the model is left to look at: the devices at hand and their hosts, and the meshes, redundant experts and widest instance "
     "that were given, allow none"
@@ -33,7 +28,7 @@ NO_LAYOUT = (
 _SHOWN = 60
 """Rows of a list."""
 _TYPICAL_BATCH = 64
-"""At which the size of a step's prompts is chosen on many devices."""
+"""Batch for which the prompt tokens of a step are chosen on many devices."""
 
 
 Row = TypeVar("Row")
@@ -41,39 +36,39 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer: the best candidate of each layout that meets the objectives, best first; of the others, nearest first.
+    """The best candidate of each layout: `ranked` meet the objectives, best first; `missed` do not, nearest first.
 
-    fitting, too_large: with and without room for one request beside the weights.
+    fitting, too_large: instances with and without memory for one request besides the weights.
     """
 
     question: Question
     ranked: Sequence[Candidate]
     missed: Sequence[Candidate]
-    frontier: Sequence[Candidate]  # of candidates that keep the TTFT's objective
-    late: Sequence[Candidate]  # those that would be on it if they did
-    considered: list[InstanceLayout]  # layouts looked at
+    frontier: Sequence[Candidate]  # Pareto front of candidates that meet the TTFT objective
+    late: Sequence[Candidate]  # candidates that would be on the front without the TTFT objective
+    considered: list[InstanceLayout]
     fitting: list[Instance]
     too_large: list[Instance]
-    every: list[Candidate]  # all candidates where none meets the objectives
+    every: list[Candidate]  # all candidates if none meets the objectives, else empty
 
     @property
     def usages(self) -> list[DryRunUsage]:
-        """What was taken of each dry run that was given."""
+        """What the plan took from each dry run."""
         return usages(self.question, self.fitting + self.too_large)
 
     @property
     def winner(self) -> Candidate | None:
-        """The best that meets the objectives."""
+        """The best candidate that meets the objectives."""
         return self.ranked[0] if self.ranked else None
 
     @property
     def best(self) -> Candidate | None:
-        """The winner, or the nearest where none meets the objectives."""
+        """The winner, or the nearest candidate if none meets the objectives."""
         return next(iter([*self.ranked[:1], *self.missed[:1]]), None)
 
 
 class Shown(Sequence[Row]):
-    """Rows that get their intervals when they are looked at: most of them never are. rows: those without."""
+    """Rows that get their intervals on access, because most are never shown. rows: without intervals."""
 
     def __init__(self, rows: Sequence[Row], with_intervals: Callable[[list[Row]], list[Row]] = all_with_intervals):
         self.rows, self._full, self._with_intervals = rows, {}, with_intervals
@@ -82,7 +77,7 @@ class Shown(Sequence[Row]):
         return len(self.rows)
 
     def __getitem__(self, at):
-        """The row at a place, or a list of those of a slice."""
+        """The row at an index, or a list of the rows of a slice."""
         places = range(len(self))[at]
         wanted = places if isinstance(at, slice) else [places]
         if missing := [place for place in wanted if place not in self._full]:
@@ -95,7 +90,7 @@ class Shown(Sequence[Row]):
 
 
 def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance], list[Instance]]:
-    """(all layouts, instances with room for at least one request, instances without)."""
+    """Return (all layouts, instances with memory for at least one request, other instances)."""
     options, widest = question.options, question.options.widest or math.inf
     options.check(question.config, question.workload)
     if options.apart:
@@ -114,14 +109,14 @@ def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance],
 
 
 def _of_one_mesh(question: Question, widest: float) -> list[InstanceLayout]:
-    """The layouts whose mesh has attention and experts, that fit and that the engine can run; `UserError` where the given one is none."""
+    """Layouts with one mesh that fit the model and that the engine can run. Raises `UserError`: the given mesh is not one of them."""
     options, config, cluster = question.options, question.config, question.cluster
     named = {options.mesh, options.pins.prefill_mesh, options.pins.decode_mesh} - {None}
     per_host, alike = min(cluster.devices_per_host, question.devices), options.precision.blocks
     stages = sorted({*options.stages, *(mesh.pp_size for mesh in named)})
     about = {"redundant": options.redundant, "copies": question.few, "stages": stages, **alike}
     found = list(layouts(config, question.devices, per_host, **about))
-    # Layouts whose DP ranks share the width of an expert are tried only where they are named.
+    # Layouts whose DP ranks share the width of an expert are tried only if they are given.
     shared_width = [(mesh, 0) for mesh in named if "etp" in mesh.axes]
     more = with_redundancy(config, shared_width, options.redundant, **alike)
     found += [layout for layout in more if question.most_instances(layout)]
@@ -135,14 +130,18 @@ def _of_one_mesh(question: Question, widest: float) -> list[InstanceLayout]:
 
 
 def _runnable(question: Question, found: list[InstanceLayout], named: set[MeshSpec]) -> list[InstanceLayout]:
-    """Without those that the engine cannot be asked for; `UserError` where a given mesh is one of them."""
+    """Leave out layouts that the engine cannot run. Raises `UserError`: a given mesh is one of them."""
     options, cluster, engine = question.options, question.cluster, question.options.engine.name
+    reasons: dict[InstanceLayout, str | None] = dict.fromkeys(found)
     if engine in LAUNCHED:
         about = (cluster.devices_per_host, cluster.hardware, options.precision)
         reasons = {layout: unfit(engine, layout, *about) for layout in found}
-    else:
-        own = engine == "dsjax"
-        reasons = {layout: cut_stage(layout, cluster.devices_per_host) if own else None for layout in found}
+    elif engine == "dsjax":
+        reasons |= {
+            one: refusal("stages", mesh=one.mesh, per_host=cluster.devices_per_host)
+            for one in found
+            if one.mesh.pp_size > 1
+        }
     kept = [layout for layout in found if reasons[layout] is None]
     for mesh in sorted(named - {layout.mesh for layout in kept}, key=str):
         if refused := next((reasons[layout] for layout in found if layout.mesh == mesh), None):
@@ -151,14 +150,14 @@ def _runnable(question: Question, found: list[InstanceLayout], named: set[MeshSp
 
 
 def usages(question: Question, among: Sequence[Instance]) -> list[DryRunUsage]:
-    """What a plan over these instances takes of each dry run that was given."""
+    """What a plan over these instances takes from each dry run."""
     weights = {i.layout.unit: i.memory.weights_total for i in among if i.layout.mesh.pp_size == 1}
     return [usage(run, question, weights) for run in question.options.compiled]
 
 
 def search(question: Question) -> Plan:
     """Answer a question. Deterministic; no JAX."""
-    # What is kept of prices is millions of small objects without a cycle; looking for cycles among them costs more than making them.
+    # Prices are millions of small objects without cycles; collecting garbage would take longer than making them.
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -175,10 +174,10 @@ def _search(question: Question) -> Plan:
     if "aggregated" in modes:
         candidates += _aggregated(question, fitting)
     if "separated" in modes:
-        # Pages are not handed over between engines with stages, nor with experts apart.
+        # Engines with pipeline stages or AFD do not hand over KV pages.
         decoding = [one for one in fitting if one.layout.mesh.pp_size == 1 and not one.layout.experts]
-        if fitting and not decoding and "aggregated" not in modes:
-            raise UserError(_NO_PAGES)
+        if "aggregated" not in modes:
+            refuse("pages", fitting=fitting, decoding=decoding)
         if decoding:
             first = [one for one in of_prefill(question, fitting) if one.layout.mesh.pp_size == 1]
             candidates += separated_candidates(question, decoding, first)
@@ -194,15 +193,15 @@ def _search(question: Question) -> Plan:
 
 
 def of_prefill(question: Question, fitting: list[Instance]) -> list[Instance]:
-    """Instances that may compute prompts: the same, or those on hosts of another kind where the cluster has two."""
+    """Instances that may prefill: all that fit, or those on the cluster's hosts for prefill."""
     if question.cluster.prefill is not None:
-        # A mesh that is given is of every instance; one that those hosts are too few for is no answer.
+        # A given mesh applies to every instance, also on these hosts.
         return instances(dataclasses.replace(question, cluster=question.cluster.prefill))[1]
     return fitting
 
 
 def _best_of_each(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The first of each pair of layouts and mode, and of each ratio of prefill to decode instances."""
+    """The first candidate of each mode, pair of layouts, and ratio of prefill to decode instances."""
     best: dict[tuple, Candidate] = {}
     for candidate in candidates:
         best.setdefault(candidate.row, candidate)
@@ -216,7 +215,7 @@ def _aggregated(question: Question, fitting: list[Instance]) -> list[Candidate]:
         counts, fullest = [most], []
         if question.workload.rate is not None:
             fullest = _fullest(question, instance, sizes)
-            # The fewest that serve the rate.
+            # The fewest instances that serve the rate.
             counts = (
                 [min(most, math.ceil(bounds.throughput / max(one.throughput for one in fullest)))]
                 if fullest
@@ -240,7 +239,7 @@ def _aggregated(question: Question, fitting: list[Instance]) -> list[Candidate]:
 
 
 def _fullest(question: Question, instance: Instance, sizes: Sequence[float]) -> list[Candidate]:
-    """For each prefill size, return one instance at the largest batch that meets TTFT and TPOT, where any does."""
+    """For each prefill size, one instance at the largest batch that meets TTFT and TPOT, if there is one."""
     found, parts = [], users_told_apart(instance, question.most_instances(instance.layout))
     bounds = dataclasses.replace(question.objective, throughput=None)
     users = range(1, question.rungs(instance)[-1] * parts + 1)
@@ -254,7 +253,7 @@ def _fullest(question: Question, instance: Instance, sizes: Sequence[float]) -> 
 
 
 def _sizes(question: Question, instance: Instance) -> list[float]:
-    """Prompt tokens of a step to try beside decodes; on many devices the best one at a typical batch for all batches."""
+    """Prompt tokens of a step to try with decodes; on many devices only the best size at a typical batch."""
     sizes = instance.prefill_sizes(chunks=True)
     if question.few:
         return sizes
@@ -264,9 +263,9 @@ def _sizes(question: Question, instance: Instance) -> list[float]:
 
 
 def _filled(question: Question, known: list[Candidate]) -> list[Candidate]:
-    """Between the batches that were tried, the largest that meets the objectives (with a given rate the least), by bisection.
+    """Bisect between tried batches for the largest that meets the objectives (with a given rate, the smallest).
 
-    Throughput grows with the batch: where the upper of two batches is no better than the best so far, nothing between them is tried.
+    Throughput grows with the batch, so nothing is tried below a batch that is no better than the best candidate.
     """
     objective, order = question.bounds, question.order
     if not question.bounded:

@@ -17,9 +17,10 @@ SCORE_PASSES = 3
 
 def index_projections(chip: Chip, config: ModelConfig, tokens: float) -> float:
     """Seconds of one layer's index queries, keys and weights of heads; every device of a replica makes them for all its tokens."""
-    query = chip.product(tokens, config.index_n_heads * config.index_head_dim, config.q_lora_rank)
-    key = chip.product(tokens, config.index_head_dim, config.hidden_size)
-    return query + key + chip.bf16_product(tokens, config.index_n_heads, config.hidden_size)
+    indexer = config.mla.indexer
+    query = chip.product(tokens, indexer.n_heads * indexer.head_dim, config.mla.q_lora_rank)
+    key = chip.product(tokens, indexer.head_dim, config.hidden_size)
+    return query + key + chip.bf16_product(tokens, indexer.n_heads, config.hidden_size)
 
 
 def sparse_attention(
@@ -32,11 +33,12 @@ def sparse_attention(
     """
     _, key = chip.precision.cache_groups(config, (0,))
     chosen = choice(chip, config, tokens, context, (read if prompt is None else read + tokens) * key.page_bytes)
-    latent, rank = config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank
+    mla, rank = config.mla, config.mla.kv_lora_rank
+    latent, topk = rank + mla.qk_rope_head_dim, mla.indexer.topk
     if prompt is None:
-        return chosen + gathered_decode(chip, heads, tokens, float(config.index_topk), latent, rank)
-    masked = chip.prefill_attention(heads, tokens, tokens / prompt, context, config.qk_head_dim + config.v_head_dim)
-    positions = mean_chosen(config.index_topk, context - (prompt + 1) / 2, prompt)
+        return chosen + gathered_decode(chip, heads, tokens, float(topk), latent, rank)
+    masked = chip.prefill_attention(heads, tokens, tokens / prompt, context, mla.qk_head_dim + mla.v_head_dim)
+    positions = mean_chosen(topk, context - (prompt + 1) / 2, prompt)
     return chosen + min(masked, gathered_prefill(chip, heads, tokens, positions, latent, rank))
 
 
@@ -47,7 +49,8 @@ def choice(chip: Chip, config: ModelConfig, tokens: float, seen: float, key_byte
     """
     fp8 = chip.precision.cache < BF16
     peak = chip.hardware.fp8_flops if fp8 else chip.hardware.bf16_flops
-    flops = 2.0 * tokens * seen * config.index_n_heads * (config.index_head_dim + 1)
+    indexer = config.attention.indexer
+    flops = 2.0 * tokens * seen * indexer.n_heads * (indexer.head_dim + 1)
     scores = max(flops / (assumption("index scores, share of peak") * peak), chip.stream(key_bytes))
     return scores + chip.stream(4.0 * SCORE_PASSES * tokens * seen)
 

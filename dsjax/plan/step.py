@@ -267,25 +267,25 @@ class StepModel(StepBasis):
         config, chip, tp = self.config, self.chip, self.layout.mesh.tp_size
         if kind in COMPRESSED:
             return compressed_projections(chip, config, kind, tp, tokens)
-        heads, width, rank = config.num_attention_heads // tp, config.hidden_size, config.kv_lora_rank
-        query = config.q_lora_rank or width
-        latent = rank + config.qk_rope_head_dim + (query if config.query_compressed else 0)
-        time = chip.product(tokens, latent, width) + chip.product(tokens, heads * config.qk_head_dim, query)
-        time += chip.product(tokens, width, heads * config.v_head_dim)
-        if config.index_topk is not None:
+        mla, heads, width = config.mla, config.num_attention_heads // tp, config.hidden_size
+        rank, query = mla.kv_lora_rank, mla.q_lora_rank or width
+        latent = rank + mla.qk_rope_head_dim + (mla.q_lora_rank or 0)
+        time = chip.product(tokens, latent, width) + chip.product(tokens, heads * mla.qk_head_dim, query)
+        time += chip.product(tokens, width, heads * mla.v_head_dim)
+        if mla.indexer is not None:
             time += index_projections(chip, config, tokens)
-        both = heads * (config.qk_nope_head_dim + config.v_head_dim)
+        both = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         return time + (chip.bf16_product(tokens, both, rank) if absorbed else chip.product(tokens + read, both, rank))
 
     def _streamed(self, tokens: float, decode: bool, kind: str = "mla") -> float:
         """Bytes that a layer's small operations read and write: a count of their operands, each once."""
         config, tp = self.config, self.layout.mesh.tp_size
-        heads = config.num_attention_heads // tp
+        own, heads = config.attention, config.num_attention_heads // tp
         norms = 2 * 7 * config.hidden_size
-        norms += 3 * ((config.q_lora_rank or 0) + config.kv_lora_rank + config.qk_rope_head_dim)
-        rotation = 4 * heads * config.qk_head_dim
-        keys = 0 if decode or kind in COMPRESSED else 2 * heads * (config.qk_head_dim + config.qk_nope_head_dim)
-        output = 3 * heads * config.v_head_dim + 8 * compressor_columns(config, kind)
+        norms += 3 * ((own.q_lora_rank or 0) + own.latent_dim + own.qk_rope_head_dim)
+        rotation = 4 * heads * own.qk_head_dim
+        keys = 0 if decode or kind in COMPRESSED else 2 * heads * (own.qk_head_dim + own.qk_nope_head_dim)
+        output = 3 * heads * own.v_head_dim + 8 * compressor_columns(config, kind)
         shared = 0 if self.layout.fused else config.n_shared_experts  # the routed experts' are in their products' times
         return tokens * (norms + rotation + keys + output + 5 * config.moe_intermediate_size * shared / tp)
 
@@ -315,27 +315,27 @@ class StepModel(StepBasis):
         if kind in COMPRESSED:
             prompt = None if decode else mean_prompt(tokens, read, context)
             return compressed_attention(self.chip, config, kind, heads, tokens, read, context, prompt)
+        mla = config.mla
         # Of a prompt's tokens, whose mean is `context`, half see more.
-        if config.index_topk is not None and context * (1 if decode else 2) > config.index_topk:
+        if mla.indexer is not None and context * (1 if decode else 2) > mla.indexer.topk:
             prompt = None if decode else mean_prompt(tokens, read, context)
             return sparse_attention(self.chip, config, heads, tokens, read, context, prompt)
         if not decode:
             return self._prompt_attention(tokens, read, context, self.absorbs(tokens, read, context))
         # Drafts of a request are further query rows on the same cached positions.
         rows = read / context if context else tokens
-        latent = config.kv_lora_rank + config.qk_rope_head_dim
+        latent = mla.kv_lora_rank + mla.qk_rope_head_dim
         each = max(1.0, tokens / max(rows, 1e-9))
-        return self.chip.decode_attention(heads * each, rows, context, latent, config.kv_lora_rank)
+        return self.chip.decode_attention(heads * each, rows, context, latent, mla.kv_lora_rank)
 
     def _prompt_attention(self, tokens: float, read: float, context: float, absorbed: bool) -> float:
         """Seconds in one layer of prompts, in either form. read = tokens × cached ÷ prompt, context = cached + (prompt + 1) / 2."""
-        config = self.config
-        heads, rank = config.num_attention_heads // self.layout.mesh.tp_size, config.kv_lora_rank
-        prompt, latent = mean_prompt(tokens, read, context), rank + config.qk_rope_head_dim
+        mla, heads = self.config.mla, self.config.num_attention_heads // self.layout.mesh.tp_size
+        prompt, rank = mean_prompt(tokens, read, context), mla.kv_lora_rank
         if absorbed:
+            latent = rank + mla.qk_rope_head_dim
             return self.chip.decode_attention(heads * prompt, tokens / prompt, context, latent, rank)
-        widths = config.qk_head_dim + config.v_head_dim
-        return self.chip.prefill_attention(heads, tokens, tokens / prompt, context, widths)
+        return self.chip.prefill_attention(heads, tokens, tokens / prompt, context, mla.qk_head_dim + mla.v_head_dim)
 
     def absorbs(self, tokens: float, read: float, context: float) -> bool:
         """Whether prompts behind cached positions use absorbed attention instead of expanding every cached latent.
@@ -343,11 +343,11 @@ class StepModel(StepBasis):
         The form that is faster by published kernel times counts, which for a few tokens behind many is the absorbed one; the recipe passes
         it to the engine. read, context: as in `attention`.
         """
-        config = self.config
-        if read <= 0 or config.index_topk is not None:
+        mla = self.config.mla
+        if read <= 0 or mla is None or mla.indexer is not None:
             return False
-        more = 2 * config.kv_lora_rank + config.qk_rope_head_dim - config.qk_head_dim - config.v_head_dim
-        expanded = (config.qk_nope_head_dim + config.v_head_dim) * config.kv_lora_rank
+        more = 2 * mla.kv_lora_rank + mla.qk_rope_head_dim - mla.qk_head_dim - mla.v_head_dim
+        expanded = (mla.qk_nope_head_dim + mla.v_head_dim) * mla.kv_lora_rank
         if tokens * context * more > read * expanded:  # more operations, at no more of them a second
             return False
 

@@ -1,4 +1,4 @@
-"""Sensitivity: the winner, and the best replacement, as the network, the number of hosts or the users in flight change."""
+"""Sensitivity of the winner, and the best plan, to the network, the number of hosts, and the requests in flight."""
 
 import dataclasses
 import math
@@ -9,6 +9,7 @@ from typing import Any
 from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate, moved, with_intervals
 from dsjax.plan.question import Question
+from dsjax.plan.rules import refuse
 from dsjax.plan.search import search
 
 _QUANTITIES = {
@@ -22,15 +23,17 @@ _QUANTITIES = {
     ),
     "concurrency": ("requests in flight", "concurrency=1,16,256", (1, 4, 16, 64, 256, 1024, 4096)),
 }
-"""What may be swept: its unit, an example, and usual points; of hosts times those at hand."""
+"""Quantity → unit, example, default points (for `hosts`, multiples of the cluster's)."""
 Point = tuple[float, float | None]
-"""A value of a swept quantity; of hosts perhaps with so many requests in flight."""
+"""A value of a swept quantity; for hosts, optionally with requests in flight."""
 
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """A value; the winner's deployment there, and the best of all layouts, objectives met or not (None: cannot run); requests in flight
-    that were given with a number of hosts."""
+    """One point: the winner's deployment and the best plan at this value, None if they cannot run.
+
+    met: whether the best plan meets the objectives. users: requests in flight that were given with a number of hosts.
+    """
 
     value: float
     same: Candidate | None
@@ -46,7 +49,7 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A quantity, its unit, the value of the cluster as it is, and the points."""
+    """A swept quantity. now: its value on the given cluster."""
 
     quantity: str
     unit: str
@@ -68,10 +71,10 @@ class Sweep:
 
 
 def read_sweep(text: str) -> tuple[str, tuple[Point, ...]]:
-    """`latency`, or `latency=1,10,100` with points of one's own, in the quantity's unit; `hosts=8:400` has 400 requests in flight.
+    """Read `latency`, or `latency=1,10,100` with points in the quantity's unit; `hosts=8:400` has 400 requests in flight.
 
     Raises:
-        UserError: an unknown quantity; points that are none, or out of range.
+        UserError: an unknown quantity, or points that are no numbers or out of range.
     """
     quantity, given, numbers = text.partition("=")
     if quantity not in _QUANTITIES:
@@ -98,13 +101,13 @@ def read_sweep(text: str) -> tuple[str, tuple[Point, ...]]:
 
 
 def sweep(question: Question, winner: Candidate, quantity: str, points: Sequence[Point] = ()) -> Sweep:
-    """A quantity around a plan's winner, at the points that are given or at usual ones, and (but of hosts) at the cluster as it is.
+    """Vary a quantity around a plan's winner, at the given or default points and (except for hosts) at the cluster's own value.
 
     Raises:
-        UserError: more hosts lost than there are; other numbers of hosts with a bound on the devices.
+        UserError: more lost hosts than the cluster has, or other numbers of hosts with a bound on the devices.
     """
     cluster, bound, output = question.cluster, question.options.max_devices, winner.decode.workload.output.mean
-    # Requests in flight by Little's law: where prefill holds the winner back, it has room for more.
+    # Requests in flight by Little's law; a winner that prefill limits could hold more.
     in_flight = winner.throughput / output * (winner.ttft + winner.tpot * max(output - 1, 0))
     now, changed = {
         "latency": (cluster.latency * 1e6, lambda to: cluster.scaled("latency", now / to)),
@@ -114,18 +117,12 @@ def sweep(question: Question, winner: Candidate, quantity: str, points: Sequence
         "concurrency": (float(max(1, round(in_flight))), lambda to: cluster),
     }[quantity]
     unit, _, usual = _QUANTITIES[quantity]
-    if quantity == "hosts" and bound is not None:
-        raise UserError(
-            f"--sweep hosts asks for other numbers of hosts, and --max-devices {bound} bounds the devices; leave one of them out"
-        )
     if quantity == "hosts":
         usual = [float(int(now * factor)) for factor in usual if now * factor >= 1]
     elif quantity == "loss-of-hosts":
         usual = usual[: cluster.hosts]
     tried = set(points or [(value, None) for value in usual]) | ({(now, None)} if quantity != "hosts" else set())
-    most = max(value for value, _ in tried)
-    if quantity == "loss-of-hosts" and most >= cluster.hosts:
-        raise UserError(f"--sweep loss-of-hosts={most:g}: the cluster has {cluster.hosts} hosts; expected fewer")
+    refuse("sweep", quantity=quantity, bound=bound, most=max(value for value, _ in tried), cluster=cluster)
     found = []
     for value, users in sorted(tried, key=lambda point: (point[0], point[1] or 0.0)):
         there = dataclasses.replace(question, cluster=changed(value))
@@ -142,15 +139,14 @@ def _point(question: Question, winner: Candidate, value: float, users: float | N
     try:
         plan = search(there)
     except UserError:
-        # The question itself was answered: it is the mesh that was given that is no layout of fewer hosts.
+        # The question itself has an answer, so it is the given mesh that does not fit fewer hosts.
         return SweepPoint(value, same, None, False, users)
-    best = next(iter([*plan.ranked[:1], *plan.missed[:1]]), None)
-    return SweepPoint(value, same, best, plan.winner is not None, users)
+    return SweepPoint(value, same, plan.best, plan.winner is not None, users)
 
 
 def _same(question: Question, winner: Candidate, there: Question) -> Candidate | None:
-    """The winner's deployment: on fewer hosts with as many of its instances as fit, the requests of lost ones being lost; on a multiple
-    of the hosts as many times."""
+    """The winner's deployment: on fewer hosts with the instances that still fit, whose requests are kept; on a multiple of the hosts with
+    as many times the instances."""
     cluster, users = there.cluster, there.workload.concurrency
     times = 1 if cluster.prefill is not None else max(1, there.devices // question.devices)
     count, first = winner.count * times, winner.prefill_count * times

@@ -1,4 +1,4 @@
-"""What is asked of a deployment: lengths, load, objectives; and the choices that are not layouts."""
+"""Workload, objectives, and the options of a plan that are not layouts."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from sharding.mesh import MeshSpec
 
 FIRST, _, _ = ends("acceptance of the first draft")
 FADING = ends("acceptance of a further draft")
-"""Chance of a further draft ÷ the chance of the one before it, each where all before were accepted: value, low, high."""
+"""Acceptance rate of a draft ÷ that of the draft before it, given that all earlier ones were accepted: value, low, high."""
 _UNSURE = 0.05
-"""How far a given acceptance may be off, each way."""
+"""Uncertainty of a given acceptance rate, each way."""
 DISPATCHES = ("deepep", "auto", "gather", "padded", "ragged", "hierarchical")
 
 
@@ -37,10 +37,10 @@ class Lengths:
 
     mean: float
     variation: float = 0.0
-    even: bool = False  # drawn evenly around the mean, as benchmarks with a range draw them, and not log-normal
+    even: bool = False  # uniform around the mean, as benchmarks with a range draw lengths; else log-normal
 
     def around(self, ratio: float) -> Lengths:
-        """Lengths evenly between mean × (1 - ratio) and mean × (1 + ratio), as vLLM's `--random-range-ratio` has them."""
+        """Uniform lengths from mean × (1 - ratio) to mean × (1 + ratio), as with vLLM's `--random-range-ratio`."""
         return Lengths(self.mean, ratio / math.sqrt(3), True)
 
     @classmethod
@@ -61,7 +61,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class RequestClass:
-    """Requests of one kind: their share of all, and their lengths."""
+    """A class of requests: its share of all requests, and its lengths."""
 
     name: str
     share: float
@@ -86,11 +86,11 @@ class RequestClass:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests. concurrency: in flight at once; rate: requests a second; at most one of them, none asks for the most.
+    """Requests and their load: `concurrency` (requests in flight) or `rate` (requests a second), or neither for as many as possible.
 
-    prefix_hit: share of a prompt's tokens that are found in the cache. classes: of which the lengths are a mixture; mean values
-    know its mean and variation, the simulation draws each request from one. decoding_at: cached positions of every request, for decode
-    steps alone; None: what input and output make of them.
+    prefix_hit: share of a prompt's tokens that the prefix cache holds. classes: classes of the mixture; estimates use its mean and
+    variation, the simulation draws each request from a class. decoding_at: cached positions of every request, for decode steps alone;
+    None: derived from input and output.
     """
 
     input: Lengths
@@ -103,7 +103,7 @@ class Workload:
 
     @classmethod
     def of_classes(cls, classes: Sequence[RequestClass], **others) -> Workload:
-        """A mixture of classes. Raises `UserError` where their shares are not all requests, or a name is given twice."""
+        """Make a mixture of classes. Raises `UserError` if the shares do not add up to 1, or two classes have the same name."""
         total = sum(one.share for one in classes)
         if abs(total - 1) > 1e-6 or len({one.name for one in classes}) < len(classes):
             raise UserError(f"--class has shares of {total:g} together; expected 1 in all, and each name once")
@@ -121,33 +121,33 @@ class Workload:
 
     @property
     def kinds(self) -> tuple[RequestClass, ...]:
-        """The classes; one without a name where there are none."""
+        """The classes, or a single one without a name."""
         return self.classes or (RequestClass("", 1.0, self.input, self.output),)
 
     @property
     def computed(self) -> float:
-        """Prompt tokens that are computed for a mean request."""
+        """Mean prompt tokens of a request that are computed."""
         return max(1.0, self.input.mean * (1 - self.prefix_hit))
 
     @property
     def cached(self) -> float:
-        """Prompt tokens that are found."""
+        """Mean prompt tokens of a request that the prefix cache holds."""
         return self.input.mean - self.computed if self.prefix_hit else 0.0
 
     @property
     def context(self) -> float:
-        """Mean positions that a decoded token attends to: long outputs have more tokens."""
+        """Mean positions that a decoded token attends to. Long outputs have more tokens, and weigh more."""
         return self.decoding_at or self.input.mean + self.output.mean * (1 + self.output.variation**2) / 2
 
     @property
     def uneven(self) -> float:
-        """Coefficient of variation of the contexts in a batch: requests are at any point of their outputs."""
+        """Coefficient of variation of the contexts in a batch, whose requests are at random points of their outputs."""
         spread = (self.input.mean * self.input.variation) ** 2 + self.output.mean**2 / 12
         return 0.0 if self.decoding_at else spread**0.5 / self.context
 
     @property
     def held(self) -> float:
-        """Tokens that a request's place in the cache must be able to take: its end, not its mean."""
+        """Tokens of a request at its end, for which the KV cache needs room."""
         return self.decoding_at or self.input.mean + self.output.mean
 
 
@@ -160,15 +160,12 @@ class Objective:
     throughput: float | None = None
 
     def __post_init__(self):
-        bounds = (("--ttft-ms", self.ttft, 1e3), ("--tpot-ms", self.tpot, 1e3), ("--throughput", self.throughput, 1))
-        for flag, value, factor in bounds:
-            if value is not None and not 0 < value < math.inf:
-                raise UserError(f"{flag} is {value * factor:g}, expected a number above 0")
+        refuse("objective", o=self)
 
 
 @dataclass(frozen=True)
 class Pins:
-    """What is given of a separated service (meshes and numbers of its instances), or of attention and experts apart."""
+    """Given meshes and numbers of instances of a disaggregated service, or given meshes of AFD."""
 
     prefill_mesh: MeshSpec | None = None
     decode_mesh: MeshSpec | None = None
@@ -179,13 +176,13 @@ class Pins:
 
     @property
     def separated(self) -> bool:
-        """Whether anything of a separated service is given."""
+        """Whether a mesh or a number of a disaggregated service is given."""
         given = (self.prefill_mesh, self.decode_mesh, self.prefill_count, self.decode_count)
         return any(value is not None for value in given)
 
 
 class Asked(Protocol):
-    """The fields that a `Question` and an `Instance` (one layout of it) have in common."""
+    """The common fields of a `Question` and an `Instance`, which is one layout of it."""
 
     config: ModelConfig
     cluster: Cluster
@@ -195,84 +192,65 @@ class Asked(Protocol):
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Choices that are not layouts. Raises `UserError` for a value out of range, or two that exclude each other."""
+    """Options of a plan that are not layouts. Raises `UserError` for a value out of range, and for options that exclude each other."""
 
     precision: Precision = PRECISIONS["fp8"]
     drafts: int = 0  # of the MTP module, a step
-    acceptance: float | tuple[float, ...] = FIRST  # chance that the first draft is accepted, or each position's
+    acceptance: float | tuple[float, ...] = FIRST  # acceptance rate of the first draft, or of each position
     redundant: int | None = None  # experts; None: tried
     skew: Skew = DEFAULT_SKEW
-    overlap: str = "auto"  # two-batch overlap: on, off, or auto: the faster; of dsjax `on` is that, and `auto` is off
+    overlap: str = "auto"  # two-batch overlap: on, off, or auto for the faster; dsjax takes the faster with `on` only
     modes: tuple[str, ...] = ("aggregated", "separated")
     prefill_tokens: int = 16384  # most prompt tokens of a DP rank in one step
     max_devices: int | None = None  # of the cluster's; None: all
-    dispatch: str = "deepep"  # or one of dsjax's own methods, priced as XLA's collectives
-    compiled: tuple[DryRun, ...] = ()  # taken where they are of a layout
-    mesh: MeshSpec | None = None  # of every instance; None: searched
-    measured: Measured | None = None  # times of modules, taken where they are of a layout
+    dispatch: str = "deepep"  # or a method of dsjax, priced as XLA's collectives
+    compiled: tuple[DryRun, ...] = ()  # dry runs, each used for its layout
+    mesh: MeshSpec | None = None  # of every instance; None: search
+    measured: Measured | None = None  # module times, used for layouts that they fit
     operators: OperatorTables = BUNDLED
     engine: Engine = PUBLISHED
     pins: Pins = field(default_factory=Pins)
     widest: int | None = None  # most devices of an instance; None: all
-    fused: bool = False  # the shared expert is a routed one, with a copy on each device
-    afd_stages: int = 2  # micro-batches with attention and experts apart, where that is faster
-    stages: tuple[int, ...] = (1,)  # numbers of pipeline stages that are looked at
+    fused: bool = False  # the shared expert is computed as a routed one, with a copy on each device
+    afd_stages: int = 2  # most micro-batches with AFD
+    stages: tuple[int, ...] = (1,)  # numbers of pipeline stages to search
 
     def __post_init__(self):
-        for flag, given, known in (
-            ("--dispatch", [self.dispatch], DISPATCHES),
-            ("--two-batch-overlap", [self.overlap], ("auto", "on", "off")),
-            ("--mode", self.modes, ("aggregated", "separated")),
-        ):
-            if not given or not set(given) <= set(known):
-                raise UserError(f"{flag} is {', '.join(given)!r}, expected one of {', '.join(known)}")
-        refuse("options", o=self, engine=self.engine)
-        for flag, value, least in (
-            ("--prefill-instances", self.pins.prefill_count, 1),
-            ("--decode-instances", self.pins.decode_count, 1),
-            ("--mtp", self.drafts, 0),
-            ("--prefill-tokens", self.prefill_tokens, 1),
-            ("--max-devices", self.max_devices, 1),
-            ("--max-devices-per-instance", self.widest, 1),
-            ("--redundant-experts", self.redundant, 0),
-            ("--stages", min(self.stages), 1),
-        ):
-            if value is not None and value < least:
-                raise UserError(f"{flag} is {value}, expected at least {least}")
+        refuse("options", o=self, engine=self.engine, dispatches=DISPATCHES)
 
     @property
     def apart(self) -> bool:
-        """Whether attention and experts are on devices of their own."""
+        """Whether attention and experts have meshes of their own (AFD)."""
         return self.pins.attention_mesh is not None
 
     @property
     def possible_modes(self) -> tuple[str, ...]:
-        """Those of `modes` that the engine has."""
+        """The modes to search that the engine has."""
         modes = ("separated",) if self.pins.separated else self.modes
         return tuple(mode for mode in modes if mode != "separated" or self.engine.transfers)
 
     @property
     def tokens_a_step(self) -> float:
-        """Tokens that a decode step yields for a request: the next one, and drafts while all before were accepted."""
+        """Tokens of a request that a decode step produces: the next one and the accepted drafts."""
         return tokens_a_step(self.acceptance, self.drafts)
 
     def check(self, config: ModelConfig, workload: Workload) -> None:
-        """Raise `UserError` where the model has no MTP module for drafts, no positions for the mean request, or the engine lacks it."""
+        """Raise `UserError` if the engine or the model lacks an option, or the model has too few positions for the mean request."""
         self.check_launch(config, workload)
         longest = max(kind.input.mean + kind.output.mean for kind in workload.kinds)
         refuse("lengths", longest=longest, config=config)
 
     def check_launch(self, config: ModelConfig, workload: Workload) -> None:
-        """Raise `UserError` where the engine lacks it, or the model has no MTP module for drafts, or no positions for `--context`."""
+        """Raise `UserError` if the engine or the model lacks an option, or the model has too few positions for `--context`."""
         name = ("dsjax serve" if self.engine.name == "dsjax" else self.engine.name) + self.engine.of_models
         change = "change that, or give --engine published for engines that can"
         refuse("launch", o=self, engine=self.engine, config=config, work=workload, name=name, change=change)
 
 
 def tokens_a_step(acceptance: float | Sequence[float], drafts: int) -> float:
-    """The next token, and drafts while all before were accepted.
+    """Tokens of a decode step: the next one and the accepted drafts.
 
-    acceptance: of the first draft, or of each position the share of steps in which its draft was accepted, as vLLM logs it.
+    acceptance: rate of the first draft, or for each position the share of steps in which its draft was accepted, as vLLM logs it.
     """
     if not drafts:
         return 1.0
@@ -289,7 +267,7 @@ def tokens_a_step(acceptance: float | Sequence[float], drafts: int) -> float:
 
 
 def read_acceptance(text: str) -> float | tuple[float, ...]:
-    """`0.85`: of the first draft; `0.74,0.48,0.26`: of each position. Raises `UserError`: neither."""
+    """Read the rate of the first draft (`0.85`), or of each position (`0.74,0.48,0.26`). Raises `UserError`: neither."""
     try:
         shares = tuple(float(part) for part in text.split(","))
     except ValueError:

@@ -164,7 +164,7 @@ def serve_model(
 
     front_end_listeners: one for each front end process; empty: this process serves HTTP itself, on `listener`.
     """
-    from dsjax.engine.async_engine import AsyncEngine
+    from dsjax.engine.engine_thread import AsyncEngine
     from dsjax.serve.front_ends.engine_server import EngineServer
     from dsjax.serve.front_ends.shared_engine import SharedEngine
     from dsjax.serve.server import Server

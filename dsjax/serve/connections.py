@@ -19,7 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from dsjax.background import contained
+from dsjax.background import contained, note_failure
 from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.text.outputs import RequestOutput
 from dsjax.serve.errors import ApiError, anthropic_body, to_api_error
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 CONNECTION_SEND = "connection_send"
 """Key in a scope's state of the connection's own `send`, which bypasses the middlewares."""
 MAX_HEAD_BYTES = 64 * 1024
-_UNWATCHED = ("client watch", "A request is computed to its end, whether or not its client is there.")
+_UNWATCHED = "A request is computed to its end, whether or not its client is there."
 PROBES = frozenset({b"/health", b"/ready"})
 """Paths that are answered even on connections beyond the limit."""
 _MOST_PROBES = 64
@@ -167,7 +167,7 @@ class EventStream(StreamingResponse):
 
     async def _watch(self, receive: Receive) -> None:
         if await _disconnected(receive):
-            with contained(*_UNWATCHED):
+            with contained("client watch", _UNWATCHED):
                 self._outputs.fail(ClientGoneError())
 
     async def _send_answer(self, send: Send) -> None:
@@ -246,11 +246,13 @@ async def unless_client_leaves(request: Request, work: Awaitable[Answer]) -> Ans
 
 async def _disconnected(receive: Receive) -> bool:
     """Return True once the client has left; False at once if that cannot be watched."""
-    with contained(*_UNWATCHED):
+    try:
         while (await receive())["type"] != "http.disconnect":
             pass
         return True
-    return False
+    except Exception as error:
+        note_failure("client watch", error, _UNWATCHED)
+        return False
 
 
 class _HeadTooLargeError(Exception):

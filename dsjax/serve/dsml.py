@@ -17,8 +17,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dsjax.engine.text.detokenizer import FoundMarker, find_first, num_undecided
 from dsjax.engine.text.prompt_encoder import DSML, PromptEncoder, V4Encoder, V32Encoder, json_text
+from dsjax.engine.text.stop_strings import FoundMarker, find_first, num_undecided
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.tool_calls import CallFormat, CallParser, MessagePiece, closed_schema
 

@@ -6,7 +6,7 @@
 import enum
 from collections.abc import Mapping, Sequence
 
-from dsjax.engine.text.detokenizer import find_first, num_undecided
+from dsjax.engine.text.stop_strings import find_first, num_undecided
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.tool_calls import OUTPUT_END, OUTPUTS_END, MessagePiece, ToolCallParser
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dsjax.engine.async_engine import ThreadedEngine
 from dsjax.engine.contract.executor import ExpertCounts
 from dsjax.engine.core import EngineCore
+from dsjax.engine.engine_thread import ThreadedEngine
 from dsjax.engine.request_streams import OutputStream, RequestStreams
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.serve.errors import ApiError

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsjax.engine.contract.structured_params import StructuredOutputs
-from dsjax.engine.text.detokenizer import find_first, num_undecided
 from dsjax.engine.text.json_schema import each_schema, enforceable
+from dsjax.engine.text.stop_strings import find_first, num_undecided
 from dsjax.engine.text.structured import COMPACT_JSON_OPTIONS, JSON_OPTIONS, lark_text
 from dsjax.engine.text.tokenizer import Tokenizer
 
@@ -63,10 +63,7 @@ class CallFormat(ABC):
     def _rules(
         self, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, several: bool, options: Mapping[str, Any]
     ) -> tuple[str, list[str]]:
-        """Return the start rule's right side, which uses `call`, and the rules `call_0`, `call_1`, … with those that they use.
-
-        options: llguidance's for JSON.
-        """
+        """Return the start rule's right side, which uses `call`, and all rules for `call_0`, `call_1`, … options: llguidance's for JSON."""
 
     @abstractmethod
     def parser(self, most: int) -> "CallParser":

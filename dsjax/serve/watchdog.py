@@ -10,8 +10,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
-from dsjax.engine.async_engine import ThreadedEngine
 from dsjax.engine.core import EngineCore
+from dsjax.engine.engine_thread import ThreadedEngine
 from dsjax.engine.schedule.request import Request, Status
 
 HANG_EXIT_CODE = 70

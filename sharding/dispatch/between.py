@@ -33,7 +33,7 @@ from sharding.dispatch.config import default_capacity
 from sharding.dispatch.entry import ExpertsOfMesh, pad_per_dp_rank, unpad_per_dp_rank
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.local import RankExperts
-from sharding.dispatch.route import Route, fill_cells, plan_route
+from sharding.dispatch.route import cells_of, fill_cells, plan_route
 from sharding.dispatch.statistics import DispatchStatistics
 from sharding.dispatch.wire import WireFormat
 from sharding.indices import counted
@@ -151,7 +151,7 @@ class Between:
             packed = jnp.concatenate(
                 [self.wire.pack(x_TD, slots_TK, weights_TK, nothing), self.wire.empty_row(nothing)]
             )
-            cell_TK, _ = self._cells(route, r)
+            cell_TK, _ = cells_of(route, self.capacity, r)
             rows = packed.take(fill_cells(cell_TK, self.group.size * self.capacity), axis=0, mode="clip")
             return jnp.split(rows, self.parts), route.counts_G[None]
 
@@ -218,12 +218,6 @@ class Between:
             payload_bytes=payload,
             wire_bytes=rounds * (self.bytes_there + self.bytes_back) if padded else payload,
         )
-
-    def _cells(self, route: Route, r: Array | int) -> tuple[Int[Array, "T K"], Array]:
-        """Find, on a token device, the cell of each choice's row in round ``r``, and whether this choice has the row sent."""
-        place_TK = route.place_TK - r * self.capacity
-        now_TK = route.sends_TK & (place_TK >= 0) & (place_TK < self.capacity)
-        return jnp.where(now_TK, route.rank_TK * self.capacity + place_TK, self.group.size * self.capacity), now_TK
 
     def _terms(self, slots_TK, returned, r: Array | int, before) -> Float[Array, "T K D"]:
         """What came back in round ``r`` of each choice of a device's tokens; ``before`` where nothing did."""

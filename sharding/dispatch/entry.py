@@ -24,11 +24,11 @@ from sharding.dispatch.memory import Memory
 from sharding.dispatch.methods import Alone, ByChoice, InChunks
 from sharding.dispatch.padded import Padded
 from sharding.dispatch.ragged import Ragged
-from sharding.dispatch.transit import ExchangePlan, Method, Transit, run_together
+from sharding.dispatch.transit import ExchangePlan, Method, Stage, Transit, in_turn, run_together
 from sharding.dispatch.wire import WireFormat
 from sharding.errors import MeshError
 from sharding.mesh import MeshSpec
-from sharding.on_ranks import on_one_rank, on_ranks
+from sharding.on_ranks import OneRank, on_ranks
 
 
 def dispatch(
@@ -70,8 +70,8 @@ def dispatch(
         spec, mesh, config, x_TD, slots_TK, _leading_dimension(params) if experts is None else experts, home
     )
     ranks = ExpertsOfMesh(local_experts, params, param_specs)
-    transit = exchange.compute(exchange.begin(x_TD, slots_TK, weights_TK), ranks)
-    return exchange.finish(transit, ranks)
+    arrived = in_turn(exchange.there, exchange.prepare(x_TD, slots_TK, weights_TK))
+    return exchange.add(in_turn(exchange.back, exchange.compute(arrived, ranks)), ranks)
 
 
 class ExpertsOfMesh(NamedTuple):
@@ -84,18 +84,16 @@ class ExpertsOfMesh(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """One dispatch in parts: ``dispatch`` runs ``begin``, ``compute`` and ``finish``.
+    """One dispatch in parts: ``prepare``, the exchanges ``there``, ``compute``, the exchanges ``back``, and ``add``.
 
-    ``begin`` is ``prepare``, ``send`` and ``relay``; ``finish`` is ``answer``, ``relay_back`` and ``add``. ``send`` and ``answer`` are only
-    the collectives that carry rows. ``relay`` and ``relay_back`` are the second stage's collectives, and the reordering of rows between
-    the stages; without a second stage (``relays``) they do nothing. Each part passes a ``Transit`` to the next, whose arrays have a
-    leading axis for the rank, over ``spec.token_axes``.
+    The first exchange of a way is only collectives that carry rows; a second one reorders the rows before it. Each part passes a
+    ``Transit`` to the next, whose arrays have a leading axis for the rank, over ``spec.token_axes``.
 
     tokens: number of tokens of the whole step; the other fields are as in ``dispatch``. Make it with ``Exchange.of``.
     """
 
     spec: MeshSpec
-    mesh: Mesh
+    mesh: Mesh | OneRank
     config: DispatchConfig
     group: ExpertGroup
     method: Method
@@ -104,9 +102,16 @@ class Exchange:
 
     @classmethod
     def of(
-        cls, spec: MeshSpec, mesh: Mesh, config: DispatchConfig, x_TD, slots_TK, experts: int, home: bool = False
+        cls,
+        spec: MeshSpec,
+        mesh: Mesh | OneRank,
+        config: DispatchConfig,
+        x_TD,
+        slots_TK,
+        experts: int,
+        home: bool = False,
     ) -> Exchange:
-        """Make the exchange for arrays of these shapes. Arguments and errors as of ``dispatch``."""
+        """Make the exchange for arrays of these shapes. Arguments and errors as of ``dispatch``; mesh: as of ``sharding.on_ranks``."""
         tokens, top_k = slots_TK.shape
         if tokens % spec.dp_size:
             raise MeshError(
@@ -122,31 +127,24 @@ class Exchange:
         method = _method(group, config, home, on_rank, top_k, x_TD.shape[1], x_TD.dtype)
         return cls(spec, mesh, config, group, method, tokens, home)
 
-    def begin(self, x_TD: Float[Array, "T D"], slots_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"]) -> Transit:
-        """Send the tokens to the ranks of their experts; ``compute`` takes the result."""
-        return self.relay(self.send(self.prepare(x_TD, slots_TK, weights_TK)))
-
     def prepare(
         self, x_TD: Float[Array, "T D"], slots_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"]
     ) -> Transit:
-        """Pack the tokens for sending."""
+        """Pack the tokens for sending; arguments as of ``dispatch``."""
         pad = partial(pad_per_dp_rank, dp=self._dp_ranks, multiple=self.spec.tp_size)
         inputs = pad(x_TD, fill=0), pad(slots_TK, fill=-1), pad(weights_TK.astype(jnp.float32), fill=0)
         run = self._on_ranks(lambda *inputs: _stacked(self.method.prepare(*inputs)), (self._over_ranks,) * 3)
         return run(*inputs)
 
-    def send(self, transit: Transit) -> Transit:
-        """Exchange the packed rows."""
-        return self._travel(self.method.send, transit)
+    @property
+    def there(self) -> tuple[Stage, ...]:
+        """The exchanges of packed rows: one, or two through a forwarding rank."""
+        return tuple(partial(self._travel, stage) for stage in self.method.there)
 
     @property
-    def relays(self) -> bool:
-        """Whether rows travel in two stages, through a forwarding rank."""
-        return self.method.relays
-
-    def relay(self, transit: Transit) -> Transit:
-        """Forward the rows from the ranks between the two stages."""
-        return self._travel(self.method.relay, transit) if self.relays else transit
+    def back(self) -> tuple[Stage, ...]:
+        """The exchanges of the experts' results."""
+        return tuple(partial(self._travel, stage) for stage in self.method.back)
 
     def compute(self, transit: Transit, experts: ExpertsOfMesh) -> Transit:
         """Apply the experts to the rows that arrived."""
@@ -156,20 +154,8 @@ class Exchange:
 
         return self._on_ranks(on_rank, (self._over_ranks, experts.param_specs))(transit, experts.params)
 
-    def finish(self, transit: Transit, experts: ExpertsOfMesh) -> tuple[Float[Array, "T D"], Counts | None]:
-        """Return the experts' results to their tokens and add them up; returns what ``dispatch`` returns."""
-        return self.add(self.relay_back(self.answer(transit)), experts)
-
-    def answer(self, transit: Transit) -> Transit:
-        """Exchange the experts' results."""
-        return self._travel(self.method.answer, transit)
-
-    def relay_back(self, transit: Transit) -> Transit:
-        """Forward the results from the ranks between the two stages."""
-        return self._travel(self.method.relay_back, transit) if self.relays else transit
-
     def add(self, transit: Transit, experts: ExpertsOfMesh) -> tuple[Float[Array, "T D"], Counts | None]:
-        """Add the returned results, after any further rounds."""
+        """Add the returned results, after any further rounds; returns what ``dispatch`` returns."""
 
         def on_rank(transit: Transit, params: Any) -> tuple[jax.Array, Counts]:
             y_TD, counts = self.method.add(_own(transit), self._experts(experts, params))
@@ -180,13 +166,13 @@ class Exchange:
         tokens = self.tokens // self.spec.dp_size * self._dp_ranks
         return unpad_per_dp_rank(y_TD, tokens, self._dp_ranks), counts if self.config.report else None
 
-    def _travel(self, part: Callable[[Transit], Transit], transit: Transit) -> Transit:
+    def _travel(self, part: Stage, transit: Transit) -> Transit:
         return self._on_ranks(lambda transit: _stacked(part(_own(transit))), (self._over_ranks,))(transit)
 
     @property
     def _dp_ranks(self) -> int:
-        """Number of DP ranks whose tokens the arrays hold: 1 inside ``on_one_rank``."""
-        return 1 if on_one_rank() else self.spec.dp_size
+        """Number of DP ranks whose tokens the arrays hold."""
+        return 1 if isinstance(self.mesh, OneRank) else self.spec.dp_size
 
     def _experts(self, experts: ExpertsOfMesh, params: Any) -> RankExperts:
         return RankExperts(self.group, experts.local_experts, params, self.config.report, self.home)

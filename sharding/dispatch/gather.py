@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from einops import rearrange
 from jax import lax
 from jaxtyping import Array
 
@@ -158,13 +159,13 @@ class GatherByChoice(Method):
         """The terms of this rank's experts."""
         rows, slots_NK, weights_NK, _ = self.wire.unpack(transit.rows)
         terms_NJD, seen = experts.terms(rows, slots_NK, weights_NK)
-        return Transit(terms_NJD.reshape(-1, self.wire.width), transit.kept._replace(seen=seen))
+        return Transit(rearrange(terms_NJD, "n j d -> (n j) d"), transit.kept._replace(seen=seen))
 
     def answer(self, transit: Transit) -> Transit:
         """One ``all_to_all``, and the sums over parts of a width."""
-        group, each = self.group, self.tokens * self._columns
-        returned = group.exchange_all(transit.rows).reshape(group.size, group.width, each, -1)
-        return Transit(add_as_tree(jnp.moveaxis(returned, 1, 0)).reshape(group.size * each, -1), transit.kept)
+        sizes = {"g": self.group.size, "w": self.group.width}
+        returned = rearrange(self.group.exchange_all(transit.rows), "(g w each) d -> w g each d", **sizes)
+        return Transit(rearrange(add_as_tree(returned), "g each d -> (g each) d"), transit.kept)
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
         """Each token's terms in the order of its choices."""

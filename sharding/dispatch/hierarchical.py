@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
 from sharding.dispatch.collectives import Collective, over_width, spread
@@ -27,7 +28,7 @@ from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.local import goes_to
 from sharding.dispatch.padded import Padded
 from sharding.dispatch.route import Route, add_returned, cells_of, fill_cells, plan_route
-from sharding.dispatch.transit import ExchangePlan, Transit
+from sharding.dispatch.transit import ExchangePlan, Stage, Transit
 from sharding.dispatch.wire import WireFormat
 
 
@@ -53,7 +54,6 @@ class Hierarchical(Padded):
     tokens: int
 
     name = "hierarchical"
-    relays = True
 
     @classmethod
     def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, home: bool) -> Hierarchical:
@@ -80,6 +80,16 @@ class Hierarchical(Padded):
     def stages(self) -> tuple[ExpertGroup, ExpertGroup]:
         """Who meets between hosts, and inside one."""
         return self.group.in_two_stages()
+
+    @property
+    def there(self) -> tuple[Stage, ...]:
+        """Between hosts, and then inside each."""
+        return self.send, self.relay
+
+    @property
+    def back(self) -> tuple[Stage, ...]:
+        """Inside each host, and then between them."""
+        return self.answer, self.relay_back
 
     @property
     def _blocks(self) -> int:
@@ -147,13 +157,12 @@ class Hierarchical(Padded):
     def _onward(self, slots_NK: Int[Array, "N K"], turn: jax.Array | int) -> _Way:
         """Where the rows that crossed go inside this host: to each rank a run of cells of each sender."""
         between, inside = self.stages
-        N, K = slots_NK.shape
         here_NK = (slots_NK >= 0) & (slots_NK // between.experts == between.index())
         local_NK = jnp.where(here_NK, slots_NK - between.index() * between.experts, -1)
-        senders = local_NK.reshape(between.size, -1, K)
+        senders = rearrange(local_NK, "(sender n) k -> sender n k", sender=between.size)
         route = jax.vmap(partial(plan_route, inside))(senders)
         place = route.place_TK - turn * self.capacity
         now = route.sends_TK & (place >= 0) & (place < self.capacity)
         run = route.rank_TK * between.size + jnp.arange(between.size)[:, None, None]
         cell = jnp.where(now, run * self.capacity + place, self.group.size * self.capacity)
-        return _Way(cell.reshape(N, K), now.reshape(N, K))
+        return _Way(*(rearrange(a, "sender n k -> (sender n) k") for a in (cell, now)))

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -51,17 +52,17 @@ class RankExperts:
     ) -> tuple[Float[Array, "N J D"], Counts]:
         """What each of this rank's experts gives for each row, with its weight, zero where there is none; and the counts.
 
-        J is K, or the number of experts that the rank has, where that is less: then column j is expert j. Where ``local_experts`` has
-        a method ``terms``, it gives this; otherwise it is called with every row J times.
+        J is K, or the number of experts that the rank has, where that is less: then column j is expert j. A method ``terms`` of
+        ``local_experts`` gives this; where there is none, or it gives None, ``local_experts`` is called with every row J times.
         """
-        local_NK = self._local(slots_NK)
-        ids, weights = fewer_columns(local_NK, weights_NK, self.group.experts + self.home)
-        if hasattr(self.local_experts, "terms"):
-            return self.local_experts.terms(self.params, rows_ND, ids, weights), self._seen(ids)
-        N, J = ids.shape
-        repeated = rows_ND.take(jnp.repeat(jnp.arange(N), J), axis=0)
-        out = self.local_experts(self.params, repeated, ids.reshape(N * J, 1), weights.reshape(N * J, 1))
-        return out.reshape(N, J, -1), self._seen(ids)
+        ids, weights = fewer_columns(self._local(slots_NK), weights_NK, self.group.experts + self.home)
+        terms = getattr(self.local_experts, "terms", None)
+        found = None if terms is None else terms(self.params, rows_ND, ids, weights)
+        if found is None:
+            repeated = rows_ND.take(jnp.repeat(jnp.arange(len(ids)), ids.shape[1]), axis=0)
+            single = (rearrange(array, "n j -> (n j) 1") for array in (ids, weights))
+            found = rearrange(self.local_experts(self.params, repeated, *single), "(n j) d -> n j d", n=len(ids))
+        return found, self._seen(ids)
 
     def together(
         self, rows_ND: Float[Array, "N D"], slots_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"]

@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import lax
 from jaxtyping import Array
 
 from sharding.dispatch.collectives import Collective
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.local import Counts, RankExperts, home_slots
-from sharding.dispatch.transit import ExchangePlan, Method, Transit, whole_exchange
+from sharding.dispatch.transit import ExchangePlan, Method, Stage, Transit, whole_exchange
 from sharding.dispatch.wire import WireFormat
 from sharding.sums import add_in_order
 
@@ -75,25 +76,25 @@ class ByChoice(Method):
         home = (x_TD, *home_slots(slots_TK)) if self.home else None
         if self.apart:
             x_TD = jnp.repeat(x_TD, self.top_k, axis=0)
-            slots_TK, weights_TK = slots_TK.reshape(-1, 1), weights_TK.reshape(-1, 1)
+            slots_TK, weights_TK = (rearrange(a, "t k -> (t k) 1") for a in (slots_TK, weights_TK))
         inner = self.method.prepare(x_TD, slots_TK, weights_TK)
         return Transit(inner.rows, (inner.kept, home))
 
     @property
-    def relays(self) -> bool:
-        """As ``method``."""
-        return self.method.relays
+    def there(self) -> tuple[Stage, ...]:
+        """As ``method`` has them."""
+        return self.send, *map(self._beside_home, self.method.there[1:])
+
+    @property
+    def back(self) -> tuple[Stage, ...]:
+        """As ``method`` has them."""
+        return self.answer, *map(self._beside_home, self.method.back[1:])
 
     def send(self, transit: Transit) -> Transit:
         """As ``method`` does; and the pooling of own tokens over ``tp``."""
         kept, home = transit.kept
         inner = self.method.send(Transit(transit.rows, kept))
         return Transit(inner.rows, (inner.kept, home and tuple(map(self.group.pool_width, home))))
-
-    def relay(self, transit: Transit) -> Transit:
-        """As ``method`` does."""
-        inner = self.method.relay(self._inner(transit))
-        return Transit(inner.rows, (inner.kept, transit.kept[1]))
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
         """As ``method`` does; and the expert that own tokens use."""
@@ -107,18 +108,13 @@ class ByChoice(Method):
         inner = self.method.answer(Transit(transit.rows, kept))
         return Transit(inner.rows, (inner.kept, None if own is None else self.group.share_width(own)))
 
-    def relay_back(self, transit: Transit) -> Transit:
-        """As ``method`` does."""
-        inner = self.method.relay_back(self._inner(transit))
-        return Transit(inner.rows, (inner.kept, transit.kept[1]))
-
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
         """The terms in the order of choices, and the own expert's behind them."""
         kept, own = transit.kept
         y, counts = self.method.add(Transit(transit.rows, kept), experts.without_home)
         if self.apart:
-            tokens = y.shape[0] // self.top_k
-            y = add_in_order(y.reshape(tokens, self.top_k, -1).astype(jnp.float32), axis=1).astype(y.dtype)
+            terms = rearrange(y, "(t k) d -> t k d", k=self.top_k)
+            y = add_in_order(terms.astype(jnp.float32), axis=1).astype(y.dtype)
         return y if own is None else y + own, counts
 
     def rounds(self, transit: Transit) -> Array | None:
@@ -135,8 +131,16 @@ class ByChoice(Method):
 
     def after_further(self, transit: Transit, so_far: Any) -> Transit:
         """As ``method`` does."""
-        inner = self.method.after_further(self._inner(transit), so_far)
-        return Transit(inner.rows, (inner.kept, transit.kept[1]))
+        return self._beside_home(lambda inner: self.method.after_further(inner, so_far))(transit)
+
+    def _beside_home(self, stage: Stage) -> Stage:
+        """A stage of ``method``'s, past which the own expert's rows or sums are carried."""
+
+        def carried(transit: Transit) -> Transit:
+            inner = stage(self._inner(transit))
+            return Transit(inner.rows, (inner.kept, transit.kept[1]))
+
+        return carried
 
     def _inner(self, transit: Transit) -> Transit:
         return Transit(transit.rows, transit.kept[0])
@@ -158,14 +162,14 @@ class InChunks(Method):
         """Cut the tokens into chunks."""
         pad = partial(pad_rows, rows=self.chunks * self.chunk)
         inputs = pad(x_TD, fill=0), pad(slots_TK, fill=-1), pad(weights_TK, fill=0)
-        return Transit([array.reshape(self.chunks, self.chunk, -1) for array in inputs], None)
+        return Transit([rearrange(array, "(chunks t) w -> chunks t w", t=self.chunk) for array in inputs], None)
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
         """Exchange and compute chunk after chunk."""
         _, (y, counts) = lax.scan(
             lambda _, inputs: (None, whole_exchange(self.method, *inputs, experts)), None, transit.rows
         )
-        return Transit(y.reshape(self.chunks * self.chunk, -1)[: self.tokens], counts)
+        return Transit(rearrange(y, "chunks t d -> (chunks t) d")[: self.tokens], counts)
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
         """The sums as they are, and the chunks' counts together."""

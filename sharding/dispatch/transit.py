@@ -1,10 +1,9 @@
 """``Transit`` and ``Method``: an exchange taken apart, so that others may compute between its beginning and its end.
 
-Each way of dispatch is seven functions of one rank, inside ``shard_map``: ``prepare``, ``send`` and ``relay`` begin it, ``compute`` applies
-the experts to what arrived, ``answer``, ``relay_back`` and ``add`` finish it. ``send`` and ``answer``, and where rows go by way of
-another rank ``relay`` and ``relay_back``, hold the collectives that carry rows and next to nothing that computes, so that a program may
-run something else beside each of them (``docs/architecture.md``, "A layer in four parts"). Four more run the rounds after the first,
-where ``add`` is not to.
+Each way of dispatch is five functions of one rank, inside ``shard_map``: ``prepare`` and ``send`` begin it, ``compute`` applies the experts
+to what arrived, ``answer`` and ``add`` finish it. ``send`` and ``answer`` hold the collectives that carry rows and next to nothing that
+computes, so that a program may run something else beside each of them (``docs/architecture.md``, "A layer in four parts"); rows that go
+by way of another rank have two of each (``there``, ``back``). Four more run the rounds after the first, where ``add`` is not to.
 """
 
 from __future__ import annotations
@@ -37,18 +36,21 @@ class Transit:
     kept: Any
 
 
+Stage = Callable[[Transit], Transit]
+"""An exchange of rows."""
+
+
 class Method:
     """One way of dispatch, seen from one rank: what a new one inherits, and overrides.
 
     ``sharding/dispatch/entry.py`` has the table of ours. Another is given to ``DispatchConfig(method=...)`` as a class.
 
-    name: in reports. relays: whether rows go by way of another rank, in two exchanges each way.
+    name: in reports.
     keeps_choices: whether it adds a token's terms in the order of its choices (``DispatchConfig.by_choice``) from one row for all of
         them. Of other methods each choice is then a row of its own, and ``ByChoice`` adds what they give.
     """
 
     name: ClassVar[str]
-    relays: ClassVar[bool] = False
     keeps_choices: ClassVar[bool] = False
 
     @classmethod
@@ -76,10 +78,6 @@ class Method:
         """Exchange packed tokens."""
         return transit
 
-    def relay(self, transit: Transit) -> Transit:
-        """Exchange them once more, where the way has two stages."""
-        return transit
-
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
         """Apply this rank's experts to what arrived."""
         raise NotImplementedError
@@ -88,9 +86,15 @@ class Method:
         """Exchange what the experts gave."""
         return transit
 
-    def relay_back(self, transit: Transit) -> Transit:
-        """Exchange it once more, where the way has two stages."""
-        return transit
+    @property
+    def there(self) -> tuple[Stage, ...]:
+        """The exchanges of packed tokens, one after the other."""
+        return (self.send,)
+
+    @property
+    def back(self) -> tuple[Stage, ...]:
+        """The exchanges of what the experts gave."""
+        return (self.answer,)
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Float[Array, "T D"], Counts]:
         """Add what came back of each token, in further rounds too where there was no room for all; give the sums and the counts."""
@@ -166,5 +170,12 @@ def whole_exchange(
     experts: RankExperts,
 ) -> tuple[Float[Array, "T D"], Counts]:
     """All parts, one after the other."""
-    transit = method.compute(method.relay(method.send(method.prepare(x_TD, slots_TK, weights_TK))), experts)
-    return method.add(method.relay_back(method.answer(transit)), experts)
+    arrived = in_turn(method.there, method.prepare(x_TD, slots_TK, weights_TK))
+    return method.add(in_turn(method.back, method.compute(arrived, experts)), experts)
+
+
+def in_turn(stages: Sequence[Callable[[Any], Any]], transit: Any) -> Any:
+    """Run exchanges one after the other."""
+    for stage in stages:
+        transit = stage(transit)
+    return transit

@@ -6,11 +6,11 @@ import contextlib
 import csv
 import errno
 import logging
-import queue
 import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
@@ -22,11 +22,11 @@ from group_in_threads import close_groups, enter, groups
 from waits import until
 
 from dsjax import background
-from dsjax.background import WORK, contained, failure_counts, start_thread
+from dsjax.background import WORK, WorkQueue, contained, failure_counts, start_thread
 from dsjax.engine.afd.messages import OPEN, Answered, Open, Opened
-from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.elastic import compile_ahead, follower
+from dsjax.engine.engine_thread import AsyncEngine
 from dsjax.engine.expert_process import ExpertProcess
 from dsjax.engine.experts import expert_balancer
 from dsjax.engine.experts.eplb import EplbConfig
@@ -47,7 +47,7 @@ from dsjax.serve.options import ServeOptions
 
 ROOT = Path(__file__).parents[2]
 STARTS = {
-    *("Thread", "Timer", "start_thread", "ThreadPoolExecutor", "ProcessPoolExecutor"),
+    *("Thread", "Timer", "start_thread", "WorkQueue", "ThreadPoolExecutor", "ProcessPoolExecutor"),
     *("create_task", "ensure_future", "run_in_executor", "to_thread", "run_coroutine_threadsafe"),
 }
 """What starts a thread or a task, by the last part of its name."""
@@ -175,7 +175,7 @@ def fail_compile_ahead(monkeypatch):
 
 def chunks():
     made = object.__new__(page_chunks.PageChunks)
-    made._leaving, made._wanted, made._threads = queue.SimpleQueue(), queue.SimpleQueue(), []
+    made._offers, made._pulls = WorkQueue("chunk offer", "offers"), WorkQueue("chunk pull", "pulls", threads=2)
     made._lock, made._closed, made._landed, made._devices = threading.Lock(), False, {}, {0: None}
     return made
 
@@ -184,8 +184,9 @@ def fail_chunk_offer(monkeypatch):
     """Who waits for the chunk is told of it, and finds it gone, as it is dropped too; the next one is offered, and the next are dropped."""
     made, offered, dropped = chunks(), [], []
     made.send_chunks(once(BROKEN, lambda *offer: offered.append(offer)), once(BROKEN, dropped.append))
-    for task in ([7], (1, {}, True), [8], (2, {}, True)):
-        made._leaving.put(task)
+    for number in (1, 2):
+        made._offers.put(partial(lambda numbers: made._drop(numbers), [6 + number]))
+        made._offers.put(partial(made._offer_when_computed, number, {}, kept=True))
     until(lambda: len(offered) == 2)
     assert offered == [(1, None), (2, {})]
     assert dropped == [[1], [8]]
@@ -199,10 +200,10 @@ def fail_chunk_pull(monkeypatch):
     made.pull_chunks(once(BROKEN, lambda *arguments: chunk), once(BROKEN, reports.append))
     for number in range(6):
         made._landed[0, number] = (None, 0)
-        made._wanted.put(page_chunks.Landing(0, messages.Source(0, ""), number, [number]))
+        landing = page_chunks.Landing(0, messages.Source(0, ""), number, [number])
+        made._pulls.put(partial(made._pull_and_report, landing))
     until(lambda: len(reports) == 5)
     assert sum(report.ok for report in reports) >= 4
-    assert all(thread.is_alive() for thread in made._threads)
     made.close()
 
 
@@ -267,7 +268,7 @@ def disk(tmp_path):
 
 def fail_disk_writer(monkeypatch, tmp_path):
     pages = disk(tmp_path)
-    pages._writing.put(once(BROKEN))
+    pages._writer.put(once(BROKEN))
     pages.write(3, bytes(32), {"latent": np.zeros(2, np.uint16)})
     written = []
     until(lambda: written.extend(pages.reports().written) or written)
@@ -278,7 +279,7 @@ def fail_disk_writer(monkeypatch, tmp_path):
 def fail_disk_reader(monkeypatch, tmp_path):
     pages = disk(tmp_path)
     for _ in range(disk_pages.READERS):
-        pages._reading.put("no task")  # each reader, or one of them often
+        pages._readers.put(once(BROKEN))  # each reader, or one of them often
     pages.read(0, 1, bytes(32))
     read = []
     until(lambda: read.extend(pages.reports().read) or read)

@@ -7,7 +7,7 @@ import pytest
 from dispatch_cases import K
 
 from sharding import MeshError, MeshSpec
-from sharding.placement import Placement, assign_copies, least_redundancy, slot_distances
+from sharding.placement import Placement, assign_copies, slot_distances
 
 
 def test_identity_returns_ids_unchanged_and_tables_and_loads_go_there_and_back():
@@ -21,15 +21,6 @@ def test_identity_returns_ids_unchanged_and_tables_and_loads_go_there_and_back()
     np.testing.assert_array_equal(placement.tables.physical_EC, [[0, 3, 5], [2, -1, -1], [1, 4, -1]])
     np.testing.assert_array_equal(placement.tables.copies_E, [3, 1, 2])
     np.testing.assert_array_equal(placement.logical_load(np.array([[1, 10, 100, 2, 20, 4]])), [[7, 100, 30]])
-
-
-@pytest.mark.parametrize(
-    ("experts", "ep", "least"), [(256, 72, 32), (256, 144, 32), (256, 320, 64), (256, 32, 0), (64, 24, 8)]
-)
-def test_least_redundancy(experts, ep, least):
-    assert least_redundancy(experts, ep) == least
-    placement = Placement.with_redundancy(experts, experts + least, ranks=ep)
-    assert placement.n_physical % ep == 0
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

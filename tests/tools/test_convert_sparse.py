@@ -17,14 +17,10 @@ from tools.demo.convert_sparse import SPARSE_FOLDER, convert_step, divergence, i
 
 @pytest.fixture(scope="module")
 def tiny():
-    config = dataclasses.replace(
-        load_config(SPARSE_FOLDER),
-        hidden_size=32,
-        vocab_size=64,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        index_topk=5,
-    )
+    demo = load_config(SPARSE_FOLDER)
+    mla = dataclasses.replace(demo.mla, indexer=dataclasses.replace(demo.mla.indexer, topk=5))
+    sizes = {"hidden_size": 32, "vocab_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = dataclasses.replace(demo, **sizes, mla=mla)
     table = parameter_table(config, weights="f32")
     rows = np.random.default_rng(0).integers(0, 64, (2, 18)).astype(np.int32)
     return config, table, rows

@@ -82,8 +82,8 @@ def test_model_and_licence_fit_in_the_repository(folder):
 
 def test_the_sparse_demo_differs_from_the_dense_one_by_its_indexer_alone():
     dense, sparse = load_config(FOLDER), load_config(SPARSE_FOLDER)
-    assert sparse.index_topk * 16 == sparse.max_position_embeddings
-    of_index = dict.fromkeys(("index_topk", "index_n_heads", "index_head_dim"))
-    assert dataclasses.replace(sparse, model_type="deepseek_v3", **of_index) == dense
+    assert sparse.mla.indexer.topk * 16 == sparse.max_position_embeddings
+    without = dataclasses.replace(sparse.mla, indexer=None)
+    assert dataclasses.replace(sparse, model_type="deepseek_v3", mla=without) == dense
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (FOLDER / name).read_bytes() == (SPARSE_FOLDER / name).read_bytes()

@@ -89,9 +89,9 @@ def test_an_epoch_of_batches_shows_every_token_once_and_targets_follow_inputs():
 
 @pytest.fixture(scope="module")
 def tiny():
-    config = dataclasses.replace(
-        load_config(FOLDER), hidden_size=32, vocab_size=64, intermediate_size=32, num_hidden_layers=2, q_lora_rank=16
-    )
+    demo = load_config(FOLDER)
+    sizes = {"hidden_size": 32, "vocab_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = dataclasses.replace(demo, **sizes, mla=dataclasses.replace(demo.mla, q_lora_rank=16))
     return config, parameter_table(config, weights="f32")
 
 

@@ -1,4 +1,4 @@
-"""Blind rows, predicted anew: how InferenceX started an engine on a day, and how far today's planner is off."""
+"""Blind rows that are predicted again: their settings, and how far today's planner is off."""
 
 import math
 import statistics
@@ -6,21 +6,32 @@ import statistics
 import pytest
 
 from dsjax.plan.calibration import HOST, RATE, TPOT
-from tools.plan_data.inferencex import COLD, WARM, Run, protocol
-from tools.plan_data.replay import MECHANISMS, SWITCHES, answer, mean_values, mechanisms, played, read, replayed, write
+from tools.plan_data.replay import (
+    MECHANISMS,
+    SWITCHES,
+    Run,
+    answer,
+    mean_values,
+    mechanisms,
+    played,
+    read,
+    replayed,
+    write,
+)
 
 
 def run(**given):
-    row = {
-        "ran": "2026-02-05",
+    settings = {
         "device": "b200",
         "engine": "sglang",
         "weights": "fp8",
         "prompt": "1024",
         "output": "1024",
+        "users": "32",
     }
-    row |= {"users": "32", "prefill": "", "mesh": "tp=8,ep=1", "drafts": "0", "running": "", "step": ""}
-    return Run.of(row | given)
+    settings |= {"mesh": "tp=8,ep=1", "drafts": "0", "step": "32768", "fraction": "0.82", "first_prompt": "warm"}
+    settings |= dict.fromkeys(("prefill", "running", "sent", "prefill_tables", "tables"), "")
+    return Run.of(settings | given)
 
 
 def test_a_row_is_read_with_both_sides_and_what_its_recipe_says():
@@ -31,16 +42,27 @@ def test_a_row_is_read_with_both_sides_and_what_its_recipe_says():
     assert run().running == math.inf
 
 
-def test_an_engine_is_started_as_on_its_day():
-    old, new = (protocol(run(engine="trt", mesh="dp=8", users="64", ran=day)) for day in ("2025-12-15", "2026-03-01"))
-    assert (old.cold, new.cold) == (COLD["trt b200"], WARM)
-    assert (old.step_tokens, new.step_tokens) == (64 // 8 + 1024 + 64, 8192)
+def test_prompts_are_as_long_as_the_server_most_likely_counted_them():
+    assert answer(run(sent="5152")).decode.workload.input.mean == pytest.approx(5152 * 0.9)
+    assert answer(run(sent="5152"), "as_sent").decode.workload.input.mean == pytest.approx(1024 * 0.9)
 
 
-def test_prompts_are_as_long_as_the_server_most_likely_got_them():
-    assert run().as_sent().prompt == 1024
-    assert run(device="b300", ran="2026-05-01").as_sent().prompt == round(1024 * 35921 / 7140)
-    assert run(device="b300", ran="2026-05-20").as_sent().prompt == 1024
+def test_each_side_has_the_tables_of_its_engines_version():
+    tables = {"prefill_tables": "tensorrt-llm-1.2.0rc5 without experts_spread", "tables": "tensorrt-llm-1.2.0rc5"}
+    apart = answer(run(engine="trt", prefill="2 x tp=8", mesh="1 x dp=8", **tables))
+    prefill, decode = (side.options.operators for side in (apart.prefill, apart.decode))
+    assert prefill.folder == decode.folder != answer(run()).decode.options.operators.folder
+    assert (prefill.left_out, decode.left_out) == ({"experts_spread"}, set())
+
+
+def test_no_more_requests_run_than_the_cache_holds():
+    crowd = run(prompt="8192", users="512", running="512")
+    alone = answer(crowd)
+    decode = alone.decode
+    assert alone.batch * decode.workload.context > decode.memory.cache_tokens
+    assert mean_values(crowd)[TPOT] < 0.9e3 * alone.tpot
+    few = run(users="32")
+    assert mean_values(few)[TPOT] == 1e3 * answer(few).tpot
 
 
 def test_a_loop_that_is_played_is_near_its_mean_values():

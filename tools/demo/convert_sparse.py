@@ -149,7 +149,8 @@ def convert_step(
 ) -> tuple[dict[str, Array], optimizer.State, dict[str, Array]]:
     """New parameters and moments, and the step's measurements. step: of this stage, from 0. sparse: of the second stage."""
     if not sparse:  # every position that a query sees is among so many
-        config = dataclasses.replace(config, index_topk=rows.shape[1])
+        indexer = dataclasses.replace(config.mla.indexer, topk=rows.shape[1])
+        config = dataclasses.replace(config, mla=dataclasses.replace(config.mla, indexer=indexer))
         table = parameter_table(config, weights="f32")
 
     def experts(weights, x_TD, ids_TK, weights_TK):

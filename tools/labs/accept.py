@@ -27,7 +27,7 @@ from worded_checkpoint import write_worded_checkpoint
 
 from tools.labs.namespaces import Namespaces, has_netem
 from tools.labs.network import traffic
-from tools.labs.servers import MODEL, flags_of, group_serving_on, serving
+from tools.labs.servers import group_serving_on, serving, tiny_server
 
 ROOT = Path(__file__).parents[2]
 _HOSTS, _LAST = 4, 3
@@ -77,22 +77,16 @@ def accept(args: argparse.Namespace, only: str, delayed: bool) -> int:
 
 def start(network: Namespaces, folder: Path) -> Group:
     """Start the group over all hosts."""
-    options = {
-        "model": write_worded_checkpoint(folder, max_position_embeddings=512),
-        "served-model-name": MODEL,
-        "port": 8000,
-        "mesh": f"dp={_HOSTS}",
-        "max-num-seqs": 32,
-        "max-num-batched-tokens": 64,
-        "prefill-chunk": 64,
-        "page-size": 16,
-        "max-model-len": 512,
-        "cache-tokens": 16384,
-        "kernels": "plain",
-        "heartbeat-timeout": 5,
-        "start-timeout": 600,
+    model = write_worded_checkpoint(folder, max_position_embeddings=512)
+    sizes = {
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 64,
+        "prefill_chunk": 64,
+        "page_size": 16,
+        "max_model_len": 512,
     }
-    return group_serving_on(network, flags_of(options))
+    more = {"mesh": f"dp={_HOSTS}", "cache_tokens": 16384, "kernels": "plain", "heartbeat_timeout": 5}
+    return group_serving_on(network, tiny_server(model, port=8000, **sizes, **more))
 
 
 class Faults:

@@ -38,7 +38,7 @@ from worded_checkpoint import write_worded_checkpoint
 
 from dsjax.bench.serve.records import RequestRecord
 from tools.labs.crowd import WORDS, Crowd, add_crowd_options
-from tools.labs.servers import MODEL, flags_of, serving
+from tools.labs.servers import serving, tiny_server
 
 EXPERTS = 32
 
@@ -69,22 +69,19 @@ def run(args: argparse.Namespace) -> int:
 
 def start(args: argparse.Namespace, folder: Path) -> Processes:
     """Start the attention side, each process with experts, and the attention side's other processes, in this order."""
-    options = {
-        "model": write_worded_checkpoint(folder),
-        "served-model-name": MODEL,
-        "attention-mesh": args.attention_mesh,
-        "expert-mesh": f"ep={args.expert_devices}",
-        "redundant-experts": -EXPERTS % args.expert_devices,
-        "dtype": "float32",
-        "max-num-seqs": -(-args.sessions // 2),
-        "max-num-batched-tokens": 128,
-        "prefill-chunk": 32,
-        "page-size": 4,
-        "max-model-len": 128,
-        "start-timeout": 300,
-        "port": 0,
-    }
-    base = [sys.executable, "-m", "dsjax.serve", *args.serve, *flags_of(options)]
+    options = tiny_server(
+        write_worded_checkpoint(folder),
+        attention_mesh=args.attention_mesh,
+        expert_mesh=f"ep={args.expert_devices}",
+        redundant_experts=-EXPERTS % args.expert_devices,
+        dtype="float32",
+        max_num_seqs=-(-args.sessions // 2),
+        max_num_batched_tokens=128,
+        prefill_chunk=32,
+        max_model_len=128,
+        start_timeout=300,
+    )
+    base = [sys.executable, "-m", "dsjax.serve", *args.serve, *options]
     if not args.processes:
         return Processes([base], stuck=600)
     base += ["--afd-address", ",".join(f"127.0.0.1:{free_port()}" for _ in range(args.processes))]

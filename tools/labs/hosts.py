@@ -44,7 +44,7 @@ from worded_checkpoint import write_worded_checkpoint
 
 from tools.labs.crowd import Crowd, add_crowd_options
 from tools.labs.namespaces import Namespaces
-from tools.labs.servers import MODEL, flags_of, group_serving_on, serving
+from tools.labs.servers import group_serving_on, serving, tiny_server
 
 _EXPERTS, _LAYERS, _MATRICES, _WIDTH, _BYTES = 256, 2, 3, 32, 4
 """The experts of a large checkpoint: in each of the layers, of three float32 matrices that are so wide."""
@@ -94,20 +94,14 @@ def start(args: argparse.Namespace, folder: Path, network: Namespaces | None) ->
     rows = -(-args.sessions // (args.processes * args.devices))
     width = round(args.checkpoint_gb * 1e9 / (_EXPERTS * _LAYERS * _MATRICES * _WIDTH * _BYTES))
     large = {"n_routed_experts": _EXPERTS, "moe_intermediate_size": max(16, width)} if args.checkpoint_gb else {}
-    options = {
-        "model": args.model or write_worded_checkpoint(folder, **large),
-        "served-model-name": MODEL,
-        "port": 0,
-        "mesh": args.mesh or f"dp={args.processes * args.devices}",
-        "max-num-seqs": max(1, rows),
-        "max-num-batched-tokens": max(16, rows),
-        "prefill-chunk": 16,
-        "page-size": 4,
-        "max-model-len": 96,
-        "heartbeat-timeout": args.heartbeat_timeout,
-        "start-timeout": 600,
-    }
-    flags = [*flags_of(options), *args.serve]
+    flags = tiny_server(
+        args.model or write_worded_checkpoint(folder, **large),
+        mesh=args.mesh or f"dp={args.processes * args.devices}",
+        max_num_seqs=max(1, rows),
+        max_num_batched_tokens=max(16, rows),
+        heartbeat_timeout=args.heartbeat_timeout,
+    )
+    flags += args.serve
     if network is not None:
         return group_serving_on(network, flags)
     own = dict.fromkeys(range(args.processes), flags)

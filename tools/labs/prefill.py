@@ -117,21 +117,14 @@ class Lab:
     def play(self) -> None:
         """Run the traffic until the time is over and every request has ended."""
         args, rng, now = self.args, self.rng, time.monotonic()
-        end, next_kill, next_flush, next_word, number = (
-            now + 60 * args.minutes,
-            now + args.kill_seconds,
-            now + 7,
-            now,
-            0,
-        )
+        end, number = now + 60 * args.minutes, 0
+        next_kill, next_flush, next_word = now + args.kill_seconds, now + 7, now
         under_way: dict[str, list[int]] = {}  # index of the request, and steps after which it is aborted
         while (now := time.monotonic()) < end or under_way:
             while now < end and len(under_way) < args.sessions:
                 number += 1
-                under_way[f"{number}"] = [
-                    self.ask(number),
-                    rng.randrange(60) if rng.random() < args.abort_share else -1,
-                ]
+                index = self.ask(number)
+                under_way[f"{number}"] = [index, rng.randrange(60) if rng.random() < args.abort_share else -1]
             if next_kill < now < end:
                 self.prefill.kill()
                 self.counts["kills"] += 1

@@ -1,4 +1,4 @@
-"""The processes of a lab: groups that serve, groups of `LLM` that generate what they are told, and a prefill or decode side."""
+"""Processes of labs: groups that serve, groups of `LLM` that generate, and a prefill or decode side; and a completion of a server."""
 
 import contextlib
 import json
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,9 +24,11 @@ _WORKER = Path(__file__).with_name("worker.py")
 _SIDE = ROOT / "tests" / "dsjax" / "engine" / "transfer" / "side_process.py"
 
 
-def flags_of(options: dict[str, object]) -> list[str]:
-    """Options as words of a command line."""
-    return [text for name, value in options.items() for text in (f"--{name}", str(value))]
+def tiny_server(model: Path | str, **options: object) -> list[str]:
+    """Command-line options of a server of a tiny model, with these in place of, or beside, the usual ones."""
+    usual = {"port": 0, "prefill_chunk": 16, "page_size": 4, "max_model_len": 96, "start_timeout": 600}
+    named = {"model": model, "served_model_name": MODEL, **usual, **options}
+    return [text for name, value in named.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
 
 @contextlib.contextmanager
@@ -58,6 +61,14 @@ def url_of(processes: Processes, seconds: float) -> str:
     """Wait until process 0 serves, and give its URL."""
     processes.wait_for(0, f"serving {MODEL} at", seconds)
     return _SERVING.search(processes.output[0]).group(1)
+
+
+def complete(url: str, model: str, prompt: str, tokens: int) -> str:
+    """The text of at most `tokens` greedy tokens from the server at `url` (without `/v1`)."""
+    body = json.dumps({"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)["choices"][0]["text"]
 
 
 def group_on(network: Namespaces, command: list[str], **settings) -> Group:

@@ -95,7 +95,7 @@ class AttentionShape:
     def attend(self, mla: MLA, x: jax.Array, arrays: Mapping[str, jax.Array], cache: Cache, layer):
         """Compute all of attention in a layer of the step: projections, cache write, attending, output; gives `(out, cache)`."""
         config, multiply, attention, form = self.setting.config, self.setting.multiply, self.attention, self.form
-        rotation = Rotation.at(arrays["positions"].reshape(1, -1), config.rope, config.qk_rope_head_dim)
+        rotation = Rotation.at(arrays["positions"].reshape(1, -1), config.rope, config.mla.qk_rope_head_dim)
         p = attention.project(mla, x, rotation, [form], multiply=multiply)
         tokens = Tokens((), None, None, arrays["slots"], rotation)
         cache = attention.cache_entries(mla, cache, layer, tokens, p)

@@ -253,7 +253,7 @@ class OutputProjection(nnx.Module):
 def product_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
     """One product by weights kept as bf16, float32 and FP8 with block scales; of the last as ``--activation-scheme`` says."""
     config = setting.config
-    rows, columns = config.num_attention_heads * config.v_head_dim, config.hidden_size
+    rows, columns = config.num_attention_heads * config.mla.v_head_dim, config.hidden_size
     for weights in ("f32", "bf16", "fp8"):
         if weights == "f32" and setting.dtype != np.float32:
             continue

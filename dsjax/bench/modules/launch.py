@@ -74,7 +74,7 @@ def input_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]
     pages = -(-setting.max_model_len // setting.step.page_size)
     for count in tokens:
         # Slot, limit and most drafts; a page that is gained; the row's page table, read; rotation, read and written.
-        moved = 4 * count * (3 + 3 + pages + 2 * setting.config.qk_rope_head_dim)
+        moved = 4 * count * (3 + 3 + pages + 2 * setting.config.mla.qk_rope_head_dim)
         moved += 2 * count * setting.config.hidden_size * setting.dtype.itemsize
         build = partial(_inputs, setting, count, pages)
         yield ModuleCase("inputs", "", {"tokens": count}, ModuleWork(0, 0, moved), 4 * moved, build)
@@ -92,7 +92,7 @@ def _inputs(setting: Setting, rows: int, pages: int) -> PreparedCase:
         # Each round begins where the one before has ended, so that nothing is computed ahead of the loop.
         state, rotated, written, last = carry
         state, read, groups = slots.read(step, state, inputs["packed"], shape)
-        rotation = Rotation.at(flatten([groups[0].positions]), config.rope, config.qk_rope_head_dim)
+        rotation = Rotation.at(flatten([groups[0].positions]), config.rope, config.mla.qk_rope_head_dim)
         cache_slots = flatten([groups[0].slots(step.page_size)])
         last = last + jnp.take_along_axis(inputs["x"], jnp.maximum(read.slot, 0)[..., None], axis=1)
         state, _ = slots.commit(step, state, Positions.of(read, shape), cache_slots % config.vocab_size)
@@ -100,7 +100,7 @@ def _inputs(setting: Setting, rows: int, pages: int) -> PreparedCase:
 
     carry = (
         _state(setting, rows),
-        setting.random((1, rows, 1, config.qk_rope_head_dim)),
+        setting.random((1, rows, 1, config.mla.qk_rope_head_dim)),
         jnp.zeros((1, rows), jnp.int32),
         jnp.zeros_like(inputs["x"]),
     )

@@ -276,7 +276,7 @@ def _call(one: Executed) -> Iterator[Reduction]:
             else "its sizes are the same for every shape"
         )
         yield Reduction(
-            *where, "kernel", stated.name, stated.sums or dtype, None, stated.words, True, stated.depends, why, times=one.times
+            *where, "kernel", stated.name, dtype, None, stated.words, True, stated.depends, why, times=one.times
         )  # fmt: skip
     elif target in _MOVING_CALLS or not any(is_float(shape.dtype) for shape in operation.shapes):
         return
@@ -297,34 +297,28 @@ def _call(one: Executed) -> Iterator[Reduction]:
 
 @dataclass(frozen=True)
 class StatedOrder:
-    """What a custom call says of its sums. exact: it has none whose order matters. words: its chunks; depends: as of ``Reduction``.
-
-    sums: their dtype, where it is not the result's.
-    """
+    """What a custom call says of its sums. exact: it has none whose order matters. words: its chunks; depends: as of ``Reduction``."""
 
     name: str
     exact: bool
     words: str
     depends: tuple[str, ...]
-    sums: str = ""
 
 
 def stated_order(operation: Operation) -> StatedOrder | None:
     """The fields ``order_…`` of a custom call's metadata (Pallas's ``metadata``); None where it has none.
 
     ``order_depends`` names with full stops between them what the sizes are chosen by (``rows.mesh``; empty: by nothing), or is ``exact``;
-    ``order_sums`` is the dtype of the sums where the result's says nothing of it; every other
-    field is a size of a chunk, such as ``order_depth``.
+    every other field is a size of a chunk, such as ``order_depth``.
     """
     if operation.opcode != "custom-call" or "order_depends" not in operation.attributes:
         return None
     # For GPUs XLA prints the quotation marks of the JSON in it as \22, for TPUs as they are.
     fields = dict(re.findall(r'order_(\w+)(?:\\22|"): ?(?:\\22|")([\w.]*)', operation.attributes))
-    depends, sums = fields.pop("depends"), fields.pop("sums", "")
+    depends = fields.pop("depends")
     words = ", ".join(f"{name} {size}" for name, size in sorted(fields.items()))
-    return StatedOrder(
-        _kernel_name(operation), depends == "exact", words, tuple(part for part in depends.split(".") if part), sums
-    )
+    chosen_by = tuple(part for part in depends.split(".") if part)
+    return StatedOrder(_kernel_name(operation), depends == "exact", words, chosen_by)
 
 
 def _kernel_name(operation: Operation) -> str:

@@ -1,48 +1,46 @@
-"""``AttentionProcesses``: the processes that share the mesh of an attention side, and a barrier for them at each layer.
+"""`AttentionProcesses`: the processes that share the mesh of an attention side, and a barrier for them at each layer.
 
-Where a process with experts dies, some attention processes have their answers and others not. A collective of the mesh has a time limit,
-after which the generation breaks; so all wait here, without a limit, until all have their answers.
+When a process with experts dies, some attention processes may have their answers and others not. In a collective of the mesh the former
+would wait for the latter until its time limit breaks the generation; so all wait here first, without a limit.
 """
 
 from __future__ import annotations
 
 import struct
-import time
 from collections import deque
 from collections.abc import Sequence
 
 from dsjax.engine.afd.expert_link import ExpertLink
-from dsjax.hosts.group import GroupError, HostGroup
+from dsjax.hosts.group import HostGroup
 from dsjax.messaging import Endpoint, Link, LinkListener, PeerLostError
 from dsjax.messaging.link import LinkLostError
 
-_LOOK_SECONDS = 0.2
 _WORD = struct.Struct("<QQ")
-"""Number of the wait, and a number."""
+"""Which wait it is for, and the number that the process tells."""
 
 
 class AttentionProcesses:
-    """This process of an attention side, with a link to each other process of its generation, and one from each.
+    """This process of an attention side, with links to and from each other process of its generation.
 
-    All make it at the same place, ``meet`` before the first step, and ``tell`` and ``wait`` in order. One that is alone waits for nobody.
+    All processes create it at the same point, `meet` before the first step, then `tell` and `wait` in the same order. A process that is
+    alone waits for nobody.
 
     Args:
-        name: of the side; all use the name that process 0 gives. group: None if this process is alone. owns_endpoint: whether ``close``
-            closes the endpoint too.
+        name: of the side; all use the name that process 0 gives. group: None if this process is alone.
 
     Attributes:
-        number, count: which of the side's processes this is, and of how many. leads: whether it speaks for all.
+        number, count: which of the side's processes this is, and how many there are. leads: whether it speaks for all.
     """
 
-    def __init__(self, endpoint: Endpoint, name: bytes, group: HostGroup | None = None, *, owns_endpoint: bool = False):
-        self.endpoint, self._group, self._owns_endpoint = endpoint, group, owns_endpoint
+    def __init__(self, endpoint: Endpoint, name: bytes, group: HostGroup | None = None):
+        self.endpoint, self._group = endpoint, group
         self.name, self.generation, self.leads, own, ids = name, 0, True, 0, [0]
         if group is not None:
             own, ids = group.options.process_id, [member.process_id for member in group.present]
             self.name, self.generation = group.agreement.ask("attention side", name)[0], group.generation
             self.leads = group.is_leader
         self.number, self.count = ids.index(own), len(ids)
-        self._words = {str(one): deque[tuple[int, int]]() for one in ids if one != own}  # heard, and not waited for yet
+        self._words = {str(one): deque[tuple[int, int]]() for one in ids if one != own}  # received early
         self._links: dict[str, Link] = {}
         self._listener: LinkListener | None = None
         self._wait = 0
@@ -50,17 +48,25 @@ class AttentionProcesses:
         self._is_abandoned = False
 
     def meet(self) -> None:
-        """Connect to the other processes; a `GroupError` where one is gone, or could not be reached."""
+        """Connect to the other processes.
+
+        Raises:
+            GroupError: one of them is gone, or cannot be reached.
+        """
         if not self._words:
             return
         agreement, self._listener = self._group.agreement, LinkListener(self.endpoint, list(self._words))
-        told = agreement.ask("attention processes", [self._listener.address, self._listener.ticket])
-        agreement.run("attention connections", lambda: self._connect(told))
+        listeners = agreement.ask("attention processes", (self._listener.address, self._listener.ticket))
+        agreement.run("attention connections", lambda: self._connect(listeners))
         if self._is_abandoned:
             self.abandon()
 
     def tell(self, number: int) -> None:
-        """Say that this process has its answers, and a number; a `RuntimeError` where another one is gone, or its step has failed."""
+        """Tell the others that this process has its answers, and a number.
+
+        Raises:
+            RuntimeError: another process is gone, or its step has failed.
+        """
         for name, link in self._links.items():
             try:
                 link.send(_WORD.pack(self._wait, number))
@@ -68,7 +74,7 @@ class AttentionProcesses:
                 raise _gone(name) from error
 
     def wait(self, number: int) -> int:
-        """Wait until all others have told, and give the greatest number, ``number`` included. Raises what ``tell`` raises."""
+        """Wait until all others have told, and return the greatest number, `number` included. Raises what `tell` raises."""
         while silent := [name for name, words in self._words.items() if not words]:
             try:
                 message = self._listener.receive()
@@ -86,7 +92,7 @@ class AttentionProcesses:
         return number
 
     def add(self, link: ExpertLink) -> None:
-        """Register a link to a process with experts, which ``abandon`` and ``close`` then end too."""
+        """Register a link to a process with experts: `abandon` and `close` end it too."""
         self._to_experts.add(link)
         if self._is_abandoned:
             link.give_up()
@@ -97,47 +103,30 @@ class AttentionProcesses:
         link.close()
 
     def give_up(self) -> None:
-        """Let no other process wait for this one: the experts compute without its rows once its links have ended."""
+        """Leave: once the links have ended, other processes do not wait for this one, and the experts compute without its rows."""
         if self._words:
             self.abandon()
 
     def abandon(self) -> None:
-        """End every wait for another process: this generation of the attention side has broken. Any thread may call it."""
+        """End all waiting, because this generation of the attention side has broken. Any thread may call it."""
         self._is_abandoned = True
         for one in filter(None, [*self._links.values(), self._listener]):
-            one.close()  # also under a thread that waits
+            one.close()  # ends the wait of a thread too
         for link in list(self._to_experts):
             link.give_up()
 
     def close(self) -> None:
-        """End all links; other processes that wait for this one hear of it."""
+        """End all links. Other processes that wait for this one notice."""
         self.abandon()
         for link in list(self._to_experts):
             self.remove(link)
-        if self._owns_endpoint:
-            self.endpoint.close()
+        self.endpoint.release()
 
-    def _connect(self, told: Sequence[tuple[str, bytes]]) -> None:
-        """Connect to the others, and wait for a word of each."""
-        own, end = str(self._group.options.process_id), time.monotonic() + self._group.options.start_timeout
-        try:
-            for member, (address, ticket) in zip(self._group.present, told, strict=True):
-                if str(member.process_id) != own:
-                    link = self._links[str(member.process_id)] = Link(self.endpoint, address, ticket, own)
-                    link.send(_WORD.pack(0, 0))
-            while missing := sorted(name for name, words in self._words.items() if not words):
-                message = self._listener.receive(_LOOK_SECONDS)
-                if message is not None:
-                    self._words[message.sender].append(_WORD.unpack(message.header))
-                    continue
-                self._group.check()
-                if time.monotonic() > end:
-                    raise GroupError(f"processes {missing} of the attention side do not connect to {own}")
-            for words in self._words.values():
-                words.popleft()
-        except PeerLostError as error:
-            self._group.check(error)
-            raise GroupError(f"another process of the attention side is gone: {error}") from error
+    def _connect(self, listeners: Sequence[tuple[str, bytes]]) -> None:
+        own = str(self._group.options.process_id)
+        for member, listener in zip(self._group.present, listeners, strict=True):
+            if str(member.process_id) != own:
+                self._links[str(member.process_id)] = self._group.link_to(member.process_id, listener, own)
 
 
 def _gone(name: str) -> RuntimeError:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from dsjax.checkpoint.held_weights import HeldWeights
-from dsjax.engine.contract.commands import Command, Custom
+from dsjax.engine.contract.commands import Command
 from dsjax.engine.contract.executor import ExecutorLimits, Kind
 from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.programs import Programs
@@ -84,32 +84,19 @@ class Handler(NamedTuple):
     keeps_last: bool = True
 
 
-class CommandTable:
-    """The handlers of an executor, by kind of command."""
-
-    def __init__(self):
-        self._handlers: dict[type | str, Handler] = {}
+class CommandTable(dict[type[Command] | str, Handler]):
+    """The handlers of an executor by kind of command; for `Custom` commands, by the name of their page source."""
 
     def add(self, kind: type[Command] | str, handler: Handler) -> None:
-        """Add the handler of a kind of command, or of a page source's `Custom` commands; a `ValueError` if the kind has one."""
-        if kind in self._handlers:
+        """Add the handler of a kind; a `ValueError` if the kind has one."""
+        if kind in self:
             raise ValueError(f"two parts of the executor carry out {_named(kind)}, expected one")
-        self._handlers[kind] = handler
+        self[kind] = handler
 
-    def is_awaited(self, command: Command) -> bool:
-        """Whether a caller waits for a command of this kind; never for a page source's commands."""
-        return type(command) in self._handlers and self._handlers[type(command)].is_awaited
-
-    def launch(self, command: Command) -> Pending:
-        """Send a command's inputs and return it as pending; a `ValueError` if the kind has no handler."""
-        kind = command.source if isinstance(command, Custom) else type(command)
-        if kind not in self._handlers:
-            raise ValueError(
-                f"no part of this executor carries out {_named(kind)}; it was made without the option that asks for it"
-            )
-        pending = Pending(command, self._handlers[kind])
-        pending.running = pending.handler.execute(pending, command)
-        return pending
+    def __missing__(self, kind: type[Command] | str) -> Handler:
+        raise ValueError(
+            f"no part of this executor carries out {_named(kind)}; it was made without the option that asks for it"
+        )
 
 
 def _named(kind: type[Command] | str) -> str:

@@ -1,4 +1,4 @@
-"""``MeshExecutor``: turns commands into launches of the compiled programs on a mesh, and reads the tokens back."""
+"""``MeshExecutor``: carries out commands by launching compiled programs on a mesh, and reads the tokens back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array
 
 from dsjax.checkpoint.held_weights import HeldWeights
-from dsjax.engine.contract.commands import Clear, Command, Copy, Flush, Score, Step
+from dsjax.engine.contract.commands import Clear, Command, Copy, Custom, Flush, Score, Step
 from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, ExpertCounts, Progress, RankResults
 from dsjax.engine.device import device_state
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Kind, Pending, Running
@@ -28,9 +28,10 @@ from dsjax.engine.device.launch_rows import (
     read_step,
     split_page_changes,
 )
+from dsjax.engine.device.lowered_programs import COPIES
 from dsjax.engine.device.page_staging import PageStaging
-from dsjax.engine.device.process import explained_out_of_memory
-from dsjax.engine.device.programs import COPIES, Programs
+from dsjax.engine.device.process import explain_out_of_memory
+from dsjax.engine.device.programs import Programs
 from dsjax.engine.device.slots import LaunchShape
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.model import step as model_step
@@ -42,11 +43,11 @@ SMALLER_STEPS = (
     "give a smaller --cache-tokens, so that more is left for a step, or make steps smaller with --max-num-batched-tokens, "
     "--prefill-chunk or --moe-chunk-tokens"
 )
-"""What to do where a step needs more memory than the cache has left it."""
+"""Advice for a step that needs more memory than the cache leaves."""
 
 
 class _StepOutcomes(NamedTuple):
-    """What a step's launches gave, on the devices; where experts were when it began; whether their load is recorded."""
+    """Outcomes of a step's launches, on the devices. placements: of experts, when the step began. recording: of the experts' load."""
 
     outcomes: list[LaunchOutcome]
     placements: list[LayerPlacements | None]
@@ -54,18 +55,18 @@ class _StepOutcomes(NamedTuple):
 
 
 PartMaker = Callable[[DeviceAccess, PageStaging], DevicePart]
-"""Makes an optional part of an executor: one that moves pages or experts."""
+"""Makes an optional part of an executor, which moves pages or experts."""
 
 
 class MeshExecutor(DeviceAccess):
-    """Runs one model on one mesh. Every shape is compiled by ``warm_up``, or at first use.
+    """Runs one model on one mesh. ``warm_up`` compiles every shape; otherwise a shape is compiled at first use.
 
-    On one device, and on accelerators, two steps may be in flight: all programs of a command are enqueued at once. On emulated
-    devices, programs in flight together can deadlock: each program is waited for before the next one starts, and so is each command.
+    On one device and on accelerators, two steps may be in flight, and all programs of a command are enqueued at once. On emulated devices,
+    programs in flight together can deadlock, so each program, and each command, is waited for before the next one starts.
 
     Args:
-        parts: make the optional parts, which carry out commands of their own. Their order is that in which pages are looked for.
-        meet: waits for the other processes of the mesh, where there are any; they all call it at the same place.
+        parts: make the optional parts, which carry out commands of their own. Pages are looked for in their order.
+        meet: waits for the other processes of the mesh, which call it at the same place; None: there are none.
         library, experts: as in `Programs`.
     """
 
@@ -98,7 +99,7 @@ class MeshExecutor(DeviceAccess):
         self._table.add(Flush, Handler(self._flush, is_awaited=True))
         self._table.add(Copy, Handler(self._copy, keeps_last=False))
         self._table.add(Clear, Handler(self._clear, keeps_last=False))
-        with contextlib.ExitStack() as begun:  # where a part cannot be made, those before it end their threads
+        with contextlib.ExitStack() as begun:  # if a part cannot be made, earlier parts end their threads
             self._parts = [begun.enter_context(contextlib.closing(make(self, staging))) for make in parts]
             begun.pop_all()
         for part in (staging, *self._parts):
@@ -108,41 +109,50 @@ class MeshExecutor(DeviceAccess):
         self._warm: frozenset[Hashable] | None = None
 
     def extension(self, kind: type[Kind]) -> Kind | None:
-        """What a part offers of this kind; None: nothing does."""
+        """Return what a part offers under this type, or None."""
         return next((offered for part in self._parts if (offered := part.extension(kind)) is not None), None)
 
     def awaits(self, command: Command) -> bool:
-        """Whether somebody will wait for a command of this kind."""
-        return self._table.is_awaited(command)
+        """Whether a caller waits for commands of this kind; never for a page source's own."""
+        handler = self._table.get(type(command))
+        return handler is not None and handler.is_awaited
 
     def launch(self, command: Command) -> Pending:
-        """Lay out and send a command's inputs, and start it if the devices may take it now."""
-        pending = self._table.launch(command)
+        """Send a command's inputs, and start the command if the devices are free."""
+        handler = self._table[command.source if isinstance(command, Custom) else type(command)]
+        pending = Pending(command, handler)
+        pending.running = handler.execute(pending, command)
         self._queue.append(pending)
-        with explained_out_of_memory("a step was launched", SMALLER_STEPS):
+        try:
             if self.max_in_flight > 1:
                 pending.started = time.monotonic()
                 for array in pending.running:
                     pending.last = array
                 if not pending.handler.keeps_last:
-                    pending.last = None  # a part of the state, which the next program takes
+                    pending.last = None  # part of the state, which is donated to the next program
             elif len(self._queue) == 1:
                 self._advance()
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            explain_out_of_memory(error, "a step was launched", SMALLER_STEPS)
+            raise
         return pending
 
     def wait(self, pending: Pending) -> None:
-        """Wait until a command is done; start the next one."""
-        with explained_out_of_memory("a step was computed", SMALLER_STEPS):
+        """Wait until a command is done, and start the next one."""
+        try:
             while not pending.done:
                 head = self._queue[0]
                 self._finish(head)
                 self._queue.popleft()
-                if self._queue and self._queue[0].started:  # enqueued before, and begun only now
+                if self._queue and self._queue[0].started:  # it was enqueued before and runs only now
                     self._queue[0].started = max(self._queue[0].started, head.ended)
                 self._advance()
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            explain_out_of_memory(error, "a step was computed", SMALLER_STEPS)
+            raise
 
     def collect(self, pending: Pending) -> Any:
-        """Wait for a command, and give what came of it."""
+        """Wait for a command and return its results."""
         self.wait(pending)
         return pending.handler.collect(pending)
 
@@ -156,7 +166,7 @@ class MeshExecutor(DeviceAccess):
         self._warm = self.programs.compiled
 
     def counts(self) -> ExecutorCounts:
-        """What the last step and the programs count."""
+        """Return the counts of the last step and of the programs."""
         late = 0 if self._warm is None else len(self.programs.compiled - self._warm)
         return ExecutorCounts(self._padding, late, self._recorder.counts() if self.recording else None)
 
@@ -166,23 +176,23 @@ class MeshExecutor(DeviceAccess):
         return self._recorder is not None
 
     def set_recording(self, on: bool) -> None:
-        """Whether the experts' load is recorded from the next step on; turning it on begins anew. Compiles nothing."""
+        """Switch the recording of the experts' load on or off, from the next step on. Switching on begins anew. Compiles nothing."""
         if on != self.recording:
             self._recorder = ExpertRecorder(self.model) if on else None
 
     def expert_counts(self) -> ExpertCounts | None:
-        """What was recorded since recording began; None while it is off, or the model has no experts."""
+        """Return what was recorded since recording began; None if it is off or the model has no experts."""
         return self._recorder.read() if self.recording else None
 
     def shutdown(self, held: HeldWeights | None = None) -> None:
-        """Free the state, the parameters and the programs, whatever became of the last step.
+        """Free the state, the parameters and the programs, even if the last step has failed.
 
-        held: takes over those parameters that a checkpoint has; None: they are freed like the others.
+        held: takes over the parameters that a checkpoint has; None: free them too.
         """
         arrays = [*jax.tree.leaves(self.state), *self.params.values()]
         arrays += [pending.last for pending in self._queue if pending.last is not None]
         for array in arrays:
-            with contextlib.suppress(RuntimeError):  # of the program that made it, or it was given to one that failed
+            with contextlib.suppress(RuntimeError):  # its program has failed, or it was donated to one that has
                 array.block_until_ready()
         for part in self._parts:
             part.close()
@@ -201,13 +211,13 @@ class MeshExecutor(DeviceAccess):
                 array.delete()
 
     def go_on_with(self, model: model_step.ModelStep, programs: Programs) -> None:
-        """Compute with other programs. What is recorded of experts begins anew."""
+        """Use other programs from now on. The recording of experts begins anew."""
         super().go_on_with(model, programs)
         self._recorder = ExpertRecorder(self.model) if self.recording else None
         self._warm = self.programs.compiled
 
     def _advance(self) -> None:
-        """Start what comes next; what nobody waits for is done at once."""
+        """Start the next command; run commands without a waiter to their end."""
         while self._queue and not self._queue[0].started:
             head = self._queue[0]
             head.started = time.monotonic()
@@ -218,7 +228,7 @@ class MeshExecutor(DeviceAccess):
             self._queue.popleft()
 
     def _finish(self, pending: Pending) -> None:
-        """Run a command's remaining programs, each when the one before is done on all devices."""
+        """Run a command's remaining programs, each after the previous one is done on all devices."""
         while pending.last is not None:
             pending.last.block_until_ready()
             pending.last = next(pending.running, None)
@@ -226,7 +236,7 @@ class MeshExecutor(DeviceAccess):
         pending.done, pending.running = True, None
 
     def _step(self, pending: Pending, command: Step) -> Running:
-        """Lay out and send a step's inputs; give its execution."""
+        """Send a step's inputs and return its execution."""
         pending.kept = _StepOutcomes([], [], self.recording)
         self._slots.admit(command)
         launches = self.buckets.launches(command)
@@ -237,7 +247,7 @@ class MeshExecutor(DeviceAccess):
         nothing: list[list] = [[] for _ in command.ranks]
         most_drafts = [self._slots.most_drafts(rank) for rank in command.ranks]
         inputs = [
-            self.send(pack_launch(command, launch, shape, within if place == 0 else nothing, most_drafts))
+            self.programs.put_rows(pack_launch(command, launch, shape, within if place == 0 else nothing, most_drafts))
             for place, (launch, shape) in enumerate(zip(launches, shapes, strict=True))
         ]
         rules = [self._rules(command, launch, shape) for launch, shape in zip(launches, shapes, strict=True)]
@@ -255,7 +265,7 @@ class MeshExecutor(DeviceAccess):
         return run()
 
     def _run(self, pending: Pending, launch: Launch, shape: LaunchShape, packed: Array, rules: RowRules) -> Running:
-        """Run a launch of a step, and keep what it gave."""
+        """Run one launch of a step, and keep its outcome."""
         command = pending.command
         proposes = command.proposes if command.num_drafts or launch.prefill is not None else 0
         if proposes and launch.prefill is None and rules.wanted is None and not rules.scored:
@@ -291,11 +301,11 @@ class MeshExecutor(DeviceAccess):
         yield from self._keep(pending, launched)
 
     def _arrived(self) -> tuple[Array, ...]:
-        """What a program with layers in it takes last: of a model's stage behind the first, what has come from the one before."""
+        """Return the last argument of programs with layers: the hidden states of the previous stage, if there is one."""
         return ()
 
     def _keep(self, pending: Pending, launched: LaunchOutcome) -> Running:
-        """Keep what a launch gave. What this process cannot read is gathered if somebody wants it, else dropped."""
+        """Keep a launch's outcome. What this process cannot read is gathered if it is wanted, and dropped otherwise."""
         if self.programs.shared:
             slots_read = launched.rules.slots.values()
             wanted = {
@@ -313,7 +323,7 @@ class MeshExecutor(DeviceAccess):
         pending.kept.outcomes.append(launched)
 
     def _score(self, pending: Pending, command: Score) -> Running:
-        """Lay out one sequence in chunks, which go through pages of rank 0."""
+        """Send one sequence in chunks, which go through pages of rank 0."""
         pending.kept = []
         tokens, pages = np.frombuffer(command.tokens, "<i4"), np.frombuffer(command.pages, "<i4")
         limits = self.limits
@@ -327,7 +337,7 @@ class MeshExecutor(DeviceAccess):
             row[0, 0, : len(part)], table[0, 0, : len(pages)] = part, pages
             table[0, 0, limits.max_pages : limits.max_pages + len(windows)] = windows - limits.pages_per_rank
             first[0, 0], length[0, 0] = start, len(part)
-            inputs.append(self.send(RowGroup.pack(row, first, length, table)))
+            inputs.append(self.programs.put_rows(RowGroup.pack(row, first, length, table)))
 
         def run() -> Running:
             for packed in inputs:
@@ -354,12 +364,12 @@ class MeshExecutor(DeviceAccess):
 
     @property
     def _num_pages(self) -> int:
-        """Pages of both kinds of a rank."""
+        """Number of pages of both kinds on a rank."""
         return self.limits.pages_per_rank + self.limits.windows_per_rank
 
     def _change(self, kind: str, inputs: Iterable[np.ndarray]) -> Running:
-        """Send all inputs now; then run the program of this kind, which changes the state, with each of them."""
-        sent = [self.send(one) for one in inputs]
+        """Send all inputs now. The execution runs the program of this kind, which changes the state, with each of them."""
+        sent = [self.programs.put_rows(one) for one in inputs]
 
         def run() -> Running:
             for packed in sent:
@@ -369,16 +379,17 @@ class MeshExecutor(DeviceAccess):
         return run()
 
     def _rules(self, command: Step, launch: Launch, shape: LaunchShape) -> RowRules:
-        """What the sampling of a launch's rows needs, on the devices."""
+        """Return what the sampling of a launch's rows needs, on the devices."""
         rules = self._slots.rules_of(command, launch, shape)
         if rules.wanted is None:
             return rules
-        masks = None if rules.masks is None else self.send(rules.masks)
+        send = self.programs.put_rows
+        masks = None if rules.masks is None else send(rules.masks)
         wanted = self.send_everywhere(rules.wanted)
-        return rules._replace(wanted=wanted, biases=[self.send(piece) for piece in rules.biases], masks=masks)
+        return rules._replace(wanted=wanted, biases=[send(piece) for piece in rules.biases], masks=masks)
 
     def _collect_step(self, pending: Pending) -> list[RankResults]:
-        """What a step's rows yielded, which the slots follow."""
+        """Return the results of a step's rows, and commit them to the slots."""
         outcomes, [placements], _ = pending.kept
         if self._recorder is not None:
             for outcome in outcomes:

@@ -1,4 +1,4 @@
-"""How this process runs XLA's programs: where compiled ones are kept, how much memory there is, and what happens to what they free."""
+"""How this process runs XLA's programs: the folder of compiled programs, the memory, and errors about memory."""
 
 import ctypes
 import os
@@ -18,16 +18,16 @@ from dsjax.owned_folder import why_distrusted
 from sharding.jax_internals import backend_is_running, keep_programs_of_every_process
 
 LEAST_COMPILE_SECONDS = 0.2
-"""Programs that compile faster than this are not worth a file."""
+"""Shorter compilations are not kept in a file."""
 
 # glibc's <malloc.h>.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def cache_folder() -> Path | None:
-    """Where compiled programs and kernels are kept: ``JAX_COMPILATION_CACHE_DIR``, or ``dsjax/compiled`` in the user's cache folder.
+    """Return the folder of compiled programs: ``JAX_COMPILATION_CACHE_DIR``, or ``dsjax/compiled`` in the user's cache folder.
 
-    It need not exist. None: there is no ``HOME``, and this user has no entry among the system's users.
+    It need not exist. None: ``HOME`` is not set and the system does not know this user.
     """
     if jax.config.jax_compilation_cache_dir:
         return Path(jax.config.jax_compilation_cache_dir)
@@ -38,9 +38,9 @@ def cache_folder() -> Path | None:
 
 
 def enable_compile_cache() -> Path | None:
-    """Keep compiled programs on disk, in JAX's persistent cache, so that the next start finds them: in every process of a mesh.
+    """Keep compiled programs in JAX's persistent cache, so that the next start finds them, in every process of a mesh.
 
-    Gives the directory, as ``cache_folder`` does, or None where programs are not kept. One that cannot be written is only read.
+    Return the folder as ``cache_folder`` does; None if programs are not kept. A folder that cannot be written is only read.
     """
     if not jax.config.jax_enable_compilation_cache:
         return None
@@ -84,7 +84,7 @@ def _warn(message: str) -> None:
 
 
 def why_unwritable(folder: Path) -> str | None:
-    """Make a folder if it is missing, and write a block to it; give why that cannot be, or None."""
+    """Make a folder if it is missing, and write a block to it. Return why that fails, or None."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -103,7 +103,7 @@ def _has_entries(folder: Path) -> bool:
 
 @contextmanager
 def without_compile_cache() -> Iterator[None]:
-    """Compile even what the cache holds, for whoever reads what the compiler writes beside its result."""
+    """Compile programs even if the cache has them, for callers that read what the compiler writes beside its result."""
     folder = jax.config.jax_compilation_cache_dir
     if folder is None:
         yield
@@ -118,9 +118,9 @@ def without_compile_cache() -> Iterator[None]:
 
 
 def size_memory_pool(share: float) -> None:
-    """Make the pool that JAX takes from each GPU's memory as large as ``share`` of it, before JAX starts.
+    """Before JAX starts, set the share of each GPU's memory that JAX takes as its pool.
 
-    It replaces ``XLA_CLIENT_MEM_FRACTION`` and its older name: the engine, the dry run and the planner reckon with the option.
+    It replaces ``XLA_CLIENT_MEM_FRACTION`` and its older name, because the engine, the dry run and the planner reckon with the option.
     """
     if backend_is_running():
         return
@@ -131,44 +131,50 @@ def size_memory_pool(share: float) -> None:
 _STATUS = re.compile(
     "(CANCELLED|UNKNOWN|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|FAILED_PRECONDITION|ABORTED|INTERNAL|UNAVAILABLE|DATA_LOSS): "
 )
-"""How the text of an error of XLA's begins; wrong arguments are not among them."""
+"""Beginning of the text of an XLA error; errors about wrong arguments begin otherwise."""
 
 
 class OutOfDeviceMemoryError(UserError):
-    """A device's memory is too small for what was asked of it."""
+    """A device has too little memory."""
 
 
 @contextmanager
 def explained_out_of_memory(doing: str, advice: str) -> Iterator[None]:
-    """Turn XLA's out-of-memory error into one that says what ran out while ``doing`` what, and what to do.
-
-    Raises:
-        OutOfDeviceMemoryError: in place of XLA's error; all others pass.
-        JaxRuntimeError: in place of a `ValueError`, as which JAX's fast way to call a program raises what fails while it is started. On
-            the CPU platform a program may run where it is started, so that a collective whose other side is gone fails there.
-    """
+    """Call `explain_out_of_memory` with an error of the block."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        text = str(error)
-        is_status = type(error) is ValueError and _STATUS.match(text)
-        if is_status and "RESOURCE_EXHAUSTED" not in text:
-            raise jax.errors.JaxRuntimeError(text) from error
-        if "RESOURCE_EXHAUSTED" not in text or (isinstance(error, ValueError) and not is_status):
-            raise
-        wanted = re.search(r"allocate (?:size )?([\d,.]+ ?[KMGT]?i?B|\d+ bytes|\d+)", text)
-        stats = jax.local_devices()[0].memory_stats() or {}
-        state = (
-            f"; of {stats['bytes_limit'] / 1e9:,.1f} GB of the pool {stats['bytes_in_use'] / 1e9:,.1f} GB were in use"
-            if {"bytes_limit", "bytes_in_use"} <= stats.keys()
-            else ""
-        )
-        size = f" for {wanted.group(1)}" if wanted else ""
-        raise OutOfDeviceMemoryError(f"a device has no memory left{size} while {doing}{state}; {advice}") from error
+        explain_out_of_memory(error, doing, advice)
+        raise
+
+
+def explain_out_of_memory(error: Exception, doing: str, advice: str) -> None:
+    """Raise an error that explains XLA's out-of-memory error: what ran out while ``doing`` what, and what to do.
+
+    Raises:
+        OutOfDeviceMemoryError: in place of XLA's error. This function returns if the error is another one.
+        JaxRuntimeError: in place of a `ValueError`, as which JAX's fast way to call a program raises what fails while it is started. On
+            the CPU platform a program may run where it is started, so that a collective whose other side is gone fails there.
+    """
+    text = str(error)
+    is_status = type(error) is ValueError and _STATUS.match(text)
+    if is_status and "RESOURCE_EXHAUSTED" not in text:
+        raise jax.errors.JaxRuntimeError(text) from error
+    if "RESOURCE_EXHAUSTED" not in text or (isinstance(error, ValueError) and not is_status):
+        return
+    wanted = re.search(r"allocate (?:size )?([\d,.]+ ?[KMGT]?i?B|\d+ bytes|\d+)", text)
+    stats = jax.local_devices()[0].memory_stats() or {}
+    state = (
+        f"; of {stats['bytes_limit'] / 1e9:,.1f} GB of the pool {stats['bytes_in_use'] / 1e9:,.1f} GB were in use"
+        if {"bytes_limit", "bytes_in_use"} <= stats.keys()
+        else ""
+    )
+    size = f" for {wanted.group(1)}" if wanted else ""
+    raise OutOfDeviceMemoryError(f"a device has no memory left{size} while {doing}{state}; {advice}") from error
 
 
 def keep_freed_memory() -> bool:
-    """Keep freed memory in the process instead of returning it to the kernel after each program; whether it can (glibc on Linux).
+    """Keep freed memory in the process instead of returning it to the kernel. Return whether that is possible (glibc on Linux).
 
     By default glibc unmaps each freed allocation of more than 128 KiB. XLA's CPU backend allocates its temporaries for every execution,
     so each step would fault in every page again: half of the time of a large product (docs/measurements).
@@ -184,9 +190,9 @@ def keep_freed_memory() -> bool:
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that this process can still take: what the machine has left, or its container's limit where that is less; None off Linux.
+    """Return the bytes that this process can still take: those free on the machine, or its container's limit if less; None off Linux.
 
-    What a container uses is not taken off its limit: most of that may be files' pages, which go when room is needed.
+    The container's current use is not subtracted from its limit, because most of it may be file pages, which can be dropped.
     """
     bounds: list[int] = []
     try:

@@ -1,4 +1,4 @@
-"""Transfers of pages where a side is several processes: which process keeps what, and a follower's part in it."""
+"""Transfers of pages between sides of several processes: which process keeps which chunks, and a follower's part in them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _STAGE = "addresses of chunks"
 
 
 class FollowerTransfers:
-    """The part of a process other than the first in its side's transfers.
+    """The part of a follower in its side's transfers.
 
-    On the prefill side it keeps its ranks' chunks; on the decode side it pulls those of its devices, and reports each to process 0.
+    On the prefill side it keeps the chunks of its ranks. On the decode side it pulls chunks to its devices, and reports each to process 0.
     """
 
     def __init__(self, args: EngineArgs, group: HostGroup):
@@ -37,7 +37,7 @@ class FollowerTransfers:
         self._chunks: RemoteChunks | None = None
 
     def join(self, loaded: LoadedEngine) -> None:
-        """Take part in the transfers of another generation."""
+        """Take part in the transfers of a new generation."""
         args, group = self._args, self._group
         if args.disaggregation_mode == "prefill":
             if self._kept is not None:
@@ -63,13 +63,13 @@ class FollowerTransfers:
 
 
 def keepers_of(own_address: str, group: HostGroup | None) -> Keepers:
-    """Say which processes keep the chunks of an executor's ranks. own_address: where this one's are pulled from."""
+    """Return the function that finds the keepers of an executor's ranks. own_address: where this process's chunks are pulled from."""
 
     def keepers(executor: Executor) -> Sequence[Keeper]:
         if group is None:
             return [Keeper(own_address)] * executor.limits.num_ranks
-        told = group.agreement.ask(_STAGE, own_address)
-        addresses = {member.process_id: address for member, address in zip(group.present, told, strict=True)}
+        answers = group.agreement.ask(_STAGE, own_address)
+        addresses = {member.process_id: address for member, address in zip(group.present, answers, strict=True)}
         firsts = [processes[0] for processes in executor.extension(ChunkPort).processes_of_ranks]
         return [Keeper(addresses[first], first != group.options.process_id) for first in firsts]
 
@@ -77,7 +77,7 @@ def keepers_of(own_address: str, group: HostGroup | None) -> Keepers:
 
 
 def remote_chunks(args: EngineArgs, loaded: LoadedEngine, endpoint: Endpoint) -> RemoteChunks:
-    """Make what this process pulls chunks with."""
+    """Make the `RemoteChunks` with which this process pulls chunks."""
     port = loaded.executor.extension(ChunkPort)
     shapes, window_shapes = port.chunk_shapes, port.window_shapes
     return RemoteChunks(endpoint, transport_of(args, endpoint.host), shapes, args.transfer_timeout, window_shapes)
@@ -89,20 +89,20 @@ def transport_of(args: EngineArgs, host: str) -> Transport:
 
 
 def space_of(args: EngineArgs, loaded: LoadedEngine) -> dict[str, Any]:
-    """What both sides must have alike (`Greeting.space`)."""
+    """Return what must be alike on both sides (`Greeting.space`)."""
     backend = args.disaggregation_transfer_backend
     return loaded.page_space | {"disaggregation_transfer_backend": backend, "transfer_messages": VERSION}
 
 
 def host_of(args: EngineArgs, group: HostGroup | None) -> str:
-    """The address by which others reach this host: the given one, the group's, or loopback."""
+    """Return the address by which others reach this host: the given one, the group's, or loopback."""
     if args.transfer_host is not None:
         return args.transfer_host
     return group.options.address if group is not None else LOOPBACK
 
 
 def endpoint_of(args: EngineArgs, group: HostGroup | None, port: int = 0) -> Endpoint:
-    """The endpoint of this process's transfers: the group's, or one of its own where it has another address or a port.
+    """Return the endpoint for this process's transfers: the group's, or its own if an address or a port of its own was given.
 
     Raises:
         UserError: the address cannot be used; or it is beyond loopback, and no cluster key was given.

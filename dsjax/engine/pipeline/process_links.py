@@ -1,7 +1,7 @@
-"""``ProcessLinks``: hidden states between the processes of a model's stages, and results from the last one.
+"""`ProcessLinks`: carries hidden states between the processes of a model's stages, and results from the last one to all others.
 
-Threads send from host memory and receive, so that a stage goes on with the next step. Hidden states are encrypted with ``--encrypt-bulk``
-alone, results always.
+Threads send and receive in host memory while a stage computes the next step. Results are always encrypted, hidden states only with
+`--encrypt-bulk`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from jaxtyping import Array
 from dsjax.engine.contract.executor import ExpertCounts, RankResults
 from dsjax.engine.pipeline.stage_executor import LastStageOutput
 from dsjax.hosts.group import GroupError, HostGroup
-from dsjax.messaging import Link, LinkListener, NotAMemberError, PeerLostError
+from dsjax.messaging import Link, LinkListener
 from dsjax.messaging.link import LinkLostError, Message
 
 _LOOK_SECONDS = 0.5
 _LINGER_SECONDS = 2.0
-"""What was sent before the connections end may take so long to leave."""
+"""How long a closed connection still sends what it was given before."""
 HIDDEN, RESULTS = "hidden", "results"
-"""Names of links, by what comes over them."""
+"""Names of links: what they carry."""
 _LOADS = "experts' loads"
 _log = logging.getLogger(__name__)
 
 
 class _Inbox:
-    """What comes over one link, numbered from 0 on. An item is kept until a later one is asked for: an interrupt loses none."""
+    """Items received over one link, numbered from 0. One is kept until a later one is asked for, so that an interrupt loses nothing."""
 
     def __init__(self, listener: LinkListener, sender: str):
         self.listener, self._sender = listener, sender
@@ -64,30 +64,34 @@ class _Inbox:
             self._changed.notify_all()
 
     def get(self, number: int, seconds: float) -> Any:
-        """Wait for an item, and drop those before it; give the exception in place of one that never comes; `queue.Empty`: not yet."""
+        """Drop the items before `number`, and wait for that one. Return the exception instead if it will never come.
+
+        Raises:
+            queue.Empty: it has not come in time.
+        """
         with self._changed:
-            for before in [each for each in self._items if each < number]:
-                del self._items[before]
+            for earlier in [item for item in self._items if item < number]:
+                del self._items[earlier]
             if not self._changed.wait_for(lambda: number in self._items or self._error is not None, seconds):
                 raise queue.Empty
             return self._items.get(number, self._error)
 
 
 class _Arriving:
-    """The hidden states of the stage before, in order, for a `StageExecutor`."""
+    """Hidden states from the previous stage, in order, as a `StageExecutor` takes them."""
 
     def __init__(self, take: Callable[[int], np.ndarray], send: Callable[[np.ndarray], Array]):
         self._take, self._send, self._numbers = take, send, itertools.count()
 
     def popleft(self) -> Array:
-        """Wait for the next ones, and bring them to this stage's devices."""
+        """Wait for the next hidden states, and move them to this stage's devices."""
         return self._send(self._take(next(self._numbers)))
 
 
 class ProcessLinks:
-    """The connections of one process. order: ids of the processes in the order of their stages.
+    """The connections of one process to the processes of the other stages.
 
-    leads: whether this is process 0. ends: whether it has the last stage.
+    order: process ids in the order of the stages. leads: whether this is process 0. ends: whether it has the last stage.
     """
 
     def __init__(self, group: HostGroup, order: Sequence[int]):
@@ -109,25 +113,25 @@ class ProcessLinks:
             threading.Thread(target=inbox.receive, name="dsjax-stages", daemon=True).start()
 
     def _meet(self, place: int) -> None:
-        """Learn where the others listen, and connect to those that this process sends to."""
-        group, order, doors = self._group, self._order, dict[str, tuple[str, bytes]]()
+        """Listen, learn where the others do, and connect to those that this process sends to."""
+        group, order, listening = self._group, self._order, dict[str, tuple[str, bytes]]()
         senders = {} if place == 0 else {HIDDEN: order[place - 1]}
         for name, sender in (senders if self.ends else senders | {RESULTS: order[-1]}).items():
             listener = LinkListener(group.endpoint, [name], encrypted=name == RESULTS)
-            self._inboxes[name] = _Inbox(listener, self._name(sender))
-            doors[name] = listener.address, listener.ticket
-        told = group.agreement.ask("stages", doors)
-        doors_of = {member.process_id: doors for member, doors in zip(group.present, told, strict=True)}
+            self._inboxes[name] = _Inbox(listener, group.member(sender).name)
+            listening[name] = listener.address, listener.ticket
+        answers = group.agreement.ask("stages", listening)
+        listeners = {member.process_id: answer for member, answer in zip(group.present, answers, strict=True)}
         name = RESULTS if self.ends else HIDDEN
         for other in order[:-1] if self.ends else order[place + 1 : place + 2]:
-            self._next.append(self._connect(other, doors_of[other], name))
+            self._next.append(group.link_to(other, listeners[other][name], name, encrypted=self.ends))
 
     def arriving(self, send: Callable[[np.ndarray], Array]) -> _Arriving:
-        """Where the first stage here takes hidden states from. send: brings them to its devices."""
+        """Return what the first stage of this process takes hidden states from. send: moves them to its devices."""
         return _Arriving(lambda number: self._take(HIDDEN, number)[1][0], send)
 
     def pass_on(self, hidden: Array) -> None:
-        """Send hidden states to the process with the next stage, when they are computed."""
+        """Send hidden states to the process with the next stage as soon as they are computed."""
         self._later(lambda: _send(self._next, [], [hidden]))
 
     def publish(self, read: Callable[[], tuple[list[RankResults], list[LastStageOutput]] | np.ndarray]) -> None:
@@ -145,7 +149,7 @@ class ProcessLinks:
         self._later(send)
 
     def hear(self, number: int) -> tuple[list[RankResults], list[LastStageOutput]] | np.ndarray:
-        """Wait for a command's results from the process with the last stage. number: the command's number among those with results."""
+        """Wait for a command's results from the process with the last stage. number: counts the commands that have results."""
         rows, arrays = self._take(RESULTS, number)
         if not rows:
             return arrays[0]
@@ -176,28 +180,14 @@ class ProcessLinks:
         for link in (*self._next, *(inbox.listener for inbox in self._inboxes.values())):
             link.close(_LINGER_SECONDS)
 
-    def _connect(self, process_id: int, doors: dict[str, tuple[str, bytes]], name: str) -> Link:
-        address, ticket = doors[name]
-        try:
-            return Link(self._group.endpoint, address, ticket, name, encrypted=name == RESULTS)
-        except (PeerLostError, NotAMemberError) as error:
-            self._group.check(error)
-            raise GroupError(
-                f"{self._name(process_id)} cannot be reached at {address}, where it takes what other stages send ({error}); see that "
-                "hosts let each other in at every port"
-            ) from error
-
-    def _name(self, process_id: int) -> str:
-        return next(member.name for member in self._group.present if member.process_id == process_id)
-
     def _later(self, send: Callable[[], None]) -> None:
-        """Send in the thread, behind what it has to send already; raise what came of that."""
+        """Have the thread send. Raises the error of what it sent before."""
         if self._sent is not None and self._sent.done():
             self._raise(self._sent.exception())
         self._sent = self._thread.submit(self._send_or_end, send)
 
     def _send_or_end(self, send: Callable[[], None]) -> None:
-        """Send; where that fails, let nobody wait for it for ever: neither this process, nor the others, which see that connections end."""
+        """Send. On a failure end all connections, so that neither this process nor another one waits for ever."""
         try:
             send()
         except Exception as error:
@@ -220,7 +210,7 @@ class ProcessLinks:
                 self._group.check()
                 continue
             if isinstance(found, Exception):
-                self._error = found  # nothing that comes behind it is what is waited for
+                self._error = found  # what comes after it is not what anyone waits for
                 continue
             return found
 
@@ -242,7 +232,7 @@ def _counts(told: list[Any] | None) -> ExpertCounts | None:
 
 
 def _send(links: Sequence[Link], values: list[Any], arrays: Sequence[Array | np.ndarray | None]) -> None:
-    """Send values and arrays. The header says what the buffers are, of which the values are the first."""
+    """Send values and arrays over each link. The header describes the buffers; the first one has the values."""
     buffers = [np.frombuffer(msgspec.msgpack.encode(values), np.uint8)]
     buffers += [None if array is None else np.asarray(array) for array in arrays]
     header = msgspec.msgpack.encode([None if one is None else (one.shape, str(one.dtype)) for one in buffers])
@@ -251,7 +241,7 @@ def _send(links: Sequence[Link], values: list[Any], arrays: Sequence[Array | np.
 
 
 def _read(message: Message) -> tuple[list[Any], list[np.ndarray | None]]:
-    """Give the values and the arrays."""
+    """Receive the values and the arrays of a `_send`."""
     described = msgspec.msgpack.decode(message.header, type=list[tuple[list[int], str] | None])
     buffers = [None if one is None else np.empty(one[0], jnp.dtype(one[1])) for one in described]
     message.read_into(*(one for one in buffers if one is not None))

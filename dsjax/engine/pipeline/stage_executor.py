@@ -15,8 +15,8 @@ from dsjax.engine.contract.executor import RankResults
 from dsjax.engine.device.access import Pending, Running
 from dsjax.engine.device.buckets import Launch
 from dsjax.engine.device.launch_rows import RowRules, read_step
+from dsjax.engine.device.lowered_programs import entering
 from dsjax.engine.device.mesh_executor import MeshExecutor
-from dsjax.engine.device.programs import entering
 from dsjax.engine.device.slots import LaunchShape
 
 

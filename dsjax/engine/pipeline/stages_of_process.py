@@ -1,4 +1,4 @@
-"""``StagesOfProcess``: those stages of a model that are on this process's devices, as its executor."""
+"""`StagesOfProcess`: the executor of the stages on this process's devices, where other processes have other stages."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from sharding.arrays import put
 
 
 class StagesOfProcess(PipelineExecutor):
-    """Has every command carried out by this process's stages; hidden states come from the process before, and go to the next.
+    """Has this process's stages carry out every command. Hidden states come from the previous process and go to the next one.
 
-    All processes carry out the same commands in order, each when it is launched, and enter what came of a step when process 0 has collected
-    it (`LaunchMessage.collected`), before each next step of the same requests.
+    All processes carry out the same commands in order, as they are launched. They enter a step's results once process 0 has collected
+    them (`LaunchMessage.collected`), and before the next step of the same requests.
     """
 
     def __init__(self, stages: Sequence[StageExecutor], links: ProcessLinks):
         super().__init__(stages)
         self._links = links
-        self._numbers = itertools.count()  # of commands whose results come from the last stage
+        self._numbers = itertools.count()  # counts the commands that have results from the last stage
         self._loads: ExpertCounts | None = None
         first = self.stages[0]
         if not first.model.begins:
@@ -75,28 +75,28 @@ class StagesOfProcess(PipelineExecutor):
             pending.results = self._links.hear(pending.number)
 
     def counts(self) -> ExecutorCounts:
-        """What the last step did here, and what happened since the start; of the experts' load what was read last."""
+        """Return what the last step did here, what happened since the start, and the experts' load as read last."""
         return super().counts()._replace(experts=self._loads)
 
     def set_recording(self, on: bool) -> None:
-        """Whether the experts' load is recorded from the next step on, at the stages here."""
+        """Begin or end recording the experts' load at the stages here, from the next step on."""
         super().set_recording(on)
         self._loads = None
 
     def expert_counts(self) -> ExpertCounts | None:
-        """What all stages recorded since recording began, in process 0; in others, those here. All processes read at the same place."""
+        """Return what was recorded: in process 0 of all stages, in others of those here. All processes read at the same point."""
         if not self.recording:
             return None
         self._loads = counts_of_all(self._links.gather(super().expert_counts))
         return self._loads
 
     def shutdown(self, held: Any = None) -> None:
-        """Give back what all stages here hold, and end the connections."""
+        """Free what all stages here hold, and end the connections."""
         self._links.close()
         super().shutdown(held)
 
     def _read(self, pending: PendingStages) -> Any:
-        """The last stage's results of a command; any thread may call this."""
+        """Return the last stage's results of a command. Any thread may call this."""
         last, part = self.stages[-1], pending.parts[-1]
         if isinstance(pending.command, Score):
             logits = np.concatenate([np.asarray(array) for array in part.kept])

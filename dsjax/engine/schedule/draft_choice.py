@@ -51,12 +51,8 @@ class DraftChoice(Attachment):
         self._times: dict[int, dict[int, deque[float]]] = {}  # of each load, by the number of drafts
         # Of each place in a row's drafts: those behind accepted ones, and the accepted of them.
         self._offered, self._accepted = [0.0] * self._most, [0.0] * self._most
-        self._load, self._chosen, self._before, self._left = (
-            0,
-            self._most,
-            -1,
-            0,
-        )  # left: steps that the trial still lacks
+        self._load, self._chosen, self._before = 0, self._most, -1
+        self._left = 0  # steps that the trial still lacks
         self._since: dict[int, int] = {}  # steps of each load since its last trial
         # Seconds and a row's tokens of each load, by the number of drafts; None: a step behind one with another number.
         self._spent: dict[int, dict[int | None, np.ndarray]] = {}
@@ -75,7 +71,7 @@ class DraftChoice(Attachment):
         """The number of drafts in force."""
         return self._chosen
 
-    def choose(self, _: int = 0) -> int:
+    def choose(self) -> int:
         """Return the number of drafts of a row in the next step."""
         load = self._load_now()
         if load != self._load:

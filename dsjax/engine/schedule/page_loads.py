@@ -1,4 +1,4 @@
-"""`PageLoads`: pages on their way from a source into one rank's cache, and the requests that wait for them. `SourcedPages`: all ranks."""
+"""`PageLoads`: loads pages from a KV connector into one rank's cache, for requests that wait for them. `SourcedPages`: all ranks."""
 
 import enum
 from collections import Counter
@@ -6,30 +6,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dsjax.engine.contract.commands import Command, FetchPages, PlacePages, ReadPages, int32s
-from dsjax.engine.schedule.borders import usable
 from dsjax.engine.schedule.landing_area import LandingArea
 from dsjax.engine.schedule.page_source import CommandTurn, Lookup, PageSource, RankPages
 from dsjax.engine.schedule.pages import PagePool, window_name
 from dsjax.engine.schedule.request import Request
 
 MOST_LOADED = 64
-"""Pages that a rank loads before one step."""
+"""Most pages that a rank loads before one step."""
 
 
 class Admittance(enum.Enum):
-    """What becomes of a waiting request once its missing pages have been looked up."""
+    """What a waiting request does after its missing pages have been looked up."""
 
-    START = "start"  # it computes what it lacks
-    PASSED = "passed"  # it waits, and those behind it go on
-    REMOTE = "remote"  # it waits for pages that are computed elsewhere
-    HELD = "held"  # it waits, and so do all behind it
+    START = "start"  # start, and compute the missing pages
+    SKIP = "skip"  # wait; later requests may start
+    REMOTE = "remote"  # wait for pages that another engine computes; later requests may start
+    BLOCK = "block"  # wait; later requests wait too
 
 
 class LoadUnderWay(NamedTuple):
     """Pages on their way into the cache.
 
-    request: that waits for them; None: it has ended. first: number of the first page in it; a window page may come last. names: empty where
-    nobody is to find them. tiers: that the pages come from, without the window page's.
+    request: waits for them; None: it has ended. first: number of the first page in the request; a window page may come last. names: empty
+    if the pages must not be found. tiers: tiers that the pages come from, without the window page's.
     """
 
     request: Request | None
@@ -41,28 +40,28 @@ class LoadUnderWay(NamedTuple):
 
 
 class PageLoads:
-    """What one plan stages from a source, the next one places. A source that has to bring pages first holds up their request alone.
+    """One plan stages pages from a source, and the next plan places them. Pages that a source has to bring delay their request alone.
 
-    under_way: what the last plan has staged.
+    under_way: the pages that the last plan has staged.
     """
 
     def __init__(self, pool: PagePool, source: PageSource, rank: int):
         self._pool, self._source, self._rank = pool, source, rank
         self.landing = LandingArea()
         self.under_way: list[LoadUnderWay] = []
-        self._loaded: dict[Request, Counter[str]] = {}  # of waiting requests the pages that have come, by tier
+        self._loaded: dict[Request, Counter[str]] = {}  # pages loaded for each waiting request, by tier
         self._places: list[int] = []
         self._staged: list[int] = []
         pool.on_evict = lambda page, name: source.evict(rank, page, name)
 
     def has(self, name: bytes) -> bool:
-        """Whether a page can be had from a source, now or after a wait."""
+        """Whether the source has a page, available now or after a wait."""
         return self._source.has(self._rank, name) or name in self.landing
 
     __contains__ = has
 
     def begin(self, now: float) -> None:
-        """Begin a plan: the pages that the last one staged are placed before its step, and can be found."""
+        """Begin a plan. The pages that the last plan staged are placed before this plan's step and can be found."""
         loads, self.under_way = self.under_way, []
         for load in loads:
             if load.names:
@@ -77,10 +76,10 @@ class PageLoads:
         self._source.begin_rank(self._rank, now)
 
     def look(self, request: Request, names: list[bytes], cached: list[int], free_slots: int, now: float) -> Admittance:
-        """Look up the pages that a request lacks, behind the `cached` ones. names: of all pages that it may read.
+        """Look up the pages that a request lacks after the `cached` ones. names: of all pages that it may read.
 
-        With window pages, the list of names that are looked up ends with that of a window page: of the last page, where another engine
-        computes them; else of the last border up to which pages can be had, since what is loaded behind that would be of no use.
+        With window pages, the names that are looked up end with a window page: that of the last page if another engine computes the pages;
+        otherwise that of the last border up to which pages are available, because pages beyond that border would be useless.
         """
         every, found = names, cached
         if self._pool.num_windows and names:
@@ -89,33 +88,33 @@ class PageLoads:
         rest = every[len(found) :]
         if rest and self._source.awaits(self._rank, request, rest[0]):
             self._hold(request, found)
-            return Admittance.PASSED
+            return Admittance.SKIP
         here = found
         if self._pool.num_windows and not (rest and rest[0] in self.landing):
-            border = usable(self._pool, names, self._pool.count(names, elsewhere=self), self)
+            border = self._pool.usable(names, self._pool.count(names, elsewhere=self), self)
             wanted = [*names[:border], window_name(names[border - 1])] if border else []
             here = self._pool.find(wanted)
             rest = wanted[len(here) :]
         if rest and any(rest[0] in load.names for load in self.under_way):
-            return Admittance.PASSED  # somebody else has it loaded; the next plan finds it
+            return Admittance.SKIP  # it is being loaded for another request; the next plan finds it
         missing = self._pool.pages_for(len(request.token_ids)) - len(cached)
         had, windows = bool(rest) and self.has(rest[0]), int(self._pool.num_windows > 0)
         if had and self._pool.can_hold(here, missing, windows) and self._load(request, rest, here, now):
-            return Admittance.PASSED
+            return Admittance.SKIP
         if rest and self._can_load(rest[0]):
-            return Admittance.START  # there was no room for it
+            return Admittance.START  # there was no room to load it
         answer = self._source.lookup(self._rank, request, every, found, free_slots, now)
         if answer is Lookup.WAIT:
             self._hold(request, found)
             return Admittance.REMOTE
-        return Admittance.HELD if answer is Lookup.FULL else Admittance.START
+        return Admittance.BLOCK if answer is Lookup.FULL else Admittance.START
 
     def loaded(self, request: Request) -> Mapping[str, int]:
-        """How many pages have been loaded for a waiting request, by tier. A page can have come twice."""
+        """Return how many pages have been loaded for a waiting request, by tier. A page may count twice."""
         return self._loaded.get(request, {})
 
     def hits(self, request: Request) -> dict[str, int]:
-        """The tokens that a request that starts found cached, by tier, also `device`; not those that another engine computed for it."""
+        """Return the tokens that a starting request found cached, by tier with `device`, without those that another engine computed."""
         page_size = self._pool.page_size
         loaded, left = self.loaded(request), request.num_cached_tokens
         hits = {}
@@ -125,46 +124,46 @@ class PageLoads:
         return {"device": left, **hits}
 
     def num_computed_elsewhere(self, request: Request) -> int:
-        """How many of a request's pages were computed for it by another engine."""
+        """Return how many of a request's pages another engine computed for it."""
         return self._source.num_computed(request, self.loaded(request))
 
     def landed(self, number: int, ok: bool, now: float) -> None:
-        """A page that was to land under a number has come, or could not."""
+        """Enter that the page with this landing number has come (`ok`) or could not be brought."""
         self.landing.landed(self._rank, number, ok)
         self._source.landed(self._rank, number, ok, now)
 
     def sealed(self, request: Request) -> None:
-        """A request has started, or further pages of it are full and computed."""
+        """Tell the source that a request has started, or that more of its pages are full and computed."""
         self._source.sealed(self._rank, request)
 
     def forget(self, names: Sequence[bytes]) -> None:
-        """Let sources find pages no more."""
+        """Have the source forget pages."""
         self._source.forget(self._rank, names)
         self.landing.give_up_names(names)
 
     def cancel(self) -> None:
-        """Let what is under way be found by nobody when it has come."""
+        """Let pages that are on their way not be found when they have come."""
         self._source.cancel(self._rank)
         self.under_way = [load._replace(names=[]) for load in self.under_way]
 
     def clear(self) -> None:
-        """Have sources forget and delete every page."""
+        """Have the source forget and delete every page."""
         self._source.clear(self._rank)
         self.landing.clear()
 
     def invalidate(self) -> None:
-        """Have sources forget what may not have happened."""
+        """Have the source forget pages whose commands may not have been carried out."""
         self._source.invalidate(self._rank)
         self.landing.clear()
 
     def release(self, request: Request) -> None:
-        """Hold nothing any more for a request that starts, or is gone."""
+        """Release what is held for a request that starts or has ended."""
         self._pool.release(request.held_pages)
         request.held_pages = []
         self._loaded.pop(request, None)
         self._source.release(self._rank, request)
         if request.is_loading:
-            # Whoever gets such a page next writes it after it was placed.
+            # The next owner of such a page writes it after it was placed.
             request.is_loading = False
             for index, load in enumerate(self.under_way):
                 if load.request is request:
@@ -172,11 +171,11 @@ class PageLoads:
                     self.under_way[index] = load._replace(request=None, names=[])
 
     def preempted(self, request: Request) -> None:
-        """A running request waits again."""
+        """Tell the source that a running request waits again."""
         self._source.preempted(request)
 
     def release_held(self, waiting: Iterable[Request], but: Request | None = None) -> bool:
-        """Let go of cached pages held for waiting requests, lest they wait for one another; False where there are none."""
+        """Release cached pages held for waiting requests, except `but`, so that none blocks another. Return whether there were any."""
         holders = [request for request in waiting if request.held_pages and request is not but]
         for request in holders:
             self._pool.release(request.held_pages)
@@ -184,7 +183,7 @@ class PageLoads:
         return bool(holders)
 
     def take(self) -> tuple[list[int], list[int]]:
-        """The pages that get what the last plan has staged, in its order; and the numbers that this plan stages. Each is given once."""
+        """Take the pages that receive what the last plan staged, in its order, and the numbers that this plan stages."""
         places, self._places = self._places, []
         staged, self._staged = self._staged, []
         return places, staged
@@ -193,9 +192,9 @@ class PageLoads:
         return self._source.can_load(self._rank, name) or self.landing.can_load(name)
 
     def _load(self, request: Request, names: list[bytes], cached: list[int], now: float) -> bool:
-        """Have the longest beginning of `names` that can be loaded now staged; False where the request has nothing to wait for.
+        """Stage the longest prefix of `names` that can be loaded now. Return False if the request has nothing to wait for.
 
-        With window pages, the last name is one's.
+        With window pages, the last name is that of a window page.
         """
         ready = self._can_load(names[0])
         answer = self._source.prefetch(self._rank, request, names, ready, now)
@@ -204,7 +203,7 @@ class PageLoads:
                 self._wait(request, cached)
             return answer is not Lookup.ABSENT
         if len(self._staged) >= MOST_LOADED:
-            return True  # others fill this step; it is loaded with the next one
+            return True  # this step's loads are full; it is loaded with the next one
         loads = []
         for name in names[: MOST_LOADED - len(self._staged)]:
             if self._source.can_load(self._rank, name):
@@ -227,14 +226,14 @@ class PageLoads:
         request.is_loading = True
 
     def _hold(self, request: Request, cached: list[int]) -> None:
-        """Hold what was found for a request that waits for more."""
+        """Hold the `cached` pages of a request that waits for more."""
         if not request.held_pages:
             self._pool.hold(cached)
             request.held_pages += cached
 
 
 class SourcedPages:
-    """The loads of all ranks from one source, and the commands that the executor is given before a step."""
+    """The loads of all ranks from one source, and the commands that they need before a step."""
 
     def __init__(self, source: PageSource, pools: Sequence[PagePool]):
         self.source = source
@@ -245,7 +244,7 @@ class SourcedPages:
             loads.landing.first_number = source.slots
 
     def commands(self) -> list[Command]:
-        """What goes before the step that was planned just now, in its order."""
+        """Return the commands that precede the step that was planned last, in order."""
         taken = [loads.take() for loads in self.ranks]
         landings = [loads.landing.take() for loads in self.ranks]
         commands: list[tuple[CommandTurn, Command]] = []
@@ -263,7 +262,7 @@ class SourcedPages:
         return [command for _, command in sorted(commands, key=lambda one: one[0])]
 
     def take_waits(self) -> list[tuple[str, float]]:
-        """(tier, seconds) that requests have waited for pages of it; each is given once."""
+        """Take the (tier, seconds) that requests have waited for pages."""
         waits = [wait for loads in self.ranks for wait in loads.landing.waits]
         for loads in self.ranks:
             loads.landing.waits.clear()

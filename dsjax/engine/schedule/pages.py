@@ -1,4 +1,4 @@
-"""Pages of one rank's latent cache: which are free, held and cached, and the hashes that cached ones are found by."""
+"""`PagePool`: the pages of one DP rank's KV cache: which are free, held and cached, and the hashes by which cached pages are found."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -7,25 +7,26 @@ from hashlib import sha256
 from dsjax.engine.contract.commands import NAME_BYTES, int32s
 from dsjax.engine.schedule.page_events import PageEvents
 from dsjax.engine.schedule.request import Request
+from dsjax.model.cache_groups import HELD_WINDOWS
 
 _NO_SALT = bytes(NAME_BYTES)
 
 
 class PagePool:
-    """The pages 1 … num_pages − 1 of a rank. Page 0 is never given out: padded page-table entries point at it.
+    """The pages 1 … num_pages − 1 of a rank. Page 0 is never allocated, because padded page-table entries point at it.
 
-    A page is held by as many requests as took it. A sealed page can be found by its hash, and is kept until its room is needed when nobody
-    holds it. Pages that hold nothing are given out first, the one freed last before others, so that a lightly loaded rank keeps to few
-    pages; then cached ones, least recently used first.
+    Several requests can hold a page. A sealed page can be found by its hash; without a holder it stays cached until its room is needed.
+    Empty pages are allocated first, the one freed last before others, so that a lightly loaded rank uses few pages; then cached pages, the
+    least recently used first.
 
-    Window pages have numbers of their own, from `num_pages` on, of which the first is never given out either, and names of their own. Those
-    that are kept (`keep`) go last, least recently used first, and are offered to `on_evict`; the others only when they are still there.
+    Window pages have numbers of their own, from `num_pages` on, and names of their own. The first of them is never allocated either. Window
+    pages marked by `keep` are evicted last, least recently used first, and are offered to `on_evict`; others are not.
 
     Attributes:
-        num_windows: window pages, that first one included; 0 in a model without any.
-        on_evict: called as `on_evict(page, name)` for a cached page whose room is needed; its values are lost once the next commands are
-            carried out.
-        events: told of pages of `rank` that can be found and of those that cannot any more; None: nobody wants to know.
+        num_windows: number of window pages, including the one that is never allocated; 0 in a model without window pages.
+        on_evict: called as `on_evict(page, name)` for a cached page whose room is needed. Its values are there until the next commands
+            are carried out.
+        events: receives events of the pages of `rank`; None: there are no subscribers.
     """
 
     def __init__(
@@ -46,31 +47,31 @@ class PagePool:
 
     @property
     def num_usable(self) -> int:
-        """Pages that can be allocated at all."""
+        """Number of pages that can be allocated."""
         return self.num_pages - 1
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds, those cached included."""
+        """Number of pages without a holder, cached pages included."""
         return len(self._free) + len(self._idle)
 
     @property
     def num_free_windows(self) -> int:
-        """Window pages that nobody holds, those cached included."""
+        """Number of window pages without a holder, cached pages included."""
         return len(self._free_windows) + len(self._idle_windows)
 
     @property
     def num_used(self) -> int:
-        """Pages that requests hold, each counted once."""
+        """Number of pages that requests hold; a shared page counts once."""
         return self.num_usable - self.num_free
 
     @property
     def num_cached(self) -> int:
-        """Pages that nobody holds, but that can still be found."""
+        """Number of cached pages without a holder."""
         return len(self._idle)
 
     def pages_for(self, num_tokens: int) -> int:
-        """How many pages hold so many tokens."""
+        """Return how many pages `num_tokens` tokens take."""
         return -(-num_tokens // self.page_size)
 
     def __contains__(self, name: bytes) -> bool:
@@ -81,13 +82,13 @@ class PagePool:
         return page >= self.num_pages
 
     def can_hold(self, cached: Sequence[int], count: int, windows: int = 0) -> bool:
-        """Whether the pages `cached` can be held and `count` others and `windows` window pages be allocated beside them."""
+        """Whether there is room to hold the `cached` pages and allocate `count` other pages and `windows` window pages."""
         idle = [page for page in cached if not self._holders[page]]
         idle_windows = sum(map(self.is_window, idle))
         return self.num_free >= count + len(idle) - idle_windows and self.num_free_windows >= windows + idle_windows
 
     def allocate(self, count: int, *, windows: bool = False, store: bool = True) -> list[int]:
-        """Take pages, or window pages, which must be free. store: whether cached ones among them are offered to `on_evict`."""
+        """Allocate free pages, or window pages. store: whether to offer evicted pages to `on_evict`."""
         free, idle = self._by_kind[windows]
         if len(free) + len(idle) < count:
             kind, usable = ("window pages", self.num_windows - 1) if windows else ("pages", self.num_usable)
@@ -106,23 +107,23 @@ class PagePool:
         return pages
 
     def idle_names(self) -> Iterator[tuple[int, bytes]]:
-        """(page, name) of the cached pages that nobody holds, most recently used first; of window pages those that are kept."""
+        """Yield (page, name) of the cached pages without a holder, most recently used first; kept window pages come first."""
         for page in (*(page for page in reversed(self._idle_windows) if page in self._kept), *reversed(self._idle)):
             yield page, self._hash_of[page]
 
     def names_of(self, pages: Iterable[int]) -> list[bytes]:
-        """The names of those of these pages that can be found."""
+        """Return the names of those pages that can be found."""
         return [self._hash_of[page] for page in pages if self._hash_of[page] is not None]
 
     def hold(self, pages: Iterable[int]) -> None:
-        """Take pages that `find` gave, beside whoever holds them."""
+        """Hold pages that `find` returned. They may have other holders."""
         for page in pages:
             if not self._holders[page]:
                 del self._by_kind[self.is_window(page)][1][page]
             self._holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give a request's pages back, or raise where nobody holds one: the last first, so that the shared beginning is evicted last."""
+        """Release pages, the last one first, so that a shared beginning is evicted last. Raises a `ValueError` if a page has no holder."""
         for page in reversed(pages):
             if not self._holders[page]:
                 raise ValueError(f"page {page} is given back but was not allocated")
@@ -137,7 +138,7 @@ class PagePool:
                         idle.move_to_end(page, last=False)
 
     def keep(self, name: bytes) -> None:
-        """Keep a window page, if it can be found: it is now the one used last."""
+        """Keep a window page if it can be found, as the most recently used one."""
         page = self._page_of.get(name)
         if page is not None:
             self._kept.add(page)
@@ -145,7 +146,7 @@ class PagePool:
                 self._idle_windows.move_to_end(page)
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """The pages of the longest beginning of `hashes` that is cached."""
+        """Return the pages of the longest cached prefix of `hashes`."""
         pages = []
         for name in hashes:
             page = self._page_of.get(name)
@@ -155,7 +156,7 @@ class PagePool:
         return pages
 
     def count(self, hashes: Iterable[bytes], promised: Container[bytes] = (), elsewhere: Container[bytes] = ()) -> int:
-        """How long a beginning of `hashes` is cached here, promised, or to be had elsewhere."""
+        """Return the length of the longest prefix of `hashes` that is cached here, promised, or available elsewhere."""
         known, length = self._page_of, 0
         for name in hashes:
             if name not in known and name not in promised and name not in elsewhere:
@@ -163,15 +164,33 @@ class PagePool:
             length += 1
         return length
 
+    def usable(
+        self, names: Sequence[bytes], cached: int, loads: Container[bytes] = (), promised: Container[bytes] = ()
+    ) -> int:
+        """Return how many of the first `cached` pages a request can go on from: all; with window pages, those up to the last usable border.
+
+        A border is the end of a page. To go on there a request needs the pages before it and the window page of the last of them: each
+        layer's window rests on the layer below, so recomputing a window of tokens is not exact.
+
+        loads: pages that can be loaded. promised: pages that requests are about to compute, with the window page beside each.
+        """
+        if not self.num_windows:
+            return cached
+        for border in range(cached, 0, -1):
+            name = names[border - 1]
+            if name in promised or (window := window_name(name)) in self or window in loads:
+                return border
+        return 0
+
     def seal(self, page: int, name: bytes) -> bool:
-        """Let a full page that nobody writes any more be found, unless another one has this hash already; whether it can be found."""
+        """Let a full, computed page be found, unless another page has this hash. Return whether it can be found."""
         if self._hash_of[page] is not None or self._page_of.setdefault(name, page) != page:
             return False
         self._hash_of[page] = name
         return True
 
     def seal_of(self, request: Request, first: int, pages: Sequence[int]) -> None:
-        """`seal` pages of a request, from page number `first` of it on. A window page behind them is that of their border, and is kept."""
+        """`seal` pages of a request, starting at its page number `first`. A window page after them belongs to their border and is kept."""
         names = request.page_hashes
         if pages and self.is_window(pages[-1]):
             name = window_name(names[first + len(pages) - 2])
@@ -183,12 +202,12 @@ class PagePool:
             self.events.computed(self.rank, request, new)
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Let pages be found no more. Who holds them keeps them."""
+        """Let pages no longer be found. Holders keep them."""
         for page in [page for page in pages if self._hash_of[page] is not None]:
             self._lose(page)
 
     def flush(self) -> None:
-        """Forget every page, and tell of all of them at once."""
+        """Forget all pages, with a single event."""
         events, self.events = self.events, None
         self.forget_all()
         self.events = events
@@ -196,7 +215,7 @@ class PagePool:
             events.cleared(self.rank)
 
     def forget_all(self) -> None:
-        """Forget every page, and tell of each."""
+        """Forget all pages, with an event for each."""
         for page in list(self._page_of.values()):
             self._lose(page)
 
@@ -216,10 +235,10 @@ class PagePool:
 
 
 def extend_hashes(request: Request, page_size: int) -> list[bytes]:
-    """Bring `request.page_hashes` up to the full pages of its tokens, and give it.
+    """Extend `request.page_hashes` to all full pages of its tokens, and return it.
 
-    A page's hash is sha256 of the hash of the page before it, or of the salt, and its token ids (int32, little-endian). Equal hashes so
-    mean equal tokens from the first one on, under equal salts, in every process.
+    A page's hash is the SHA-256 of the previous page's hash (of the salt for the first page) and its token ids (int32, little-endian). So
+    equal hashes mean equal tokens from the first one on, and equal salts, in every process.
     """
     hashes, tokens = request.page_hashes, request.token_ids
     if len(hashes) < len(tokens) // page_size:
@@ -231,8 +250,21 @@ def extend_hashes(request: Request, page_size: int) -> list[bytes]:
 
 
 def window_name(name: bytes) -> bytes:
-    """The name of the window page of the tokens of a page, given that page's."""
+    """Return the name of the window page that has the same tokens as the page `name`."""
     return sha256(name + b"window").digest()
+
+
+def window_columns(tokens: int, page_size: int) -> int:
+    """Return the largest number of pages that have a part of `tokens` tokens and of the `page_size - 1` tokens before them."""
+    return (tokens + 2 * page_size - 3) // page_size + 1
+
+
+def held_windows(rows: int, tokens: int, page_size: int, num_drafts: int) -> int:
+    """Return the largest number of window pages that requests hold at a time, plus the one that is never allocated.
+
+    rows: running requests, each with drafts of two steps and the page that it may end at. tokens: of prompts, in all steps under way.
+    """
+    return 1 + rows * (HELD_WINDOWS + 3 * num_drafts // page_size) + -(-tokens // page_size)
 
 
 def _root(salt: str | None) -> bytes:

@@ -18,8 +18,8 @@ class ParkedRequest(NamedTuple):
     since: float
 
 
-class ParkedRequests:
-    """The parked requests, which belong to the engine's thread. Other threads may read the number and the counts, and set `seconds`.
+class ParkedRequests(dict[str, ParkedRequest]):
+    """The parked requests by their ids. Other threads than the engine's may read the number and the counts, and set `seconds`.
 
     Attributes:
         seconds: how long a request waits, from the first mesh that could not hold it; 0: it ends at once.
@@ -30,35 +30,32 @@ class ParkedRequests:
     def __init__(self):
         self.seconds, self.larger_is_wanted = 0.0, False
         self.outcomes: Counter[str] = Counter()
-        self._parked: dict[str, ParkedRequest] = {}
-
-    def __len__(self) -> int:
-        return len(self._parked)
 
     @property
     def requests(self) -> list[Request]:
         """All parked requests."""
-        return [parked.request for parked in self._parked.values()]
+        return [parked.request for parked in self.values()]
 
     def park(self, request: Request, error: AdmissionError, now: float) -> list[Update]:
         """Keep a new request that the current mesh refuses. Return what `expire` returns."""
-        self._parked[request.request_id] = ParkedRequest(request, error, now)
+        self[request.request_id] = ParkedRequest(request, error, now)
         return self.expire(now)
 
     def renew(self, refused: Iterable[tuple[Request, AdmissionError]], now: float) -> list[Update]:
         """Keep the requests that a new mesh refuses; all others have resumed. Return what `expire` returns."""
-        before, self._parked = self._parked, {}
+        before = dict(self)
+        self.clear()
         for request, error in refused:
             earlier = before.pop(request.request_id, None)
-            self._parked[request.request_id] = ParkedRequest(request, error, now if earlier is None else earlier.since)
+            self[request.request_id] = ParkedRequest(request, error, now if earlier is None else earlier.since)
         self.outcomes["resumed"] += len(before)
         return self.expire(now)
 
     def expire(self, now: float) -> list[Update]:
         """End the requests that have waited long enough, or need not wait, and return their last updates."""
         updates = []
-        for request, error, since in [one for one in self._parked.values() if one.since + self._limit <= now]:
-            del self._parked[request.request_id]
+        for request, error, since in [one for one in self.values() if one.since + self._limit <= now]:
+            del self[request.request_id]
             self.outcomes["expired"] += since < now
             waited = self.seconds if since + self.seconds <= now else 0
             updates.append(_refuse(request, error, now, waited))
@@ -66,17 +63,16 @@ class ParkedRequests:
 
     def abort(self, request_id: str, now: float) -> Update | None:
         """End a request that its client gave up. Return its last update, or None if it is not parked."""
-        parked = self._parked.pop(request_id, None)
+        parked = self.pop(request_id, None)
         if parked is None:
             return None
         self.outcomes["aborted"] += 1
         parked.request.finish(FinishReason.ABORT, now)
         return Update(parked.request, None, FinishReason.ABORT)
 
-    def look_seconds(self, now: float) -> float | None:
-        """Return the seconds until the next request expires; None if none is parked."""
-        since = min((parked.since for parked in self._parked.values()), default=None)
-        return None if since is None else max(0.0, since + self._limit - now)
+    def look_seconds(self, now: float) -> float:
+        """Return the seconds until the next request expires. There must be one."""
+        return max(0.0, min(parked.since for parked in self.values()) + self._limit - now)
 
     @property
     def _limit(self) -> float:

@@ -7,28 +7,26 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from dsjax.engine.schedule.borders import kept, usable
 from dsjax.engine.schedule.page_loads import Admittance, PageLoads
 from dsjax.engine.schedule.pages import PagePool, extend_hashes, window_name
 from dsjax.engine.schedule.request import RankPlan, Request, ScheduledRow, Status
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
 _by_order = attrgetter("order")
-_MOST_PASSED = 16
-"""Requests in the queue that a step looks past because others compute what they will find cached; those that wait for pages come extra."""
+_MOST_SKIPPED = 16
+"""Waiting requests that a step passes because others compute pages for them. Requests that wait for pages do not count."""
 
 
 class RankLoad(NamedTuple):
-    """What one DP rank has to do, and has room for.
+    """Load and free room of one DP rank.
 
     Attributes:
         waiting_tokens: known tokens of the waiting requests.
-        used_pages: that requests hold. cached_pages: that the prefix cache alone keeps; they count as free. usable_pages: all.
-        cost: what a request that finds nothing in this cache is charged besides its own tokens, in tokens to be computed
-            (docs/scheduler.md).
-        hits: tokens that requests found cached at their first admission, by tier (`device`, and those of page sources). queried: tokens of
-            those requests.
-        tiers: what page sources hold of this rank's pages, by tier.
+        used_pages: held by requests. cached_pages: kept by the prefix cache alone; they count as free. usable_pages: all.
+        cost: the router's cost of a new request here besides its own tokens, in tokens to compute (docs/scheduler.md).
+        hits: tokens that requests found cached at their first admission, by tier (`device`, and the tiers of page sources). queried: all
+            tokens of those requests.
+        tiers: counts of page sources for this rank, by tier.
     """
 
     rank: int
@@ -45,23 +43,23 @@ class RankLoad(NamedTuple):
 
 
 class Rank:
-    """One attention replica's queue, pages and slots.
+    """The queue, pages and slots of one DP rank.
 
-    A request holds pages for *all* its known tokens from its admission on, so only decodes ask for more. When no page is left, the newest
-    running request is preempted: it gives everything back, and is recomputed when its turn comes again, except what the prefix cache still
-    has. `running` is sorted by `order`.
+    From its admission on, a request holds pages for *all* its known tokens, so only decodes allocate more. When no page is left, the newest
+    running request is preempted: it releases everything and is recomputed later, except for what the prefix cache still has. `running` is
+    sorted by `order`.
 
-    A step is planned while the one before computes, so a request may have a row under way. It is then planned with bounds
-    (`Request.num_in_flight`), and gives pages and slot back only when no row is under way any more: what is still to be written cannot
-    reach a page's next owner.
+    A step is planned while the previous one computes, so a request may have a row under way. It is then planned with an upper bound
+    (`Request.num_in_flight`), and releases pages and slot only when none of its rows is under way, so that no late write can reach a
+    page's next owner.
 
     Attributes:
-        dirty: pages given back that may hold values that are not finite. Whoever reads it clears the pages, and then the list.
+        dirty: released pages that may hold non-finite values. The reader clears the pages and then the list.
         load, waiting_tokens: known tokens of all requests, and of the waiting ones.
-        backlog: tokens to be computed before every request here makes its next one: of waiting requests those that are neither cached nor
-            promised, of prompts under way the rest.
-        promised: hashes of the pages that requests here are to compute for their prompts; for each, by how many requests.
-        prefix_queries: known tokens of the requests admitted for the first time. hits: how many were cached, by tier.
+        backlog: tokens to compute before every request here has made its next token: those of waiting requests that are neither cached
+            nor promised, and the rest of prompts under way.
+        promised: hashes of the pages that requests here will compute for their prompts, with the number of such requests.
+        prefix_queries: known tokens of the requests admitted for the first time. hits: how many of them were cached, by tier.
     """
 
     def __init__(self, pool: PagePool, config: SchedulerConfig, loads: PageLoads):
@@ -75,19 +73,19 @@ class Rank:
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
 
     def uncached(self, request: Request) -> int:
-        """Tokens that this rank would have to compute for a request's next one, given what is cached and promised."""
+        """Return the tokens that this rank would have to compute before a request's next token, given what is cached and promised."""
         names = self.readable(request)
         found = self.pool.count(names, self.promised, self.loads)
-        cached = usable(self.pool, names, found, self.loads, self.promised)
+        cached = self.pool.usable(names, found, self.loads, self.promised)
         return len(request.token_ids) - cached * self.pool.page_size
 
     def add(self, request: Request) -> None:
-        """Queue a request at its place by `order`. `load` counts its tokens from now on."""
+        """Queue a request, sorted by `order`."""
         self.load += len(request.token_ids)
         self._queue(request)
 
     def remove(self, request: Request) -> None:
-        """Forget a request, waiting or running, and take back what it holds when no step has a row of it any more."""
+        """Remove a waiting or running request. It releases what it holds when no step has a row of it."""
         if request.status is Status.RUNNING:
             self.running.remove(request)
             self._seal(request)
@@ -101,7 +99,7 @@ class Rank:
         self.load -= len(request.token_ids)
 
     def remove_finished(self, finished: list[Request]) -> None:
-        """Forget running requests that have just become `FINISHED`."""
+        """Remove running requests that have just become `FINISHED`."""
         self.running = [request for request in self.running if request.status is Status.RUNNING]
         for request in finished:
             self._seal(request)
@@ -111,40 +109,40 @@ class Rank:
             self.load -= len(request.token_ids)
 
     def drop(self, request: Request, finite: bool) -> None:
-        """Take notice that a row of a request that has ended is done; nobody wants what it made."""
+        """Note that a row of an ended request is done. Its result is dropped."""
         if not finite and request.num_clean_pages is None:
             request.num_clean_pages = request.num_sealed_pages
         if not request.num_rows_under_way:
             self._take_back(request)
 
     def invalidate_request(self, request: Request) -> None:
-        """Let nobody find any page of a request whose values are not finite: one that it read of others must not fail the next one."""
+        """Let no page of a request with non-finite values be found, not even shared ones, which would fail the next request too."""
         request.num_clean_pages = request.num_sealed_pages
         pages = request.pages + request.window_pages
         self.loads.forget(self.pool.names_of(pages))
         self.pool.forget(pages)
-        request.num_sealed_pages = len(request.pages)  # none is left to be sealed
+        request.num_sealed_pages = len(request.pages)  # so that none will be sealed
 
     def flush(self) -> None:
-        """Let no page be found any more that is computed or on its way now, on the device or in a page source."""
+        """Forget all pages that are computed or on their way now, on the device and in page sources."""
         self.loads.cancel()
         self.pool.flush()
         self.loads.clear()
 
     def invalidate(self) -> None:
-        """Forget every page, and of those in page sources what may not have got there: commands may not have been carried out."""
+        """Forget all pages whose commands may not have been carried out: those on the device, and those on their way to a page source."""
         self.loads.cancel()
         self.pool.forget_all()
         self.loads.invalidate()
 
     def leave_if_due(self, request: Request) -> None:
-        """Preempt a running request that is to leave, now that a row of it is done."""
+        """Preempt a running request that must leave, if no row of it is under way."""
         if request.must_leave and not request.num_rows_under_way:
             self.running.remove(request)
             self._preempt(request)
 
     def enter_chunk(self, request: Request) -> None:
-        """Note that a prompt has come further; `num_computed_tokens` says how far."""
+        """Enter the progress of a prompt (`num_computed_tokens`)."""
         left = len(request.token_ids) - request.num_computed_tokens
         self._seal(request)
         if left:
@@ -153,7 +151,7 @@ class Rank:
             self._clear_backlog(request)
 
     def schedule(self, now: float, num_drafts: int = 0) -> RankPlan:
-        """Decodes first, then prompts under way, then new ones, within the token budget, which does not count drafts."""
+        """Plan decodes first, then prompts under way, then new prompts, within the token budget, which does not count drafts."""
         preemptions = self.num_preemptions
         self.loads.begin(now)
         decodes, prompts, computing = self._schedule_decodes(num_drafts)
@@ -162,14 +160,16 @@ class Rank:
         for request in prompts:
             if budget <= 0 or len(plan.prefills) == self.config.max_prefill_rows:
                 break
-            if request.status is Status.RUNNING and not request.must_leave:  # its window pages may be needed
+            if (
+                request.status is Status.RUNNING and not request.must_leave
+            ):  # an earlier prompt may need its window pages
                 budget -= self._schedule_chunk(request, budget, plan.prefills)
         if self.waiting and preemptions == self.num_preemptions:
             self._admit(budget, plan, prompts + computing, now)
         return plan
 
     def _schedule_decodes(self, num_drafts: int) -> tuple[list[ScheduledRow], list[Request], list[Request]]:
-        """Rows that make one token; requests still in their prompt; and those whose prompt is under way to its end. Each oldest first."""
+        """Return decode rows, requests still in their prompt, and requests whose last prompt row is under way; oldest first."""
         decodes, prompts, computing = list[ScheduledRow](), list[Request](), list[Request]()
         page_size = self.pool.page_size
         # `ScheduledRow(...)` is a Python function, which at a thousand rows a step would be a third of this loop.
@@ -177,7 +177,7 @@ class Rank:
         most, windowed = 1 + num_drafts, self.pool.num_windows > 0
         batches = self.config.num_batches
         room = len(self.running) if batches == 1 else -(-len(self.running) // batches)
-        for request in self.running:  # preemption shortens the list at its end, which ends this loop the sooner
+        for request in self.running:  # preemption shortens the list at its end
             if request.must_leave:
                 continue
             planned, known = request.num_computed_tokens + request.num_in_flight, len(request.token_ids)
@@ -187,16 +187,16 @@ class Rank:
             if request.num_rows_under_way:
                 if request.num_computed_tokens + 1 < known:
                     computing.append(request)
-                if batches > 1:  # its tokens are known when the step is entered, and not before
+                if batches > 1:  # its tokens are not known before the step is entered
                     continue
-                # The rows under way are sure to make its last token.
+                # The rows under way will make its last token.
                 if known + request.num_due >= request.max_total_tokens:
                     continue
                 if request.num_due and request.rules is not None and request.rules.needs_tokens:
                     continue
             if len(decodes) == room:
                 continue
-            # With drafts under way `planned` may reach its bound, behind which nothing is ever written.
+            # With drafts under way `planned` may reach its bound; nothing is written beyond it.
             full = planned >= len(request.pages) * page_size
             if windowed:
                 full = planned >= request.num_writable_pages * page_size
@@ -213,7 +213,7 @@ class Rank:
         return decodes, prompts, computing
 
     def _schedule_chunk(self, request: Request, budget: int, prefills: list[ScheduledRow]) -> int:
-        """Add the next chunk of a prompt; give its length."""
+        """Add the next chunk of a prompt and return its length; 0: it has to wait for window pages."""
         start, known = request.num_computed_tokens + request.num_in_flight, len(request.token_ids)
         length = min(known - start, self.config.prefill_chunk, budget)
         sampled = start + length == known
@@ -226,13 +226,12 @@ class Rank:
         return length
 
     def _admit(self, budget: int, plan: RankPlan, prompts: list[Request], now: float) -> None:
-        """Start waiting requests in their order. The first that does not fit holds back the rest, so none starves.
+        """Admit waiting requests in order. The first one that does not fit blocks the rest, so none starves.
 
-        prompts: those being computed. A request whose next page one of them computes is passed: it finds the page cached when it
-        starts later.
+        prompts: those being computed. A request whose next page is computed by one of them is skipped: it will find the page cached.
         """
         at = num_loading = 0
-        while at < min(len(self.waiting), _MOST_PASSED + num_loading) and self._free_slots and budget > 0:
+        while at < min(len(self.waiting), _MOST_SKIPPED + num_loading) and self._free_slots and budget > 0:
             request = self.waiting[at]
             if request.is_loading:
                 at += 1
@@ -245,14 +244,14 @@ class Rank:
                 continue
             admission = self.loads.look(request, names, cached, len(self._free_slots), now)
             if admission is not Admittance.START:
-                if admission is Admittance.HELD:
+                if admission is Admittance.BLOCK:
                     break
                 if admission is Admittance.REMOTE:
                     self._set_backlog(request, len(request.token_ids) - len(names) * self.pool.page_size)
                     num_loading += 1
                 at += 1
                 continue
-            border = usable(self.pool, names, len(cached))
+            border = self.pool.usable(names, len(cached))
             request.missed_border = len(cached) if border < len(cached) else 0
             cached = cached[:border]
             at_border = [window_name(names[border - 1])] if border and self.pool.num_windows else []
@@ -261,17 +260,17 @@ class Rank:
             if left > 1 and len(plan.prefills) == self.config.max_prefill_rows:
                 break
             count = self.pool.pages_for(len(request.token_ids)) - len(cached)
-            # A hundredth of the pages stays free for decodes under way, lest a newcomer be preempted at once.
+            # 1 % of the pages stays free for running decodes, so that a new request is not preempted at once.
             headroom = min(len(self.running), self.pool.num_usable // 100)
             windows = self.pool.pages_for(min(left, self.config.prefill_chunk, budget)) if self.pool.num_windows else 0
             shared = self.pool.find(at_border)
             if not self.pool.can_hold(cached + shared + copied, count + headroom, windows):
-                # At last what is held for itself: a page of it that nobody can find any more is of no use to it.
+                # Release the pages held for this request last.
                 if self.loads.release_held(self.waiting, request) or self.loads.release_held(self.waiting):
                     continue
                 break
             del self.waiting[at]
-            for name in at_border:  # what two requests have begun with, a third may
+            for name in at_border:  # a third request may have the same beginning
                 self.pool.keep(name)
             self.pool.hold(shared)
             request.window_pages = shared + self.pool.allocate(windows, windows=True)
@@ -292,9 +291,9 @@ class Rank:
                 budget -= self._schedule_chunk(request, budget, plan.prefills)
 
     def _last_page(self, request: Request) -> list[int]:
-        """The cached page that a request's last token fills, if there is one: it is copied, and the last token computed in the copy.
+        """Return the cached page that the request's last token fills, as a list of one or none. The last token is computed in a copy of it.
 
-        Not with window pages, which have no state as it was before their last token.
+        Never with window pages, which do not keep the state before their last token.
         """
         page_size = self.pool.page_size
         if (
@@ -307,9 +306,11 @@ class Rank:
         return self.pool.find(extend_hashes(request, page_size)[-1:])
 
     def _start(self, request: Request, cached: list[int], copied: list[int], count: int, now: float) -> None:
-        """Give a request its slot and pages: those found in the cache, and `count` more, the last one for a copy of `copied`."""
+        """Give a request its slot and pages: the `cached` ones and `count` more, the last of them for a copy of `copied`."""
         self.pool.hold(cached)
-        self.pool.hold(copied)  # lest it be given out now; the copy comes before anything that is planned later
+        self.pool.hold(
+            copied
+        )  # so that `allocate` does not take it; the copy runs before anything that is planned later
         request.pages = cached + self.pool.allocate(count)
         self.pool.release(copied)
         request.num_sealed_pages = len(cached)
@@ -330,7 +331,7 @@ class Rank:
         self.loads.sealed(request)
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
-        """Get a decode pages for so many tokens, preempting newer requests; False where it gives way itself, or has to wait for one."""
+        """Allocate pages up to `num_tokens`, preempting newer requests. Return False if the request is preempted itself or has to wait."""
         self._seal(request)
         end = self.pool.pages_for(num_tokens)
         count, windows = max(0, end - len(request.pages)), self._windows_to(request, end)
@@ -338,7 +339,7 @@ class Rank:
             if self.loads.release_held(self.waiting):
                 continue
             if self.pool.num_free_windows < windows and request.num_rows_under_way:
-                return False  # what these compute lets it give some of its own back
+                return False  # these rows will let it release window pages
             victim = self.running[-1]
             if victim.num_rows_under_way:
                 victim.must_leave = True
@@ -352,11 +353,11 @@ class Rank:
         return True
 
     def _windows_to(self, request: Request, end: int) -> int:
-        """How many window pages a request lacks up to page number `end`."""
+        """Return how many window pages a request lacks up to page number `end`."""
         return max(0, end - request.num_writable_pages) if self.pool.num_windows else 0
 
     def _grow_for_drafts(self, request: Request, num_tokens: int) -> None:
-        """Get a decode pages for its drafts too, as far as there are free ones: nobody gives way to a guess."""
+        """Allocate pages for drafts if they are free. No request is preempted for drafts."""
         end = self.pool.pages_for(min(num_tokens, request.max_cached_tokens))
         wanted = end - len(request.pages)
         if 0 < wanted <= self.pool.num_free:
@@ -386,23 +387,23 @@ class Rank:
         self.waiting_tokens += len(request.token_ids)
 
     def readable(self, request: Request) -> list[bytes]:
-        """Hashes of the pages that a request may read from the cache: all full ones, but its last token is left to compute."""
+        """Return the hashes of the pages that a request may read from the cache: all full ones before its last token, which is computed."""
         if not self.config.prefix_caching or request.wants_prompt_logprobs:
             return []
         page_size = self.pool.page_size
         return extend_hashes(request, page_size)[: (len(request.token_ids) - 1) // page_size]
 
     def _seal(self, request: Request) -> None:
-        """Let others find the pages that are full and computed, and give back the window pages that no row will read any more.
+        """Let other requests find the full, computed pages, and release the window pages that no row will read any more.
 
-        Every result so far was finite, or it would have failed.
+        The values are finite, because the request would have failed otherwise.
         """
-        # A run of accepted drafts may reach beyond the token that ended the request.
+        # Accepted drafts may reach beyond the token that ended the request.
         computed = min(request.num_computed_tokens, len(request.token_ids))
         page_size, sealed = self.pool.page_size, request.num_sealed_pages
         full = computed // page_size
         if full > sealed and self.config.prefix_caching:
-            names, borders = extend_hashes(request, page_size), kept(request, page_size)
+            names, borders = extend_hashes(request, page_size), _kept_borders(request, page_size)
             self.pool.seal_of(request, sealed, request.pages[sealed:full])
             for index in range(sealed, full) if request.window_pages else ():
                 name = window_name(names[index])
@@ -431,7 +432,7 @@ class Rank:
         request.slot = -1
 
     def _clear_backlog(self, request: Request) -> None:
-        """Remove a request from the backlog and from the pages that are promised: its prompt is computed, or it is gone."""
+        """Remove a request from `backlog` and `promised`: its prompt is computed, or it has ended."""
         self._set_backlog(request, 0)
         for name in request.page_hashes[: request.num_promised]:
             if self.promised[name] == 1:
@@ -445,8 +446,18 @@ class Rank:
         request.backlog = tokens
 
 
+def _kept_borders(request: Request, page_size: int) -> tuple[int, int]:
+    """Return the borders, in pages, whose window page is kept because others are likely to go on from there.
+
+    They are the last border before the prompt's last token, for the same prompt sent again, and the one at which this request found pages
+    without a window page: a third request may begin with what two have begun with. The window pages where a request has gone on, ended or
+    was preempted are kept too.
+    """
+    return (request.num_prompt_tokens - 1) // page_size, request.missed_border
+
+
 def _computes(prompts: list[Request], index: int, name: bytes) -> bool:
-    """Whether one of these requests is about to compute the page of this place and hash."""
+    """Whether one of these requests will compute the page with this index and hash."""
     return any(
         other.num_sealed_pages <= index < len(other.page_hashes) and other.page_hashes[index] == name
         for other in prompts

@@ -1,4 +1,4 @@
-"""`Scheduler`: which tokens of which requests every DP rank computes in the next step. `Router`: on which rank a request runs."""
+"""`Scheduler`: chooses the tokens that every DP rank computes in the next step. `Router`: chooses the rank of a request."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -15,16 +15,16 @@ from dsjax.engine.schedule.request import FinishReason, Request, ScheduledRow, S
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 
 CONTEXT_WEIGHT = 1 / 16
-"""Tokens to be computed that one token of running context is worth. In V3 a decode spends 1/4,300 of a token's computation on
-reading one token of context; over some 270 decodes that is 1/16."""
+"""Cost of one token of running context, in tokens to compute. In V3 a decode spends 1/4,300 of a token's computation on reading one
+token of context; over about 270 decodes that is 1/16."""
 REQUEST_WEIGHT = 32
-"""Tokens to be computed that one more row in every step is worth."""
+"""Cost of one more row in every step, in tokens to compute."""
 MOST_SESSIONS = 65_536
-"""Sessions remembered; the one heard of least recently is forgotten first."""
+"""Sessions remembered; the least recently used one is forgotten first."""
 
 
 class Update(NamedTuple):
-    """What a step did to one request. result: None where it was aborted. Its tokens end where the request ended."""
+    """What a step did to one request. result: its tokens end where the request ended; None: the request was aborted."""
 
     request: Request
     result: RowResult | None
@@ -34,14 +34,13 @@ class Update(NamedTuple):
 class Scheduler:
     """Gives requests to ranks and plans each step.
 
-    The caller repeats `plan = schedule(now)`, computes it, and reports with `update(plan, results, now)`. It may plan one step more
-    before it reports. Times are any clock's seconds: the planner's simulator passes virtual ones.
+    The caller repeats `plan = schedule(now)`, computes the plan, and enters the results with `update(plan, results, now)`. It may plan
+    ahead before it enters results. Times are seconds of any clock; the planner's simulator has a virtual one.
 
-    source: where pages are beside the devices; None: nowhere. page_events: whether they are collected, for `take_page_events`.
+    source: KV connector; None: pages are on the devices alone. page_events: whether to collect events for `take_page_events`.
 
     Attributes:
-        choose_drafts: given the requests of the fullest rank, how many tokens each row of the next step drafts; None: as the
-            configuration has it.
+        choose_drafts: returns how many tokens each row of the next step drafts; None: `SpeculativeConfig.drafts` says it.
     """
 
     def __init__(
@@ -57,11 +56,11 @@ class Scheduler:
         self._router = Router(self.ranks)
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
-        self.choose_drafts: Callable[[int], int] | None = None
+        self.choose_drafts: Callable[[], int] | None = None
 
     @property
     def num_unfinished(self) -> int:
-        """Requests waiting or running."""
+        """Number of waiting and running requests."""
         return len(self._requests)
 
     @property
@@ -71,15 +70,15 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step must be planned: a request is unfinished, or a page source has something to do."""
+        """Whether a step must be planned: a request is unfinished, or the page source has work."""
         return bool(self._requests) or self.source.has_work()
 
     def take_page_events(self) -> list[tuple[int, list[Event]]]:
-        """(rank's number, events) of pages, of the ranks that have any; each is given once."""
+        """Take the (rank, page events) of the ranks that have any."""
         return [] if self.events is None else self.events.take()
 
     def loads(self) -> list[RankLoad]:
-        """What each rank has to do, and has room for."""
+        """Return the load and the free room of each rank."""
         return [
             RankLoad(
                 index,
@@ -98,12 +97,12 @@ class Scheduler:
         ]
 
     def flush_prefix_cache(self) -> None:
-        """Let no page be found any more that is computed now. Requests keep those that they hold."""
+        """Empty the prefix cache. Requests keep the pages that they hold."""
         for rank in self.ranks:
             rank.flush()
 
     def add(self, request: Request) -> None:
-        """Queue a request. An `AdmissionError`: it could never finish; a `ValueError`: an unfinished one has its id."""
+        """Queue a request. Raises an `AdmissionError` if it could never finish, a `ValueError` if an unfinished request has its id."""
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
         priority = request.options.priority if self.config.policy == "priority" else 0
@@ -119,7 +118,7 @@ class Scheduler:
         self.ranks[request.rank].add(request)
 
     def abort(self, request_id: str, now: float = 0.0) -> Update | None:
-        """End a request; None where it is unknown or has finished. Its pages are free when no step has a row of it any more."""
+        """End a request and return its update; None if it is unknown or finished. Its pages stay until no step has a row of it."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
@@ -131,10 +130,10 @@ class Scheduler:
     def successor(
         self, config: SchedulerConfig, num_ranks: int, parked: Sequence[Request] = ()
     ) -> tuple["Scheduler", list[tuple[Request, AdmissionError]]]:
-        """A scheduler for a new executor, with these requests and those that were parked; and the refused, each with the reason.
+        """Return a scheduler for a new executor with this one's and the parked requests, and the requests that do not fit, with reasons.
 
-        Every request that ran waits again, in its old order, as if preempted. Where nobody gave `max_tokens`, a request may make as many as
-        the new cache holds. The page source has forgotten the refused; this scheduler must not be used any more.
+        Running requests wait again in their old order, as if preempted. Requests without `max_tokens` may fill the new cache. The page
+        source has forgotten the requests that do not fit. This scheduler must not be used any more.
         """
         source = self.source if self._is_sourced else None
         new = Scheduler(config, num_ranks, source=source, page_events=self.events is not None)
@@ -158,7 +157,7 @@ class Scheduler:
         return new, refused
 
     def schedule(self, now: float = 0.0) -> StepPlan:
-        """Plan the next step, while one planned before computes. It is empty where nothing can be computed before that one is entered."""
+        """Plan the next step; the previous one may still compute. The plan is empty if nothing can be computed before that is entered."""
         num_drafts = self._num_drafts()
         self.source.begin_step(now)
         ranks = [rank.schedule(now, num_drafts) for rank in self.ranks]
@@ -166,12 +165,12 @@ class Scheduler:
         return StepPlan(ranks, num_drafts, self.pages.commands() if self._is_sourced else (), after_prompts)
 
     def landed(self, rank: int, numbers: Iterable[int], ok: bool, now: float = 0.0) -> None:
-        """Enter that pages have come from a source to a rank, by the numbers under which they were to land, or could not."""
+        """Enter the pages that have come from a source to a rank, by their landing numbers. ok: False: they could not be brought."""
         for number in numbers:
             self.ranks[rank].loads.landed(number, ok, now)
 
     def take_dirty(self) -> list[list[int]] | None:
-        """The pages of each rank that must be cleared before the next step; None where there are none. Each is told of once."""
+        """Take the pages of each rank that must be cleared before the next step; None if there are none."""
         if not any(rank.dirty for rank in self.ranks):
             return None
         dirty = [rank.dirty for rank in self.ranks]
@@ -180,12 +179,12 @@ class Scheduler:
         return dirty
 
     def update(self, plan: StepPlan, results: Sequence[RankResults], now: float = 0.0) -> list[Update]:
-        """Enter a step's results, in the order of plans; give an `Update` for each request that got tokens or failed.
+        """Enter a step's results, in the order of plans. Return an `Update` for each request that got tokens, prompt scores or an error.
 
-        Log-probabilities of a prompt count as tokens here. Rows of requests that have ended meanwhile are dropped.
+        Rows of requests that have ended meanwhile are dropped.
         """
         updates: list[Update] = []
-        # The loop over decodes is the engine's host cost: what most of them need stands in it, and `Update(...)` is a slow call.
+        # The loop over decodes is most of the engine's host time: the usual case is written out, and `Update(...)` is a slow call.
         new_update = partial(tuple.__new__, Update)
         running = Status.RUNNING
         for rank, (decodes, prefills, *_), (decoded, prefilled) in zip(self.ranks, plan.ranks, results, strict=True):
@@ -205,7 +204,8 @@ class Scheduler:
                     and new[0] not in request.stop_ids
                     and len(tokens) + 1 < request.max_total_tokens
                     and request.first_token_time is not None
-                    and not result.failed
+                    and result.finite
+                    and result.error is None
                 ):
                     tokens.append(new[0])
                     made += 1
@@ -245,10 +245,10 @@ class Scheduler:
         return updates
 
     def withdraw(self, plan: StepPlan) -> None:
-        """Take back a plan whose launch failed. Its requests start anew: an executor may have been told a part of it, or nothing."""
+        """Take back a plan whose launch failed. Its requests start anew, because the executor may have got a part of it."""
         self.source.withdrawn()
         for rank, (decodes, prefills, _) in zip(self.ranks, plan.ranks, strict=True):
-            if self._is_sourced:  # nobody knows which of its commands were carried out
+            if self._is_sourced:  # it is unknown which of its commands were carried out
                 rank.invalidate()
             for request, _, length, sampled in (*decodes, *prefills):
                 request.num_in_flight -= length
@@ -258,16 +258,17 @@ class Scheduler:
                 rank.leave_if_due(request)
 
     def _num_drafts(self) -> int:
-        """Drafts of the next step: what is chosen for the rank that may have most rows in it."""
+        """Return the number of drafts of a row in the next step."""
+        if self.choose_drafts is not None:
+            return self.choose_drafts()
         if self.config.speculation is None:
             return 0
-        choose = self.choose_drafts or self.config.speculation.drafts
         most = max(len(rank.running) + len(rank.waiting) for rank in self.ranks)
-        return choose(max(1, min(most, self.config.max_num_seqs)))
+        return self.config.speculation.drafts(max(1, min(most, self.config.max_num_seqs)))
 
 
 def _check_fits(request: Request, config: SchedulerConfig) -> None:
-    """Raise the `AdmissionError` of a request that could never finish. A `max_tokens` that nobody gave becomes what this mesh can hold."""
+    """Raise an `AdmissionError` if a request could never finish. Where the client gave no `max_tokens`, set what the mesh can hold."""
     before = request.max_tokens
     if request.params.max_tokens is None:
         most = config.max_request_len - request.num_prompt_tokens
@@ -280,7 +281,7 @@ def _check_fits(request: Request, config: SchedulerConfig) -> None:
 
 
 def _enter_chunk(rank: Rank, row: ScheduledRow, result: RowResult, now: float) -> Update | None:
-    """Enter what a row of a prompt yielded; None where that is nothing to tell of."""
+    """Enter the result of a prefill row. Return its update; None if it has neither a token nor scores."""
     request, start, length, sampled = row
     if not result.finite:
         _, reason = _enter(rank, request, result, now)
@@ -288,7 +289,7 @@ def _enter_chunk(rank: Rank, row: ScheduledRow, result: RowResult, now: float) -
     request.num_computed_tokens = start + length
     rank.enter_chunk(request)
     if result.prompt_scores is not None:
-        # A prompt that was preempted gives them again.
+        # A prompt that was preempted is scored again.
         new = result.prompt_scores[max(0, request.num_prompt_logprobs - start) :]
         request.num_prompt_logprobs = max(request.num_prompt_logprobs, start + len(result.prompt_scores))
         result = result._replace(prompt_scores=new)
@@ -300,7 +301,7 @@ def _enter_chunk(rank: Rank, row: ScheduledRow, result: RowResult, now: float) -
 
 
 def _enter(rank: Rank, request: Request, result: RowResult, now: float) -> tuple[RowResult, FinishReason | None]:
-    """Append the tokens up to the one that ends the request, or fail; the result with just those tokens, and what ended it."""
+    """Append tokens up to the one that ends the request, or fail it. Return the result with these tokens, and the finish reason."""
     tokens, reason = request.token_ids, None
     for count, token_id in enumerate(result.token_ids, start=1):
         tokens.append(token_id)
@@ -309,12 +310,12 @@ def _enter(rank: Rank, request: Request, result: RowResult, now: float) -> tuple
         reason = request.finish_reason_after(token_id)
         if reason is not None:
             scores = None if result.scores is None else result.scores[:count]
-            if not result.finite:  # what came behind the end
+            if not result.finite:  # beyond the end
                 rank.invalidate_request(request)
             result = result._replace(token_ids=result.token_ids[:count], scores=scores, finite=True, error=None)
             break
     else:
-        if result.failed:
+        if not result.finite or result.error is not None:
             reason = FinishReason.ERROR
             if not result.finite:
                 rank.invalidate_request(request)
@@ -324,11 +325,11 @@ def _enter(rank: Rank, request: Request, result: RowResult, now: float) -> tuple
 
 
 class Router:
-    """Sends each request where it costs least: the prompt's tokens that are not cached there, and `standing_cost`.
+    """Sends each request to the cheapest rank: by the prompt's tokens that are not cached there, plus `standing_cost`.
 
-    Ranks without a free slot, or without free pages, for it come after those that have room. Ties go to the lowest rank. A
-    session stays on its rank, unless that has no room and a queue longer than all its slots, while another has room. What a router
-    outside has chosen (`RequestOptions.dp_rank`) holds, except for a rank that the mesh has not.
+    Ranks without a free slot or free pages for the request come last. Ties go to the lowest rank. A session stays on its rank, unless that
+    rank has a queue longer than all its slots while another rank has a free slot. `RequestOptions.dp_rank` overrides the choice if the
+    mesh has that rank.
     """
 
     def __init__(self, ranks: Sequence[Rank]):
@@ -336,7 +337,7 @@ class Router:
         self._sessions: OrderedDict[str, int] = OrderedDict()
 
     def choose(self, request: Request) -> int:
-        """Choose the rank for a new request, and remember it for the session's next one."""
+        """Choose the rank of a new request, and remember it for the session."""
         options = request.options
         if options.dp_rank is not None and 0 <= options.dp_rank < len(self._ranks):
             return options.dp_rank
@@ -361,14 +362,14 @@ class Router:
 
 
 def standing_cost(rank: Rank) -> float:
-    """What a rank has to do already, in tokens to be computed: its backlog, its context, and its rows."""
+    """Return the cost of a rank's current work, in tokens to compute: backlog, context and rows."""
     requests = len(rank.running) + len(rank.waiting)
     context = rank.load - rank.waiting_tokens
     return rank.backlog + context * CONTEXT_WEIGHT + requests * REQUEST_WEIGHT
 
 
 def _cost(rank: Rank, request: Request) -> tuple[bool, float]:
-    """Whether a rank is full for a request, and what the request costs there."""
+    """Return whether a rank is full for a request, and the request's cost there."""
     uncached = rank.uncached(request)
     free_tokens = rank.pool.num_free * rank.pool.page_size
     full = not _has_slot(rank) or free_tokens < rank.backlog + uncached

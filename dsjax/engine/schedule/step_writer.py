@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from dsjax.engine.contract.commands import (
     TOKEN_MADE,
@@ -20,16 +21,27 @@ from dsjax.engine.contract.commands import (
 from dsjax.engine.schedule.request import RankPlan, Request, ScheduledRow, StepPlan
 
 
-class StepWriter:
-    """Knows whose each slot is, and how many of its pages the executor has been told. Plans are written in order, each once.
+class _KnownSlot(NamedTuple):
+    """What the executor knows of a slot. window_end: the number of the page behind its request's window pages."""
 
-    ring: of a model with window pages, the first of the entries of a slot's table that these have in turn, and how many these are.
+    request: Request | None = None
+    admission: int = 0
+    pages: int = 0
+    window_end: int = 0
+
+
+_UNKNOWN = _KnownSlot()
+
+
+class StepWriter:
+    """Writes plans as commands, in order and each once. It remembers what the executor knows of each slot.
+
+    ring: of a model with window pages, the columns of a slot's table that these use in turn: the first one, and how many.
     """
 
     def __init__(self, num_ranks: int, page_size: int, ring: tuple[int, int] = (0, 0)):
         self._page_size, self._ring = page_size, ring
-        # By rank and slot: the request, which admission of it, how many pages, and the number of the page behind its window pages.
-        self._told: list[dict[int, tuple[Request | None, int, int, int]]] = [{} for _ in range(num_ranks)]
+        self._known: list[dict[int, _KnownSlot]] = [{} for _ in range(num_ranks)]  # by rank, then by slot
 
     def write(self, plan: StepPlan) -> Step:
         """The step's command."""
@@ -44,8 +56,8 @@ class StepWriter:
 
     def reset(self) -> None:
         """Forget what the executor was told, since it has forgotten it too."""
-        for told in self._told:
-            told.clear()
+        for slots in self._known:
+            slots.clear()
 
     def _write_rank(self, index: int, rank: RankPlan, num_drafts: int) -> RankStep:
         admissions, changes, guides, decodes = list[Admission](), list[PageChange](), list[Guide](), list[int]()
@@ -67,9 +79,9 @@ class StepWriter:
     def _tell(
         self, rank: int, request: Request, start: int, admissions: list[Admission], changes: list[PageChange]
     ) -> None:
-        """Add what the executor does not know yet of the slot that a row is in: whose it is, and its new pages."""
-        slot, pages, told = request.slot, request.pages, self._told[rank]
-        owner, admission, known, known_windows = told.get(slot, (None, 0, 0, 0))
+        """Add what the executor does not know yet of a row's slot: which request has it, and the request's new pages."""
+        slot, pages, slots = request.slot, request.pages, self._known[rank]
+        owner, admission, known, known_windows = slots.get(slot, _UNKNOWN)
         if owner is not request or admission != request.admissions:
             admissions.append(_admission(request, start))
             known = known_windows = 0
@@ -82,7 +94,7 @@ class StepWriter:
         for index in range(max(known_windows, request.first_window, end - columns), end):
             page = request.window_pages[index - request.first_window]
             changes.append(PageChange(slot, column + index % columns, [page]))
-        told[slot] = (request, request.admissions, len(pages), end)
+        slots[slot] = _KnownSlot(request, request.admissions, len(pages), end)
 
     def _prefill(self, row: ScheduledRow) -> PrefillRow:
         request, start, length, sampled = row

@@ -158,7 +158,7 @@ class BasicOptions:
     )
     batch_invariant: bool = option(
         False,
-        "Give a token the same bits as prompt and answer and in every batch, at a cost; the start names exceptions.",
+        "Give a token the same bits as prompt and as answer, also where the prefix cache has an earlier answer (CPUs, float32).",
         Group.KERNELS,
     )
     mla_prefill: str | None = advanced(

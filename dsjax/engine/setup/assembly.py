@@ -15,7 +15,7 @@ from dsjax.engine.afd.options import afd_addresses, expert_spec
 from dsjax.engine.device import expert_programs
 from dsjax.engine.device.process import cache_folder
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.batch_invariance import OPEN_SUMS, check_batch_invariant
+from dsjax.engine.setup.batch_invariance import check_batch_invariant
 from dsjax.engine.setup.combinations import check_family
 from dsjax.engine.setup.expert_location import ExpertLocation
 from dsjax.engine.setup.fitting import check_layout
@@ -89,7 +89,8 @@ def make_step(
     if config.v4 is None:  # refuses forms that share no layout
         cache_groups(config, (), kept_in, layout=common_layout(prefill_form, decode_form))
     powers = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
-    index_scores = IndexScores.parse(args.index_scores, config.index_head_dim, powers)
+    indexer = config.attention.indexer
+    index_scores = IndexScores.parse(args.index_scores, indexer and indexer.head_dim, powers)
     expert_side = expert_spec(args)
     check_layout(config, spec, args.num_redundant, weights, expert_side, args.moe_dense_tp_size)
     if scheme.experts is not None and spec.expert_width_shards > 1:
@@ -163,7 +164,7 @@ def make_step(
         infos = {path: info for path, info in table.infos.items() if EXPERTS in path}
         step = dataclasses.replace(step, table=table.without(infos), apart=experts_apart(args, infos))
     if args.batch_invariant:
-        check_batch_invariant(step, platform, weights)
+        check_batch_invariant(step, platform)
     return step
 
 
@@ -216,9 +217,6 @@ def _kernels(
         tiles=None if args.kernel_config is None else Path(args.kernel_config),
         cores=Cores.of(device),
     )
-    if args.batch_invariant and kernels.pallas is not None:
-        kernels = dataclasses.replace(kernels, pallas=dataclasses.replace(kernels.pallas, fixed=True))
-        kernels = dataclasses.replace(kernels, note="; ".join(filter(None, (kernels.note, OPEN_SUMS))))
     if kernels.pallas is None or kernels.pallas.platform != "tpu":
         return kernels
     refused = {
@@ -226,7 +224,7 @@ def _kernels(
         ("experts",): _refuses_experts(config, spec, weights, scheme) if config.is_moe else "",
     }
     left = tuple(name for names, reason in refused.items() if reason for name in names)
-    if (not WEIGHT_FORMATS[weights].keeps_fp8 and not kernels.fixed) or scheme.dynamic:
+    if not WEIGHT_FORMATS[weights].keeps_fp8 or scheme.dynamic:
         left += ("other products",)  # XLA's own are as good with other weights, which is nothing to note
     return dataclasses.replace(
         kernels, left_plain=left, note="; ".join(filter(None, (kernels.note, *refused.values())))

@@ -33,10 +33,10 @@ def connect_experts(
     *,
     known: bool,
 ) -> RemoteExperts:
-    """Connect to the processes at `--afd-address`, and to the other processes of the attention side, which all call this.
+    """Connect to the processes at `--afd-address` and to the other processes of the attention side. All processes of it call this.
 
-    directory: of the checkpoint. name: of the attention side. opened: closes the connections. known: this process was connected to the
-    experts before, and waits for those that are gone.
+    directory: of the checkpoint. name: of the attention side. opened: closes the connections. known: whether this process was connected
+    to the experts before; then it waits for those that are gone.
     """
     attention = _attention_processes(args, name, group)
     opened.callback(attention.close)
@@ -45,7 +45,7 @@ def connect_experts(
     if group is None:
         connect()
         return side
-    # Before anything is waited for: a process that is lost meanwhile ends the wait of all others.
+    # This comes before any wait, so that the loss of a process ends the waits of all others.
     group.collectives.cut_with(group.generation, attention.abandon)
     try:
         group.agreement.run("experts", connect)
@@ -75,7 +75,7 @@ def _attention_processes(args: EngineArgs, name: bytes, group: HostGroup | None)
         return AttentionProcesses(group.endpoint, name, group)
     credentials = args.credentials(*(split_address(address)[0] for address in afd_addresses(args)))
     endpoint = Endpoint("127.0.0.1", credentials, silence=args.heartbeat_timeout)
-    return AttentionProcesses(endpoint, name, owns_endpoint=True)
+    return AttentionProcesses(endpoint, name)
 
 
 def _remote_experts(

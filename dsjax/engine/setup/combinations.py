@@ -148,11 +148,6 @@ EXCLUSIONS = (
         "the balancer sees the loads of its own process's stages alone",
         "place experts at the start (--redundant-experts, --init-expert-location), or have all stages in one process",
     ),
-    Exclusion(
-        _given("batch_invariant"),
-        _given("kernel_config"),
-        "the first has the same tiles for every shape, the file others",
-    ),
     *(
         Exclusion(_OF_FAMILIES.get(name, _given(name)), FAMILIES["deepseek_v4"], reason, "leave it out")
         for name, reason in REFUSED.items()

@@ -35,10 +35,6 @@ def check_layout(
             f"--moe-dense-tp-size is {dense_tp}: dense MLPs are whole on each device (1) or shared by all devices of a DP rank "
             f"(tp={spec.tp_size}); give 1 or leave it out"
         )
-    split = config.num_dense_layers and dense_tp != 1
-    widths = {"dense MLP width": config.intermediate_size} if split else {}
-    if config.n_shared_experts:
-        widths["shared expert width"] = config.n_shared_experts * config.moe_intermediate_size
     if config.v4 is not None and config.v4.o_groups % spec.tp_size:
         raise UserError(
             f"mesh {spec}: tp={spec.tp_size} does not divide the {config.v4.o_groups} groups of the output projection; choose another tp"
@@ -51,12 +47,9 @@ def check_layout(
                     f"--weights {weights} keeps experts in blocks of {row.expert_block}, and this model's {name} is "
                     f"{getattr(config, name)}, which they do not divide; choose other --weights"
                 )
-    if row.keeps_fp8:
-        # Whole heads always divide; their blocks of FP8 need not.
-        heads, nope, value = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
-        widths["query heads' width"] = heads * config.qk_head_dim
-        widths["key and value heads' width"] = heads * (nope + value)
-        widths["value heads' width"] = heads * value
+    widths = config.widths_over_tp(row.keeps_fp8)
+    if dense_tp == 1:
+        widths.pop("dense MLP width", None)
     experts = {
         "experts": config.n_routed_experts,
         "redundant": redundant,

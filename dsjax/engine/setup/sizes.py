@@ -15,12 +15,12 @@ from dsjax.engine.device import cache as device_cache
 from dsjax.engine.device import device_state, expert_programs
 from dsjax.engine.device.buckets import Buckets
 from dsjax.engine.device.cache import Pool
+from dsjax.engine.device.lowered_programs import LoweredPrograms
 from dsjax.engine.device.process import available_bytes
-from dsjax.engine.device.programs import Programs
 from dsjax.engine.program_cache.library import ProgramLibrary
-from dsjax.engine.schedule.borders import held_windows, window_columns
 from dsjax.engine.schedule.landing_area import MOST_LANDED
 from dsjax.engine.schedule.page_loads import MOST_LOADED
+from dsjax.engine.schedule.pages import held_windows, window_columns
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import experts_per_exchange, make_step
 from dsjax.engine.tiers.page_folder import bytes_on_disk
@@ -74,7 +74,8 @@ class EngineLayout:
     ) -> ExecutorLimits:
         """Give ``sizes`` as many pages as are wanted and fit.
 
-        params: or descriptions of them. used: bytes of a device's pool that are taken; None: ask the device. experts: see ``Programs``.
+        params: or descriptions of them. used: bytes of a device's pool that are taken; None: ask the device.
+        experts: see ``LoweredPrograms``.
         """
         if self.step.mesh.devices.flat[0].platform == "cpu":
             return _limits(args, self.step, self.sizes, None)
@@ -263,7 +264,7 @@ def beside_the_cache(
     Temporaries, two results (of two steps in flight), and the state beside the cache. ``limits`` may have any number of pages.
     """
     state = device_state.describe(step, limits, num_drafts)
-    programs = Programs(step, params, state, limits, experts=experts)
+    programs = LoweredPrograms(step, params, state, limits, experts=experts)
     shapes = [programs.shape(decode, prefill) for decode, prefill, _ in buckets.shapes()]
     largest = max(shapes, key=lambda shape: shape.tokens)
     stats = programs.lower_step(largest).compile().memory_analysis()

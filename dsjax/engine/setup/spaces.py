@@ -31,7 +31,7 @@ def expert_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str
         "expert_mesh": args.expert_mesh,
         "physical experts": step.placement.n_physical,
         "processes with experts": len(afd_addresses(args)),
-        "sums by choice": step.dispatch.by_choice or step.in_place.ordered,
+        "sums by choice": step.dispatch.by_choice or step.in_place.native,
         "MTP module": step.has_module,
         "encrypt_bulk": args.encrypt_bulk,
     }

@@ -1,8 +1,9 @@
-"""``OwnStages``: the stages of ``--mesh pp=…`` whose devices this process has, and how their executors become one."""
+"""`OwnStages`: the stages of `--mesh pp=…` whose devices this process has, and how their executors become one."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,7 +33,7 @@ from sharding.layer_placement import LayerPlacements
 class OwnStages:
     """The stages on this process's devices, and their meshes.
 
-    spec: the mesh of all stages. owners: the process that has each of them. balanced: whether experts follow the load.
+    spec: the mesh of all stages. owners: the process of each stage, of all stages. balanced: whether experts follow the load.
     """
 
     spec: MeshSpec
@@ -45,7 +46,11 @@ class OwnStages:
 
     @classmethod
     def of(cls, args: EngineArgs, config: ModelConfig, group: HostGroup | None) -> OwnStages:
-        """Divide the layers among stages, and arrange the devices; a `UserError` or `MeshError` where that cannot be."""
+        """Divide the layers among stages, and arrange the devices.
+
+        Raises:
+            UserError, MeshError: the model, the mesh and the processes do not go together.
+        """
         spec = MeshSpec.parse(args.mesh)
         stages = stages_of(config, spec.pp_size, given=args.pp_layer_partition, mtp=args.speculation is not None)
         meshes = spec.build_stages()
@@ -53,7 +58,7 @@ class OwnStages:
         if group is not None:
             check_shares(spec, owners, group)
             own = [place for place, owner in enumerate(owners) if owner == group.options.process_id]
-            stages, meshes = ([each[place] for place in own] for each in (stages, meshes))
+            stages, meshes = [stages[place] for place in own], [meshes[place] for place in own]
         return cls(spec, config, group, args.eplb is not None, owners, stages, meshes)
 
     @property
@@ -64,7 +69,7 @@ class OwnStages:
     def join(
         self, executors: Sequence[StageExecutor], pages: DividedPages | None, opened: contextlib.ExitStack
     ) -> PipelineExecutor:
-        """Make one executor of those of the stages. pages: on a disk, of all stages. opened: what is closed where the start fails."""
+        """Join the stages' executors into one. pages: of all stages on a disk. opened: closes the connections if the start fails."""
         if pages is not None:
             pages.reporters = [one.extension(PageReporter) for one in executors]
         if not self.is_divided:
@@ -74,15 +79,11 @@ class OwnStages:
         opened.callback(links.close)
         return StagesOfProcess(executors, links)
 
-    def describe(
-        self,
-        facts: Sequence[EngineFacts],
-        steps: Sequence[ModelStep],
-    ) -> EngineFacts:
-        """Make one description of the stages of all processes: bytes are of a device of the stage with most weights."""
+    def describe(self, facts: Sequence[EngineFacts], steps: Sequence[ModelStep]) -> EngineFacts:
+        """Join the descriptions of all processes' stages. Bytes are those of a device of the stage with the most weights."""
         own = [_of_stage(one, step) for one, step in zip(facts, steps, strict=True)]
-        told = self.group.agreement.ask("facts", own) if self.is_divided else [own]
-        stages = sorted((stage for each in told for stage in each), key=lambda stage: stage["layers"])
+        by_process = self.group.agreement.ask("facts", own) if self.is_divided else [own]
+        stages = sorted(itertools.chain.from_iterable(by_process), key=lambda stage: stage["layers"])
         fullest = max(stages, key=lambda stage: sum(stage["weight_bytes"].values()))
         moe = next((stage for stage in stages if stage["physical_experts_per_device"]), fullest)
         return replace(
@@ -91,7 +92,7 @@ class OwnStages:
             mesh=str(self.spec),
             mesh_shape={"pp": self.spec.pp_size, **facts[0].mesh_shape},
             num_devices=self.spec.num_devices,
-            num_processes=len(told),
+            num_processes=len(by_process),
             stages=[
                 StageFacts(tuple(stage["layers"]), sum(stage["weight_bytes"].values()), stage["cache_bytes"])
                 for stage in stages
@@ -102,7 +103,7 @@ class OwnStages:
 
 
 def owner_of(stage: Stage, mesh: Mesh) -> int:
-    """The process that has a stage's devices; refuse several."""
+    """Return the process that has a stage's devices; a `MeshError` if several have them."""
     owners = sorted({device.process_index for device in mesh.devices.flat})
     if len(owners) > 1:
         raise MeshError(
@@ -113,10 +114,7 @@ def owner_of(stage: Stage, mesh: Mesh) -> int:
 
 
 def check_shares(spec: MeshSpec, sharing: Collection[int], group: HostGroup) -> None:
-    """Refuse a mesh in which a process of the group has no device or no stage, and so nothing to compute.
-
-    sharing: ids of the processes that have one.
-    """
+    """Refuse a mesh in which a process of the group has nothing to compute. sharing: ids of the processes with a device or a stage."""
     idle = [member for member in group.members if member.process_id not in sharing]
     if idle:
         has, more = f"takes {spec.num_devices} of the group's {jax.device_count()} devices", "a larger mesh"
@@ -128,7 +126,7 @@ def check_shares(spec: MeshSpec, sharing: Collection[int], group: HostGroup) -> 
 
 
 def placement_of_all(config: ModelConfig, step: ModelStep, placement: LayerPlacements) -> LayerPlacements:
-    """A stage's placement as one of the whole model's layers; those of other stages, which nobody reads, have the first of its rows."""
+    """Extend a stage's placement to the layers of the whole model. Nobody reads the rows of other stages: they repeat its first row."""
     rows = np.tile(placement.physical_to_logical[:1], (config.num_moe_layers + config.num_nextn_predict_layers, 1))
     first = step.stage.first_row(config)
     rows[first : first + placement.n_layers] = placement.physical_to_logical
@@ -140,7 +138,7 @@ _OF_EXPERTS = ("physical_experts_per_device", "dispatch")
 
 
 def _of_stage(facts: EngineFacts, step: ModelStep) -> dict[str, Any]:
-    """What the description of the whole model takes from a stage's. An embedding that a later stage has too counts once."""
+    """Return what `describe` needs of a stage. An embedding that a later stage has too counts once."""
     again = None if step.begins else step.table.infos.get("embed.weight")
     return {name: getattr(facts, name) for name in (*_OF_FULLEST, *_OF_EXPERTS)} | {
         "layers": (step.stage.first, step.stage.first + step.stage.layers - 1),

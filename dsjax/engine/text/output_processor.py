@@ -1,6 +1,6 @@
-"""`OutputProcessor`: a step's tokens to text, stop strings, log-probabilities and `RequestOutput`s.
+"""`OutputProcessor`: turns a step's tokens into `RequestOutput`s with text and log-probabilities.
 
-Text comes piece by piece (`detokenizer.py`): never half a character, and nothing from a stop string on.
+Text comes in pieces: never half a character, and nothing from a stop string on.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,16 +9,16 @@ from dsjax.engine.contract.executor import ErrorKind, RowResult
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.engine.schedule.scheduler import Update
-from dsjax.engine.text.detokenizer import IncrementalDetokenizer, StopStrings
 from dsjax.engine.text.input_processor import PreparedRequest
 from dsjax.engine.text.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
-from dsjax.engine.text.tokenizer import Tokenizer
+from dsjax.engine.text.stop_strings import StopStrings
+from dsjax.engine.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 NON_FINITE = "the model gave values that are not finite for this request"
 
 
 class Completion:
-    """Takes a completion's updates one by one; `take` gives what the caller asked to see."""
+    """Collects the updates of one completion. `take` returns what the caller asked to see."""
 
     def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None):
         self.index, self.request = index, request
@@ -30,24 +30,24 @@ class Completion:
         self._detokenizer = self._tokenizer and IncrementalDetokenizer(
             self._tokenizer, params.skip_special_tokens, params.kept_special_tokens
         )
-        self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
-        # Whether a token that does not end it adds its text and nothing else.
+        self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        # Whether a token that does not end the completion adds its text and nothing else.
         wants_more = params.stop or params.logprobs is not None or params.prompt_logprobs is not None
         self._only_adds_text = self._detokenizer is not None and not wants_more
-        # Of all tokens so far; with `DELTA` of those that the caller has not taken yet.
+        # Of all tokens so far; with `DELTA`, of those that the caller has not taken yet.
         self._token_ids: list[int] = []
         self._text = ""
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._cumulative_logprob: float | None = None if params.logprobs is None else 0.0
-        # Of the prompt: a token's entry stands at its place, and nothing predicts the first.
+        # By position in the prompt. Nothing predicts the first token.
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
-        self._num_forgotten = 0  # tokens that were taken and are not in `_token_ids` any more
+        self._num_forgotten = 0  # tokens that were taken and removed from `_token_ids`
         self._num_taken = 0
 
     def append(self, update: Update) -> None:
-        """Enter what a step did. Sets `finish_reason` when the completion has ended, by a stop string too.
+        """Enter a step's update. Set `finish_reason` if the completion has ended, also by a stop string.
 
-        Of several tokens, those behind a stop string are not the completion's any more.
+        Tokens after a stop string are dropped.
         """
         _, result, reason = update
         if reason is None and self._only_adds_text and result is not None:
@@ -66,23 +66,28 @@ class Completion:
                 self._cumulative_logprob += entry[1]
             if self._detokenizer is not None:
                 self._append_text(token_id, reason if place == len(tokens) - 1 else None)
-                if self._stops.matched is not None:
+                if self._stop_string is not None:
                     break
-        if self._stops.matched is not None:
-            self.finish_reason, self._stop_reason = FinishReason.STOP, self._stops.matched
+        if self._stop_string is not None:
+            self.finish_reason, self._stop_reason = FinishReason.STOP, self._stop_string
         elif reason is not None:
             self._finish(reason, result)
 
+    @property
+    def _stop_string(self) -> str | None:
+        """The stop string that has ended the text, or None."""
+        return self._stops and self._stops.matched
+
     def is_due(self, interval: int) -> bool:
-        """Whether a stream is told now: with the first token, with every `interval` new ones, and at the end."""
+        """Whether an output is due: after the first token, after every `interval` tokens, and at the end."""
         new = self._num_forgotten + len(self._token_ids) - self._num_taken
         return new >= interval or self._num_taken == 0 or self.finish_reason is not None
 
     def take(self, kind: OutputKind) -> CompletionOutput:
-        """What the caller sees now: all so far, or with `DELTA` what came since the last time."""
+        """Return the completion so far, or with `DELTA` what is new since the last call."""
         token_ids, text, logprobs = self._token_ids, self._text, self._logprobs
         self._num_taken = self._num_forgotten + len(token_ids)
-        if kind is OutputKind.DELTA:  # a long text is not copied again for each of its tokens
+        if kind is OutputKind.DELTA:  # so that a long text is not copied for each token
             self._num_forgotten = self._num_taken
             self._token_ids, self._text = [], ""
             if logprobs is not None:
@@ -100,14 +105,17 @@ class Completion:
             text = self._detokenizer.push(token_id)
         if reason is not None:
             text += self._detokenizer.flush()
-        if self._num_forgotten + len(self._token_ids) <= params.min_tokens:
+        if self._stops is None:
+            self._text += text
+        elif self._num_forgotten + len(self._token_ids) <= params.min_tokens:
             self._text += self._stops.flush() + text  # stop strings do not count yet
         else:
             self._text += self._stops.push(text)
 
     def _finish(self, reason: FinishReason, result: RowResult | None) -> None:
         self.finish_reason = reason
-        self._text += self._stops.flush()
+        if self._stops is not None:
+            self._text += self._stops.flush()
         if reason is FinishReason.ERROR:
             self._error = error_kind(self.request.params, result)
             self._stop_reason = NON_FINITE if self._error is ErrorKind.NON_FINITE else result.error
@@ -117,7 +125,7 @@ class Completion:
     def _token_logprobs(
         self, token_id: int, logprob: float, place: int | None, top: Sequence[tuple[int, float]]
     ) -> TokenLogprobs:
-        """The token taken first, then the most probable ones; in a tie the token taken keeps its own entry."""
+        """Return the sampled token's entry first, then the most probable tokens'. The sampled token keeps its own entry."""
         ranked = {token: rank for rank, (token, _) in enumerate(top, start=1)}
         place = place if place is not None else ranked.get(token_id)
         logprobs = {token_id: Logprob(logprob, place, self._token_text(token_id))}
@@ -127,12 +135,12 @@ class Completion:
         return logprobs
 
     def _token_text(self, token_id: int) -> str | None:
-        """A token alone, special or not; bytes that are no whole character are U+FFFD."""
+        """Return the text of a single token, special or not; incomplete characters are U+FFFD."""
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace") if self._tokenizer else None
 
 
 def error_kind(params: SamplingParams, result: RowResult | None) -> ErrorKind:
-    """Why a request with these parameters failed with this result; without a result the step itself was not finite."""
+    """Return why a request failed. result: None: the step's values were not finite."""
     if result is None or result.error is None:
         return ErrorKind.NON_FINITE
     if result.kind is not None:
@@ -150,7 +158,7 @@ class _Group:
         self._told_prompt = False
 
     def output(self, changed: list[Completion]) -> RequestOutput:
-        """Tell of the completions that changed, or of all with `FINAL_ONLY`."""
+        """Make the output with the completions that changed, or with all if `FINAL_ONLY`."""
         prepared = self.prepared
         kind = prepared.params.output_kind
         if kind is OutputKind.FINAL_ONLY:
@@ -167,7 +175,7 @@ class _Group:
         )
 
     def _prompt_logprobs(self, completion: Completion) -> list[TokenLogprobs | None] | None:
-        """Those of a completion that has a token, and so a whole prompt; with `DELTA` in the first output alone."""
+        """Return the prompt's log-probabilities; with `DELTA`, in the first output only. A completion with a token has all of them."""
         told, self._told_prompt = self._told_prompt, True
         return None if told and self.prepared.params.output_kind is OutputKind.DELTA else completion.prompt_logprobs
 
@@ -186,9 +194,9 @@ class _Group:
 
 
 class OutputProcessor:
-    """Follows every request from its admission to its last token. May run in another thread than the engine's core.
+    """Follows every request to its last token. May run in another thread than the engine's core.
 
-    A stop string is found after the core has gone on: `process` names the requests to end, and skips what was made of them since.
+    The core continues before a stop string is found. `process` returns the requests to end, and skips their later tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, stream_interval: int = 1):
@@ -198,7 +206,7 @@ class OutputProcessor:
         self._by_completion: dict[str, tuple[_Group, Completion]] = {}
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Follow a request; raise a `ValueError` where an unfinished one has its id."""
+        """Follow a request. Raises a `ValueError` if an unfinished request has its id."""
         ids = [prepared.request_id, *(request.request_id for request in prepared.completions)]
         if prepared.request_id in self._groups or any(i in self._by_completion for i in ids):
             raise ValueError(f"request id {prepared.request_id!r} is in use")
@@ -208,16 +216,16 @@ class OutputProcessor:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that have not ended."""
+        """Number of unfinished requests."""
         return len(self._groups)
 
     def unfinished(self, request_id: str) -> list[Request]:
-        """A request's completions that have not ended; none where it is unknown or has ended."""
+        """Return the unfinished completions of a request; none if it is unknown or has ended."""
         group = self._groups.get(request_id)
         return [c.request for c in group.completions if c.finish_reason is None] if group else []
 
     def forget(self, request_id: str) -> None:
-        """Follow a request no longer; nobody wants its output."""
+        """Forget a request whose output is not wanted any more."""
         group = self._groups.pop(request_id, None)
         for completion in group.completions if group else ():
             self._by_completion.pop(completion.request.request_id, None)
@@ -228,10 +236,10 @@ class OutputProcessor:
         failed: dict[str, Exception] | None = None,
         followed: list[Update] | None = None,
     ) -> tuple[list[RequestOutput], list[str]]:
-        """Give the outputs to pass on, and the core's ids of requests that a stop string has ended.
+        """Return the outputs to deliver, and the core's ids of completions that a stop string has ended.
 
-        failed: gets why no text could be made of a request, by its id; the caller ends it. None: the error is raised.
-        followed: gets the updates of completions that had not ended for their callers.
+        failed: receives errors of requests whose text could not be made, by id; the caller ends these requests. None: raise the error.
+        followed: receives the updates of completions that had not ended before.
         """
         changed: dict[_Group, list[Completion]] = {}
         to_abort: list[str] = []
@@ -257,7 +265,7 @@ class OutputProcessor:
                 del by_completion[request.request_id]
                 group.open -= 1
             elif result is not None and not result.token_ids:
-                continue  # a part of the prompt's log-probabilities: told of with the first token
+                continue  # some of the prompt's log-probabilities, which go out with the first token
             elif interval > 1 and not completion.is_due(interval):
                 continue
             changed.setdefault(group, []).append(completion)

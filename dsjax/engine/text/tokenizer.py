@@ -1,13 +1,14 @@
 """`Tokenizer`: a model directory's `tokenizer.json` (or Kimi's `tiktoken.model`) and `tokenizer_config.json`, as Hugging Face reads them.
 
-`ChatTemplate` is its template for conversations, which is the model's own, in Jinja's immutable sandbox.
+`IncrementalDetokenizer` turns a stream of its tokens into text. `ChatTemplate` renders conversations, in Jinja's immutable sandbox.
 """
 
+import codecs
 import contextlib
 import datetime
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,37 @@ class Tokenizer:
         if self.bos_id is None or not config.get("add_bos_token", default):
             return False
         return self.bos_id not in self._backend.encode("", add_special_tokens=True).ids
+
+
+class IncrementalDetokenizer:
+    """Turns a stream of tokens into pieces of text whose concatenation is `tokenizer.decode` of all of them.
+
+    The bytes of a token may end inside a character. They are held back until the character is complete, or U+FFFD because it can never be.
+
+    kept: special tokens that are not skipped with the others.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, kept: Collection[int] = ()):
+        self._tokenizer, self._whole_texts = tokenizer, tokenizer.whole_texts
+        self._skip_special_tokens, self._kept = skip_special_tokens, kept
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._within_character = False
+
+    def push(self, token_id: int) -> str:
+        """Return the text that is certain after this token."""
+        if not self._within_character:
+            text = self._whole_texts[token_id]
+            if text is not None:
+                return text
+        if self._skip_special_tokens and token_id not in self._kept and self._tokenizer.is_special(token_id):
+            return ""
+        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        self._within_character = bool(self._decoder.getstate()[0])
+        return text
+
+    def flush(self) -> str:
+        """At the end of the stream, return the text of the bytes held back: U+FFFD or nothing."""
+        return self._decoder.decode(b"", final=True)
 
 
 def has_tokenizer(directory: Path) -> bool:

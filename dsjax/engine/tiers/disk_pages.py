@@ -1,39 +1,39 @@
-"""`DiskPages`: threads that write pages to the disk, read and delete them, so that no step waits for any of it."""
+"""`DiskPages`: writes, reads and deletes pages of the disk cache in threads, so that no step waits for the disk."""
 
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 
-from dsjax.background import contained, start_thread
+from dsjax.background import WorkQueue, contained
 from dsjax.engine.tiers.page_folder import Page, PageFileError, PageFiles
 from dsjax.engine.tiers.page_tiers import PageReports
 
 LISTING_SECONDS = 10.0
-"""Loading waits so long for the list of pages at most. The listing then goes on beside serving, and until it is done nothing is written."""
+"""How long loading waits for the list of pages at most. Listing then goes on while serving, and nothing is written before it is done."""
 READERS = 4
-"""Threads that read."""
+"""Number of threads that read."""
 END_SECONDS = 5.0
-"""At shutdown pages that are still to be written are waited for so long at most."""
+"""How long a shutdown waits for pages that are still to be written."""
 
 _log = logging.getLogger(__name__)
 
 Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
-"""Shape and dtype of a page's arrays, by name; of all shards together."""
+"""Shape and dtype of a page's arrays, by name, with all shards together."""
 
 
 class DiskPages:
-    """What the executor does with the disk. All methods are of the engine's thread, and return at once but where they say so.
+    """The executor's access to the disk cache. The engine's thread calls all methods, which return at once except where they say so.
 
-    One thread writes and deletes, in order; `READERS` others read. A reading has a number of its rank, under which it is reported and its
-    page is kept until it is taken or dropped. What goes wrong is a report, and the first time of each kind a warning.
+    One thread writes and deletes, in order; `READERS` others read. A read has a number, unique in its rank: it is reported by this number,
+    and the page is kept until it is taken or forgotten. A failure is reported too, and the first one of each kind is logged.
 
     Args:
-        files: whose folder is locked; it is given back at the end.
-        max_bytes: of all pages of the folder. What is least recently used goes, and pages of other models (or dtypes, page sizes, …) first.
+        files: of a locked folder, which is unlocked at the end.
+        max_bytes: of all pages in the folder. Pages of other models, dtypes or page sizes go first, then the least recently used.
     """
 
     def __init__(self, files: PageFiles, max_bytes: int):
@@ -47,13 +47,12 @@ class DiskPages:
         self._others: list[tuple[float, str, int]] = []
         self._own = self._other_bytes = 0
         self._warned: set[str] = set()
-        self._writing: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._reading: queue.SimpleQueue[tuple[int, int, bytes] | None] = queue.SimpleQueue()
+        self._writer = WorkQueue("disk writer", "dsjax-page-writer", cost="A page is not written or not deleted.")
+        self._readers = WorkQueue("disk reader", "dsjax-page-reader", threads=READERS)
         self._listed = threading.Event()
-        self._writing.put(self._list)
-        self._writer = start_thread("disk writer", self._write_on, name="dsjax-page-writer", restarts=True)
-        for index in range(READERS):
-            start_thread("disk reader", self._read_on, name=f"dsjax-page-reader-{index}", restarts=True)
+        self._writer.put(self._list)
+        self._writer.start()
+        self._readers.start()
         if not self._listed.wait(LISTING_SECONDS):
             _log.warning(
                 f"--disk-cache: {files.folder.path} has so many pages that listing them takes more than {LISTING_SECONDS:.0f} s; it goes "
@@ -61,31 +60,31 @@ class DiskPages:
             )
 
     def write(self, number: int, name: bytes, page: Page) -> None:
-        """Write a page, which is not changed any more."""
-        self._writing.put(lambda: self._write(number, name, page))
+        """Write a page. Nobody may change it any more."""
+        self._writer.put(partial(self._write, number, name, page))
 
     def drop(self, everything: bool, names: list[bytes]) -> None:
-        """Delete all pages, and then those of these names, after what was to be written before."""
-        self._writing.put(lambda: self._delete(everything, names))
+        """Delete all pages (`everything`) and those of these names, after all earlier writes."""
+        self._writer.put(partial(self._delete, everything, names))
 
     def read(self, rank: int, number: int, name: bytes) -> None:
         """Read a page."""
         with self._lock:
             self._pages[rank, number] = None
-        self._reading.put((rank, number, name))
+        self._readers.put(partial(self._read_or_drop, rank, number, name))
 
     def take(self, rank: int, number: int) -> Page:
-        """Give a page that was reported as read; it is kept no longer."""
+        """Return a page that was reported as read, and forget it."""
         with self._lock:
             return self._pages.pop((rank, number))
 
     def forget(self, rank: int, number: int) -> None:
-        """Keep a page no longer that was read, or is being read."""
+        """Drop a page that was read, or is being read."""
         with self._lock:
             self._pages.pop((rank, number), None)
 
     def reports(self, seconds: float = 0.0) -> PageReports:
-        """Report what has come of all that since the last time; where that is nothing, wait so long for the first of it."""
+        """Report what was read, written and listed since the last call. If that is nothing, wait up to `seconds` for the first report."""
         with self._lock:
             if seconds and not (self._read or self._written or self._names):
                 self._reported.wait(seconds)
@@ -94,23 +93,15 @@ class DiskPages:
         return reports
 
     def close(self) -> None:
-        """End the threads, when what is to be written is, or `END_SECONDS` have passed."""
-        self._writing.put(None)
-        for _ in range(READERS):
-            self._reading.put(None)
-        self._writer.join(END_SECONDS)
-        if self._writer.is_alive():
+        """End the threads. Waits up to `END_SECONDS` for what is still to be written."""
+        self._readers.close()
+        if not self._writer.close(END_SECONDS):
             _log.warning(
                 "--disk-cache: some pages were not written in the %.0f s after the end; they are lost.", END_SECONDS
             )
         self._files.folder.close()
 
     # In the writer's thread.
-
-    def _write_on(self) -> None:
-        while (task := self._writing.get()) is not None:
-            with contained("disk writer", "A page is not written or not deleted."):
-                task()
 
     def _list(self) -> None:
         names: list[bytes] = []
@@ -137,7 +128,7 @@ class DiskPages:
         self._listed.set()
 
     def _make_room(self, pages: int) -> None:
-        """Delete others' pages until so many of this model have room. What of its own has to go, the scheduler has told before."""
+        """Delete pages of other models until so many of this one have room. Its own pages go when the scheduler drops them."""
         while self._others and (self._own + pages) * self._files.page_bytes + self._other_bytes > self._max_bytes:
             _, path, size = self._others.pop(0)
             self._other_bytes -= size
@@ -154,7 +145,7 @@ class DiskPages:
             self._files.write(name, page)
             self._own += 1
             ok = True
-        except Exception as error:  # whatever it is, the scheduler waits for a report, and serving goes on
+        except Exception as error:  # of any kind: the scheduler waits for a report, and serving goes on
             self._warn("write", "a page cannot be written (%s); it is tried again later", error)
             ok = False
         with self._reported:
@@ -173,20 +164,18 @@ class DiskPages:
 
     # In a reader's.
 
-    def _read_on(self) -> None:
-        while (task := self._reading.get()) is not None:
-            rank, number, name = task
-            with self._lock:
-                if (rank, number) not in self._pages:  # dropped meanwhile
-                    continue
-            page = self._read_page(name)
-            with self._reported:
-                if (rank, number) in self._pages:
-                    self._pages[rank, number] = page
-                    if page is None:
-                        del self._pages[rank, number]
-                    self._read.append((rank, number, page is not None))
-                    self._reported.notify()
+    def _read_or_drop(self, rank: int, number: int, name: bytes) -> None:
+        with self._lock:
+            if (rank, number) not in self._pages:  # dropped meanwhile
+                return
+        page = self._read_page(name)
+        with self._reported:
+            if (rank, number) in self._pages:
+                self._pages[rank, number] = page
+                if page is None:
+                    del self._pages[rank, number]
+                self._read.append((rank, number, page is not None))
+                self._reported.notify()
 
     def _read_page(self, name: bytes) -> Page | None:
         try:

@@ -1,10 +1,11 @@
-"""`DividedPages`: pages on a disk that several executors keep together, each of which has a run of the model's layers on its devices."""
+"""`DividedPages`: one disk cache for several executors, each of which has some of the model's layers on its devices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,17 +15,25 @@ from dsjax.engine.tiers.page_folder import Page
 from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
 
 
+class _ReadPage(NamedTuple):
+    """A page, and the executors that have taken their parts of it."""
+
+    page: Page
+    takers: set[int]
+
+
 class DividedPages:
-    """Puts the parts of pages together on their way to the disk, and takes pages apart on their way back.
+    """Joins the parts of pages on their way to the disk, and divides pages on their way back.
 
-    The disk has pages of the whole model, as of one executor that has all layers. A page is written when every executor has given its part,
-    read once, and kept until each has taken its part. An array of a page is its parts one after the other along the axis of layers; one
-    that a single executor has is as it is there. All executors carry out the same commands in order, and the first of them each before the
-    others.
+    The disk has pages of the whole model, as if one executor had all layers: the parts of an array follow each other along the axis of
+    layers. A page is written when every executor has given its part. It is read once, and kept until each has taken its part. All
+    executors carry out the same commands in the same order, and executor 0 carries out each of them first.
 
-    count: of the executors. open_disk: given the arrays of a whole page, once the parts of all are known.
+    Args:
+        count: of executors. open_disk: opens the disk for the arrays of a whole page, once the parts of all executors are known.
 
-    reporters: of the executors, which look after their own parts when reports are asked for.
+    Attributes:
+        reporters: of the executors. They look after their own parts when reports are asked for.
     """
 
     def __init__(self, count: int, open_disk: Callable[[Shapes], DiskPages]):
@@ -32,46 +41,46 @@ class DividedPages:
         self._shapes: list[Shapes] = []
         self._disk: DiskPages | None = None
         self.reporters: list[PageReporter] = []
-        self._given: dict[int, dict[int, Page]] = {}  # by the writing's number, then by executor
-        self._taken: dict[tuple[int, int], tuple[Page, set[int]]] = {}  # the page, and who has its part
-        self._drops = [0] * count  # how many times each executor has come to delete pages
+        self._to_write: dict[int, dict[int, Page]] = {}  # by the number of the write, then by executor
+        self._read: dict[tuple[int, int], _ReadPage] = {}  # by rank and the number of the read
+        self._drops = [0] * count  # how many times each executor has asked to delete pages
         self._closed: set[int] = set()
 
     def part(self, shapes: Shapes) -> SimpleNamespace:
-        """Give the disk as the next executor sees it, with the methods of `DiskPages`. shapes: of the arrays of its part of a page."""
+        """Return the disk as the next executor sees it, with the methods of `DiskPages`. shapes: of its part of a page."""
         number = len(self._shapes)
         self._shapes.append(shapes)
         if len(self._shapes) == self._count:
             self._disk = self._open(self._whole_shapes())
         methods = (self.write, self.drop, self.read, self.take, self.forget, self.close)
-        # What comes of pages is said of whole ones.
+        # Reports are of whole pages: see `page_reports`.
         part = SimpleNamespace(reports=lambda seconds=0.0: PageReports([], []))
         vars(part).update({method.__name__: partial(method, number) for method in methods})
         return part
 
     def extension(self, kind: type[Kind]) -> Kind | None:
-        """Offer reports of the disk to the offload tiers of the scheduler."""
+        """Offer the disk's reports to the scheduler's offload tiers."""
         return self if kind is PageReporter else None
 
     def page_reports(self, seconds: float = 0.0) -> PageReports:
-        """Report what came of whole pages since the last time; wait so long for the first of it."""
+        """Report what was done with whole pages since the last call. Wait up to `seconds` for the first report."""
         for reporter in self.reporters:
             reporter.page_reports()
         return self._disk.reports(seconds)
 
     def write(self, part: int, number: int, name: bytes, page: Page) -> None:
-        """Take one executor's part of a page, and write the page once its last part has come."""
-        given = self._given.setdefault(number, {})
-        given[part] = page
-        if len(given) < self._count:
+        """Take one executor's part of a page, and write the page once all parts are here."""
+        by_executor = self._to_write.setdefault(number, {})
+        by_executor[part] = page
+        if len(by_executor) < self._count:
             return
-        del self._given[number]
-        parts = [given[each] for each in range(self._count)]
+        del self._to_write[number]
+        parts = [by_executor[executor] for executor in range(self._count)]
         whole = {array: np.concatenate([own[array] for own in parts if array in own]) for array in self._whole_shapes()}
         self._disk.write(number, name, whole)
 
     def drop(self, part: int, everything: bool, names: list[bytes]) -> None:
-        """Delete pages once the last executor has come to it: by then all that was to be written before has been given."""
+        """Delete pages once the last executor asks for it: all earlier writes are complete by then."""
         before = min(self._drops)
         self._drops[part] += 1
         if min(self._drops) > before:
@@ -83,13 +92,13 @@ class DividedPages:
             self._disk.read(rank, number, name)
 
     def take(self, part: int, rank: int, number: int) -> Page:
-        """Give an executor its part of a page that was reported as read."""
-        if (rank, number) not in self._taken:
-            self._taken[rank, number] = self._disk.take(rank, number), set()
-        page, takers = self._taken[rank, number]
+        """Return an executor's part of a page that was reported as read."""
+        if (rank, number) not in self._read:
+            self._read[rank, number] = _ReadPage(self._disk.take(rank, number), set())
+        page, takers = self._read[rank, number]
         takers.add(part)
         if len(takers) == self._count:
-            del self._taken[rank, number]
+            del self._read[rank, number]
         own = {}
         for array, (shape, _) in self._shapes[part].items():
             first = sum(before[array][0][0] for before in self._shapes[:part] if array in before)
@@ -97,13 +106,13 @@ class DividedPages:
         return own
 
     def forget(self, part: int, rank: int, number: int) -> None:
-        """Keep a page no longer when the first executor wants it no more."""
+        """Drop a page that was read, or is being read, when the first executor asks for it."""
         if part == 0:
-            self._taken.pop((rank, number), None)
+            self._read.pop((rank, number), None)
             self._disk.forget(rank, number)
 
     def close(self, part: int) -> None:
-        """End when all executors have given what they had to give."""
+        """Close the disk once all executors are closed."""
         self._closed.add(part)
         if len(self._closed) == self._count and self._disk is not None:
             self._disk.close()

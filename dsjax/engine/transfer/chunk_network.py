@@ -1,9 +1,8 @@
-"""`ChunkServer` and `RemoteChunks`: chunks from any process of a prefill side straight to any process of a decode side."""
+"""`ChunkServer` and `RemoteChunks`: carry chunks from any process of a prefill side directly to any process of a decode side."""
 
 from __future__ import annotations
 
 import itertools
-import queue
 import threading
 import time
 from collections import OrderedDict
@@ -12,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
-from dsjax.background import contained, note_failure, start_thread
+from dsjax.background import WorkQueue, contained, note_failure, start_thread
 from dsjax.engine.contract.commands import WINDOW_NUMBERS
 from dsjax.engine.transfer.messages import Chunk, ChunkGoneError, PublishedChunk, PullDone
 from dsjax.engine.transfer.transport import Shapes, Transport
@@ -20,18 +19,18 @@ from dsjax.errors import UserError
 from dsjax.messaging import Endpoint, Peer, Request
 
 ROLE = "decode"
-"""Role of a decode side's processes."""
+"""The role with which a decode side's processes connect."""
 _PULL, _DONE = "pull", "done"
 _MOST_DROPPED = 4096
 _PUBLISHERS = 2
 """Threads that publish: while one copies a chunk, the other takes the next."""
 
 Take = Callable[[Chunk | None], object]
-"""Takes a chunk that another process pulls; None: it is gone. It only queues."""
+"""Is given a chunk that another process pulls, or None if the chunk is gone. It only queues, and does not wait."""
 
 
 class FollowerSendBuffers:
-    """Chunks of one generation that a prefill process other than process 0 keeps. Process 0 numbers them and says when to drop them."""
+    """Chunks of one generation that a prefill process other than process 0 keeps. Process 0 numbers them and decides when to drop them."""
 
     def __init__(self):
         self._chunks: dict[int, Chunk] = {}
@@ -41,7 +40,7 @@ class FollowerSendBuffers:
         self._has_ended = False
 
     def ready(self, number: int, chunk: Chunk | None) -> None:
-        """Hold a complete chunk. None: another process holds it."""
+        """Keep a complete chunk. chunk: None if another process keeps it."""
         if chunk is not None:
             with self._lock:
                 if not self._has_ended:
@@ -49,7 +48,7 @@ class FollowerSendBuffers:
                 self._answer()
 
     def drop(self, numbers: Sequence[int]) -> None:
-        """Hold chunks no longer."""
+        """Drop chunks."""
         with self._lock:
             for number in numbers:
                 self._chunks.pop(number, None)
@@ -59,7 +58,7 @@ class FollowerSendBuffers:
             self._answer()
 
     def end(self) -> None:
-        """Hold nothing any longer: the generation has ended."""
+        """Drop all chunks, because the generation has ended."""
         with self._lock:
             self._has_ended = True
             self._chunks.clear()
@@ -87,9 +86,10 @@ class _Published(NamedTuple):
 
 
 class ChunkServer:
-    """Lets processes of a decode side pull this process's chunks. timeout: seconds after which a published one is withdrawn.
+    """Lets processes of a decode side pull this process's chunks.
 
-    open_chunk: `open_chunk(number, take)` calls `take` with a chunk, from any thread; with None where it is gone.
+    open_chunk: `open_chunk(number, take)` calls `take` with a chunk, or with None if the chunk is gone, in any thread.
+    timeout: seconds after which a published chunk is withdrawn.
     """
 
     def __init__(
@@ -99,19 +99,17 @@ class ChunkServer:
         self._numbers = itertools.count(1)
         self._published: dict[int, _Published] = {}
         self._peers: set[Peer] = set()
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        for _ in range(_PUBLISHERS):
-            start_thread("chunk server", self._run, name="dsjax-chunk-server", restarts=True)
+        self._tasks = WorkQueue("chunk server", "dsjax-chunk-server", threads=_PUBLISHERS)
+        self._tasks.start()
         endpoint.serve(_PULL, self._pull, roles=(ROLE,), kind=int)
         endpoint.serve(_DONE, self._done, roles=(ROLE,), kind=PullDone)
 
     def close(self) -> None:
-        """Publish nothing more, and withdraw what is published."""
+        """Publish no more chunks, and withdraw those that are published."""
         for service in (_PULL, _DONE):
             self._endpoint.withdraw(service)
         self._tasks.put(lambda: self._withdraw(lambda _: True))
-        for _ in range(_PUBLISHERS):
-            self._tasks.put(None)
+        self._tasks.close()
 
     # In the messaging thread.
 
@@ -130,26 +128,22 @@ class ChunkServer:
 
     # In the threads that use the transport.
 
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            before = time.monotonic() - self._timeout
-            self._withdraw(lambda published: published.since < before)  # noqa: B023
-            task()
-
     def _publish(self, request: Request, chunk: Chunk | None) -> None:
+        before = time.monotonic() - self._timeout
+        self._withdraw(lambda published: published.since < before)
         if chunk is None:
             request.refuse(f"chunk {request.body} is not kept any more")
             return
         number = next(self._numbers)
         try:
             ticket = self._transport.publish(number, chunk)
-        except Exception as error:  # whatever it is: the other side waits for an answer
+        except Exception as error:  # of any kind: the other side waits for an answer
             note_failure("chunk server", error, "The other side computes the chunk's pages.")
             request.fail(error)
             return
         self._published[number] = _Published(request.peer, time.monotonic(), chunk)
         request.reply(PublishedChunk(number, self._transport.address, ticket))
-        if request.peer.lost:  # what was published for it may have been withdrawn before this was
+        if request.peer.lost:  # `_leave` may have withdrawn its chunks before this one was published
             self._end_pull(number, request.peer, pulled=False)
 
     def _withdraw(self, is_over: Callable[[_Published], bool]) -> None:
@@ -165,9 +159,9 @@ class ChunkServer:
 
 
 class RemoteChunks:
-    """Pulls chunks from prefill processes, to which it connects when it needs one and again after a loss.
+    """Pulls chunks from prefill processes. It connects to a process when it first needs one of its chunks, and again after a loss.
 
-    shapes: of a chunk's arrays. timeout: seconds after which a chunk is given up. window_shapes: of the arrays of a chunk of window pages.
+    shapes: of a chunk's arrays. timeout: seconds after which a pull is given up. window_shapes: of the arrays of a chunk of window pages.
     """
 
     def __init__(
@@ -185,7 +179,11 @@ class RemoteChunks:
         self._lock = threading.Lock()
 
     def pull(self, address: str, number: int, device: Any) -> Chunk:
-        """Return a chunk of an offer's address on this device, complete; a `ChunkGoneError` where it cannot be had."""
+        """Pull a chunk from an offer's address to a device, and return it when it is complete.
+
+        Raises:
+            ChunkGoneError: the chunk is gone, or could not be pulled in time.
+        """
         try:
             peer = self.peer(address)
             published = peer.request(_PULL, number, PublishedChunk).result(self._timeout)
@@ -193,7 +191,7 @@ class RemoteChunks:
             why = str(error) or f"no answer within {self._timeout:g} s"
             raise ChunkGoneError(f"chunk {number} cannot be had from {address}: {why}") from error
         self._transports[peer] = published.transport
-        if peer.lost:  # and may have been forgotten before its transport was noted
+        if peer.lost:  # `_forget` may have run before its transport was noted
             self._disconnect(peer)
         pulled: Future[Chunk] = Future()
         ok = False
@@ -222,7 +220,7 @@ class RemoteChunks:
                 peer = self.endpoint.connect(address, ROLE)
                 made.set_result(peer)
                 peer.on_lost(lambda: self._forget(address, made, peer))
-            except Exception as error:  # whatever it is: others may wait for this
+            except Exception as error:  # of any kind: other threads may wait for the result
                 self._forget(address, made)
                 made.set_exception(error)
         return made.result()
@@ -242,7 +240,7 @@ class RemoteChunks:
         self._disconnect(peer)
 
     def _disconnect(self, peer: Peer | None) -> None:
-        """Have the transport forget a process that is gone, in a thread: the transport may wait for a read that hangs."""
+        """Have the transport forget a process that is gone. It may wait for a read that hangs, so this starts a thread."""
         transport = self._transports.pop(peer, None)
         if transport is not None:
             start_thread("transfer connection", self._transport.disconnect, transport, name="dsjax-transfer")

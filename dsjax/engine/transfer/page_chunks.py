@@ -1,9 +1,8 @@
-"""``PageChunks``: the executor's part that sends pages to other engines and pulls theirs, without a step waiting for either."""
+"""`PageChunks`: the executor's part that sends pages to other engines and pulls theirs. No step waits for either."""
 
 from __future__ import annotations
 
 import itertools
-import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from dsjax.background import contained, note_failure, start_thread
+from dsjax.background import WorkQueue, contained, note_failure
 from dsjax.engine.contract.commands import WINDOW_NUMBERS, DropChunks, PullPages, SendPages
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
 from dsjax.engine.device.device_state import moved
@@ -28,9 +27,9 @@ PULLERS = 2
 
 @dataclass(eq=False)
 class Landing:
-    """A chunk that a rank pulls, known to every process: pages are staged by chunks, in the same order everywhere.
+    """A chunk that a rank pulls. Every process knows it: all stage pages by chunks, in the same order.
 
-    chunk: None until it has come, and where this process has no device of the rank.
+    chunk: None until it is here, or if this process has no device of the rank.
     """
 
     rank: int
@@ -41,7 +40,7 @@ class Landing:
 
     @property
     def table(self) -> Table:
-        """The kind of its pages."""
+        """The kind of the chunk's pages."""
         return "window" if self.number >= WINDOW_NUMBERS else "context"
 
 
@@ -51,10 +50,10 @@ def move_chunk(chunk: Chunk, device: jax.Device) -> Chunk:
 
 
 class PageChunks(DevicePart, PageStore):
-    """Pages go to chunks by the program that takes pages to host memory; a thread offers them when they are there.
+    """Copies pages into chunks by the program that also takes pages to host memory. A thread offers the chunks once they are computed.
 
-    A chunk is one device's part of what that program gives: the arrays of ``describe_moved`` for one DP rank. Of a rank on several
-    processes, the one with its first device keeps the chunks; each pulls to its first device of the rank.
+    A chunk is one device's part of that program's result: the arrays of `describe_moved` for one DP rank. If a rank has devices in
+    several processes, the process with the first device keeps the rank's chunks; each process pulls to its own first device of the rank.
 
     chunk_shapes, window_shapes, processes_of_ranks: see `ChunkPort`.
     """
@@ -67,8 +66,9 @@ class PageChunks(DevicePart, PageStore):
             for described in self._described.values()
         )
         self._devices, self.processes_of_ranks = self._places_of_ranks()
-        self._leaving: queue.SimpleQueue[tuple[int, Any, bool] | list[int] | None] = queue.SimpleQueue()
-        self._wanted: queue.SimpleQueue[Landing | None] = queue.SimpleQueue()
+        unwanted_stay = "Chunks that nobody wants are kept until the mesh changes."
+        self._offers = WorkQueue("chunk offer", "dsjax-chunks", cost=unwanted_stay)
+        self._pulls = WorkQueue("chunk pull", "dsjax-pull", threads=PULLERS)
         self._landed: dict[tuple[int, int], tuple[Landing, int]] = {}
         self._closed = False
         self._lock = threading.Lock()
@@ -82,19 +82,18 @@ class PageChunks(DevicePart, PageStore):
         table.add(DropChunks, Handler(self._drop_sent))
 
     def extension(self, kind: type) -> Any:
-        """Offer the way to other engines to the scheduler's part in transfers."""
+        """Offer this as the `ChunkPort`."""
         return self if kind is ChunkPort else None
 
     def send_chunks(self, offer: Offer, drop: Drop = lambda numbers: None) -> None:
-        """Have chunks offered, and dropped, in a thread of their own."""
+        """Begin to offer and drop chunks, in a thread."""
         self._offer, self._drop = offer, drop
-        start_thread("chunk offer", self._offer_on, name="dsjax-chunks", restarts=True)
+        self._offers.start()
 
     def pull_chunks(self, pull: Pull, report: Callable[[PulledChunk], None]) -> None:
-        """Pull chunks by this; what came of each is reported in a thread of its own."""
+        """Begin to pull chunks with `pull`, and to report the result of each, in threads."""
         self._pull, self._report = pull, report
-        for _ in range(PULLERS):
-            start_thread("chunk pull", self._pull_on, name="dsjax-pull", restarts=True)
+        self._pulls.start()
 
     def _send(self, _: Pending, command: SendPages) -> Running:
         pairs = [np.frombuffer(rank_pairs, "<i4").reshape(-1, 2) for rank_pairs in command.ranks]
@@ -113,19 +112,21 @@ class PageChunks(DevicePart, PageStore):
                 for rank, chunk in enumerate(rank_chunks):
                     if chunk is not None:
                         kept = self.processes_of_ranks[rank][0] == jax.process_index()
-                        self._leaving.put((chunk[0], self._part(taken, rank if kept else None), kept))
+                        part = self._part(taken, rank if kept else None)
+                        self._offers.put(partial(self._offer_when_computed, chunk[0], part, kept=kept))
                 yield next(iter(taken.values()))
 
         return run()
 
     def _drop_sent(self, _: Pending, command: DropChunks) -> Running:
-        self._leaving.put(np.frombuffer(command.numbers, "<i4").tolist())
+        numbers = np.frombuffer(command.numbers, "<i4").tolist()
+        self._offers.put(lambda: self._drop(numbers))
         yield from ()
 
     def _begin_pulls(self, _: Pending, command: PullPages) -> Running:
-        """Begin to pull chunks of ranks with a device of this process; note those of all ranks.
+        """Begin to pull the chunks of ranks with a device of this process, and note the chunks of all ranks.
 
-        They are noted at once: a `FetchPages` may be laid out before earlier commands are done.
+        They are noted at once, because a `FetchPages` may be prepared before earlier commands are done.
         """
         landings: dict[tuple[int, int, int], Landing] = {}
         for rank, quadruples in enumerate(command.ranks):
@@ -140,13 +141,13 @@ class PageChunks(DevicePart, PageStore):
         def run() -> Running:
             for landing in landings.values():
                 if landing.rank in self._devices:
-                    self._wanted.put(landing)
+                    self._pulls.put(partial(self._pull_and_report, landing))
             yield from ()
 
         return run()
 
     def take(self, wanted: RankArrays, places: RankArrays) -> tuple[list[StagedPiece], RankArrays]:
-        """Pieces of the pages that have come in chunks, a chunk of each rank at a time, and the places of all others."""
+        """Return pieces of the pages that came in chunks, a chunk of each rank at a time, and the places of all other pages."""
         rest: RankArrays = []
         groups: dict[Table, list[list[tuple[Landing, np.ndarray]]]] = {table: [] for table in TABLES}
         for rank, (numbers, rank_places) in enumerate(zip(wanted, places, strict=True)):
@@ -179,7 +180,7 @@ class PageChunks(DevicePart, PageStore):
             self._landed.pop((rank, number), None)
 
     def stage(self, landings: Sequence[Landing | None], table: Table = "context") -> dict[str, Array]:
-        """Put chunks of a kind of all ranks together as the program that places pages takes them; None: nothing of that rank."""
+        """Join chunks of one kind, one of each rank, as the program that places pages takes them. None: no chunk of that rank."""
         staged = {}
         for name, described in self._described[table].items():
             pieces = []
@@ -194,15 +195,14 @@ class PageChunks(DevicePart, PageStore):
         return staged
 
     def close(self) -> None:
-        """End the threads. What is being pulled is not reported."""
+        """End the threads. Pulls that are in progress are not reported."""
         with self._lock:
             self._closed = True
-        self._leaving.put(None)
-        for _ in range(PULLERS):
-            self._wanted.put(None)
+        self._offers.close()
+        self._pulls.close()
 
     def _places_of_ranks(self) -> tuple[dict[int, jax.Device], list[list[int]]]:
-        """The first device here of each rank that has any; and each rank's processes, in the order of its devices."""
+        """Return this process's first device of each rank that has one here, and each rank's processes in the order of its devices."""
         described = next(iter((self._described["context"] or self._described["window"]).values()))
         here: dict[int, jax.Device] = {}
         processes: list[list[int]] = [[] for _ in range(described.shape[0])]
@@ -215,7 +215,7 @@ class PageChunks(DevicePart, PageStore):
         return here, processes
 
     def _part(self, taken: dict[str, Array], rank: int | None) -> Chunk:
-        """A rank's part of what was taken; None: of any rank, to wait for it."""
+        """Return a rank's part of what was taken. None: the part of any rank, only to wait for it."""
         device = self._devices[rank] if rank is not None else next(iter(self._devices.values()))
         return {
             name: next(shard.data for shard in array.addressable_shards if shard.device == device)
@@ -227,38 +227,29 @@ class PageChunks(DevicePart, PageStore):
             self._zeros[name, device] = jax.device_put(np.zeros((1, *described.shape[1:]), described.dtype), device)
         return self._zeros[name, device]
 
-    # In threads of their own.
+    # In the threads.
 
-    def _offer_on(self) -> None:
-        while (task := self._leaving.get()) is not None:
-            if isinstance(task, list):
-                with contained("chunk offer", "Chunks that nobody wants are kept until the mesh changes."):
-                    self._drop(task)
-                continue
-            number, chunk, kept = task
-            try:
-                jax.block_until_ready(chunk)
-                self._offer(number, chunk if kept else None)
-            except Exception as error:  # the step that made it may have failed, which the engine finds out by itself
-                note_failure(
-                    "chunk offer", error, "Who wants the chunk is told that it is gone, and computes its pages."
-                )
-                with contained("chunk offer"):
-                    self._offer(number, None)
-                if kept:  # who pulls it may have heard of it from process 0, and wait for it here
-                    with contained("chunk offer"):
-                        self._drop([number])
+    def _offer_when_computed(self, number: int, chunk: Chunk, *, kept: bool) -> None:
+        """Wait for a chunk and offer it. kept: whether this process keeps it."""
+        try:
+            jax.block_until_ready(chunk)
+            self._offer(number, chunk if kept else None)
+        except Exception as error:  # the step that made it may have failed, which the engine finds out by itself
+            note_failure("chunk offer", error, "Who wants the chunk is told that it is gone, and computes its pages.")
+            with contained("chunk offer"):
+                self._offer(number, None)
+            if kept:  # another process may know of it from process 0, and wait for it here
+                self._drop([number])
 
-    def _pull_on(self) -> None:
-        while (landing := self._wanted.get()) is not None:
-            rank, pages = landing.rank, landing.pages
-            with self._lock:
-                wanted = any((rank, page) in self._landed for page in pages)
-            landing.chunk = self._pulled(landing) if wanted else None
-            pulled = PulledChunk(rank, landing.source.link, landing.number, pages, landing.chunk is not None)
-            with self._lock, contained("chunk pull"):
-                if not self._closed:
-                    self._report(pulled)
+    def _pull_and_report(self, landing: Landing) -> None:
+        rank, pages = landing.rank, landing.pages
+        with self._lock:
+            wanted = any((rank, page) in self._landed for page in pages)
+        landing.chunk = self._pulled(landing) if wanted else None
+        pulled = PulledChunk(rank, landing.source.link, landing.number, pages, landing.chunk is not None)
+        with self._lock:
+            if not self._closed:
+                self._report(pulled)
 
     def _pulled(self, landing: Landing) -> Chunk | None:
         try:
@@ -271,7 +262,7 @@ class PageChunks(DevicePart, PageStore):
 
 
 def _chunks(pairs: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """(number, pages) of the chunks in the pairs of a `SendPages`."""
+    """Return (number, pages) of each chunk in the pairs of a `SendPages`."""
     if not len(pairs):
         return []
     ends = np.flatnonzero(np.diff(pairs[:, 0])) + 1

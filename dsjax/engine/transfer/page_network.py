@@ -40,24 +40,16 @@ _SERVICE = "prefill"
 class PrefillServer:
     """A `PrefillEngine` that decode engines of other processes reach at an endpoint.
 
-    chunks: this process's chunks, closed with the engine. owns_endpoint: whether the endpoint is closed with the engine too.
+    chunks: this process's chunks, closed with the engine.
     space: as in `Greeting`; connections with another space are refused.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        chunks: ChunkServer,
-        space: dict[str, Any],
-        endpoint: Endpoint,
-        *,
-        owns_endpoint: bool = False,
-    ):
+    def __init__(self, engine: Any, chunks: ChunkServer, space: dict[str, Any], endpoint: Endpoint):
         self.engine, self.endpoint = engine, endpoint
         self.space = msgspec.msgpack.decode(
             msgspec.msgpack.encode(space, enc_hook=str)
         )  # the form in which the other side sends its own
-        self._chunks, self._owns_endpoint = chunks, owns_endpoint
+        self._chunks = chunks
         self._decoders: dict[Peer, Receive] = {}
         endpoint.serve(_SERVICE, self._take, roles=(ROLE,), kind=Greeting | ToPrefill)
 
@@ -102,8 +94,7 @@ class PrefillServer:
             peer.close()
         self.engine.shutdown()
         self._chunks.close()
-        if self._owns_endpoint:
-            self.endpoint.close()
+        self.endpoint.release()
 
     def _take(self, request: Request) -> None:
         """Greet a decode engine, or pass its message to the engine."""
@@ -129,11 +120,11 @@ class PrefillServer:
 class RemoteLinks:
     """A decode engine's links to prefill engines in other processes.
 
-    chunks: pulls chunks. space: as in `Greeting`. owns_endpoint: whether the endpoint of `chunks` is closed with the links.
+    chunks: pulls chunks. space: as in `Greeting`.
     """
 
-    def __init__(self, chunks: RemoteChunks, space: dict[str, Any], *, owns_endpoint: bool = False):
-        self.chunks, self.space, self._owns_endpoint = chunks, space, owns_endpoint
+    def __init__(self, chunks: RemoteChunks, space: dict[str, Any]):
+        self.chunks, self.space = chunks, space
         self.of: dict[Peer, RemoteLink] = {}
         chunks.endpoint.serve(_SERVICE, self._take, roles=(LISTENER,), kind=ToDecode)
 
@@ -144,8 +135,7 @@ class RemoteLinks:
     def close(self) -> None:
         """Close the connections."""
         self.chunks.close()
-        if self._owns_endpoint:
-            self.chunks.endpoint.close()
+        self.chunks.endpoint.release()
 
     def _take(self, request: Request) -> None:
         link = self.of.get(request.peer)

@@ -40,16 +40,23 @@ _LOOK_SECONDS = 0.25
 """Seconds between two checks of the buffers and two reports to decode engines; fewer with a short timeout."""
 
 
+class _SealedPages(NamedTuple):
+    """Consecutive pages of a transfer that wait for a chunk. first: the number of the first one in its prompt."""
+
+    send: PageSend
+    first: int
+    pages: list[int]
+
+
 class PageSends(PageSource):
     """Holds pages from their sealing until a plan copies them into a chunk (KV transfer unit).
 
-    sends: transfers in progress, by their request's id. waiting: for each rank `(transfer, number of the first page, pages)`, in the
-    order of sealing.
+    sends: transfers in progress, by their request's id. waiting: for each rank the pages that wait, in the order of sealing.
     """
 
     def __init__(self, buffers: SendBuffers, sends: Mapping[str, PageSend]):
         self._buffers, self._sends = buffers, sends
-        self.waiting: list[deque[tuple[PageSend, int, list[int]]]] = []
+        self.waiting: list[deque[_SealedPages]] = []
         self._sent: list[list[tuple[int, int]]] = []  # (chunk, page)
 
     def bind(self, ranks: Sequence[RankPages]) -> None:
@@ -64,7 +71,7 @@ class PageSends(PageSource):
 
     def transfers_waiting(self) -> set[str]:
         """Names of the transfers whose pages wait."""
-        return {send.transfer for waiting in self.waiting for send, _, _ in waiting}
+        return {sealed.send.transfer for waiting in self.waiting for sealed in waiting}
 
     def sealed(self, rank: int, request: Request) -> None:
         """Hold newly sealed pages of a request that another engine wants."""
@@ -78,15 +85,15 @@ class PageSends(PageSource):
             pages = request.pages[send.next : end]
             self.ranks[rank].pool.hold(pages)
             waiting = self.waiting[rank]
-            if waiting and waiting[-1][0] is send:  # pages that wait share a chunk with the pages after them
-                waiting[-1][2].extend(pages)
+            if waiting and waiting[-1].send is send:  # pages that wait share a chunk with the pages after them
+                waiting[-1].pages.extend(pages)
             else:
-                waiting.append((send, send.next, pages))
+                waiting.append(_SealedPages(send, send.next, pages))
             send.next = end
         if send.next == send.end and send.windows:
             page = request.window_pages[send.end - 1 - request.first_window]
             self.ranks[rank].pool.hold([page])
-            self.waiting[rank].append((send, send.end, [page]))
+            self.waiting[rank].append(_SealedPages(send, send.end, [page]))
             send.next += 1
 
     def begin_rank(self, rank: int, now: float) -> None:
@@ -96,7 +103,7 @@ class PageSends(PageSource):
             send, first, pages = waiting.popleft()
             chunk, rest = pages[:CHUNK_PAGES], pages[CHUNK_PAGES:]
             if rest:
-                waiting.appendleft((send, first + len(chunk), rest))
+                waiting.appendleft(_SealedPages(send, first + len(chunk), rest))
             number = self._buffers.begin(rank, send, first, len(chunk))
             self._sent[rank] += [(number, page) for page in chunk]
             pool.release(chunk)
@@ -110,10 +117,10 @@ class PageSends(PageSource):
     def drop(self, send: PageSend) -> None:
         """Release the waiting pages of a transfer."""
         for rank, waiting in enumerate(self.waiting):
-            for waiting_send, _, pages in waiting:
-                if waiting_send is send:
-                    self.ranks[rank].pool.release(pages)
-            self.waiting[rank] = deque(entry for entry in waiting if entry[0] is not send)
+            for sealed in waiting:
+                if sealed.send is send:
+                    self.ranks[rank].pool.release(sealed.pages)
+            self.waiting[rank] = deque(sealed for sealed in waiting if sealed.send is not send)
 
 
 class PrefillCounts(NamedTuple):

@@ -1,4 +1,4 @@
-"""`RemotePrefills`: the page source of a decode engine whose prompts other engines compute."""
+"""`RemotePrefills`: the KV connector of a decode engine whose prompts other engines compute."""
 
 import itertools
 import logging
@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from dsjax.engine.contract.backoff import Backoff
 from dsjax.engine.contract.commands import NAME_BYTES, Command, PullPages, int32s, names_of
-from dsjax.engine.schedule.borders import usable
 from dsjax.engine.schedule.landing_area import LandingBuffer
 from dsjax.engine.schedule.page_source import CommandTurn, Lookup, PageSource, RankPages
 from dsjax.engine.schedule.pages import extend_hashes
@@ -35,12 +34,12 @@ TIER = "prefill"
 
 
 class TransferCounts(NamedTuple):
-    """What has come of transfers since the start.
+    """Counts of transfers since the start.
 
     Attributes:
-        asked, completed, given_up: transfers. refused: of those given up, the ones of which other pages were offered than asked for.
-        pages: that have come. under_way: transfers.
-        landed: pages that the chunks have room for that lie on the devices beside the cache, or are being pulled there, of all ranks.
+        asked, completed, given_up: transfers. refused: transfers given up because other pages were offered than asked for.
+        pages: pages that have come. under_way: unfinished transfers.
+        landed: room, in pages, of the chunks of all ranks that are on the devices beside the cache or on their way there.
     """
 
     asked: int = 0
@@ -57,13 +56,13 @@ class Transfer:
     """Pages that one prefill side computes for one rank.
 
     Attributes:
-        names: of the pages, the first of which is page `first` of its requests; last of all a window page's, in a model that has them.
-            awaited: those that have not come.
-        pulling: names by the number under which each lands.
-        owner: the request that it was asked for. requests: that wait for it; without any it is cancelled. waiters: those of them that need
-            not be looked at before something has come.
-        since: when it was last heard of. began: when it was asked for.
-        cached: tokens that the prefill side had cached. seen: chunks that were offered; an offer may come twice.
+        names: of the pages; the first one is page `first` of its requests. In a model with window pages the last name is a window page's.
+            awaited: names of pages that have not come.
+        pulling: names of the pages being pulled, by landing number.
+        owner: the request that it was asked for. requests: all that wait for it; without any, it is cancelled. waiters: requests that the
+            scheduler need not look at before something has come.
+        since: time of the last message about it. began: time at which it was asked for.
+        cached: tokens that the prefill side had cached. seen: chunks that were offered, because an offer may come twice.
     """
 
     name: str
@@ -83,34 +82,43 @@ class Transfer:
     seen: set[int] = field(default_factory=set)
 
     def is_offered(self, offer: ChunkReady) -> bool:
-        """Whether an offer's pages bear the names asked for, as far as it has any of them, and its numbers can be.
+        """Whether an offer's numbers are valid and its pages have the names that were asked for.
 
-        Numbers that cannot be would end the engine's thread, or the executor's, which write them as they are.
+        Invalid numbers would end the threads of the engine or the executor, which do not check them.
         """
-        is_possible = 0 <= offer.number < 2**31 and offer.count <= CHUNK_PAGES
-        if not is_possible or len(offer.names) != NAME_BYTES * offer.count:
+        is_valid = 0 <= offer.number < 2**31 and offer.count <= CHUNK_PAGES
+        if not is_valid or len(offer.names) != NAME_BYTES * offer.count:
             return False
         offered = enumerate(names_of(offer.names), offer.first - self.first)
         return all(self.names[page] == name for page, name in offered if 0 <= page < len(self.names))
 
     def wake(self) -> None:
-        """Have the requests that wait looked at again."""
+        """Have the scheduler look at the waiting requests again."""
         for request in self.waiters:
             request.is_loading = False
         self.waiters.clear()
 
 
+class _PulledPage(NamedTuple):
+    """A page to pull: its chunk, its place in the chunk, and its landing number."""
+
+    source: Source
+    chunk: int
+    place: int
+    number: int
+
+
 class RemotePrefills(PageSource):
-    """The transfers of all ranks of a decode engine. The caller sends `take_messages`, and hands answers to `receive`.
+    """The transfers of all ranks of a decode engine. The caller sends `take_messages` and passes answers to `receive`.
 
     Attributes:
-        connect: gives the number of the prefill engine at an address that a request names; None: any computes such a request.
-        awaited: of each prefill engine, pages that were asked of it and have not come.
+        connect: returns the number of the prefill engine at an address that a request names; None: addresses are ignored.
+        awaited: pages that each prefill engine was asked for and that have not come.
 
     Args:
-        num_links: prefill engines that any request may be sent to.
-        local_tokens: a request that lacks fewer tokens is computed here.
-        timeout: seconds after which a transfer that is not heard of is given up.
+        num_links: number of prefill engines that any request may be sent to.
+        local_tokens: prompts that lack fewer tokens are computed here.
+        timeout: seconds without a message after which a transfer is given up.
     """
 
     def __init__(self, num_links: int, local_tokens: int, timeout: float):
@@ -121,10 +129,10 @@ class RemotePrefills(PageSource):
         self._expected: dict[tuple[int, bytes], Transfer] = {}
         self._pulling: dict[tuple[int, int], Transfer] = {}
         self._of: dict[Request, Transfer] = {}
-        self._links_of: dict[Request, int] = {}  # of requests that name a prefill engine
-        # Of those the transfer that computes their prompt, until it is asked for.
+        self._links_of: dict[Request, int] = {}  # for requests that name a prefill engine
+        # For these requests, the name of the transfer that computes the prompt, until it is asked for.
         self._names_of: dict[Request, str] = {}
-        self._computed_here: set[Request] = set()  # since a transfer for them was given up
+        self._computed_here: set[Request] = set()  # because a transfer for them was given up
         self._any = range(num_links)
         self._link_numbers = itertools.count()
         self.awaited: dict[int, int] = {}
@@ -132,11 +140,11 @@ class RemotePrefills(PageSource):
         for _ in self._any:
             self.add_link()
         self._messages: list[tuple[int, ToPrefill]] = []
-        self._pulls: list[list[tuple[Source, int, int, int]]] = []  # (source, chunk, place there, number here)
+        self._pulls: list[list[_PulledPage]] = []  # for the next command, by rank
         self._prefix, self._numbers = os.urandom(6).hex(), itertools.count()
 
     def bind(self, ranks: Sequence[RankPages]) -> None:
-        """Begin with these ranks. All transfers are given up; requests may ask again."""
+        """Start with these ranks. All transfers are given up; requests may ask again."""
         for transfer in list(self._transfers.values()):
             self._give_up(transfer)
         self._of.clear()
@@ -144,13 +152,13 @@ class RemotePrefills(PageSource):
         self.ranks, self._pulls = ranks, [[] for _ in ranks]
 
     def add_link(self) -> int:
-        """Add a prefill engine for requests that name it; give its number."""
+        """Add a prefill engine for requests that name it, and return its number."""
         number = next(self._link_numbers)
         self._backoffs[number], self.awaited[number] = Backoff(), 0
         return number
 
     def forget_link(self, link: int, now: float) -> bool:
-        """Forget a prefill engine that is gone, unless a request names it; whether it is forgotten."""
+        """Forget a prefill engine that is gone, unless a request names it. Return whether it is forgotten."""
         if (
             link in self._any
             or self._backoffs[link].holds(now)
@@ -163,7 +171,7 @@ class RemotePrefills(PageSource):
 
     @property
     def num_under_way(self) -> int:
-        """Transfers that have not ended."""
+        """Number of unfinished transfers."""
         return len(self._transfers)
 
     @property
@@ -173,27 +181,27 @@ class RemotePrefills(PageSource):
         return TransferCounts(**self._counts, under_way=len(self._transfers), landed=landed)
 
     def take_messages(self) -> list[tuple[int, ToPrefill]]:
-        """Take the (prefill engine, message) to be sent, each once."""
+        """Take the (prefill engine, message) pairs to send."""
         messages, self._messages = self._messages, []
         return messages
 
     def added(self, request: Request) -> None:
-        """Note which prefill engine computes a request's prompt already, and under which name."""
+        """Note the prefill engine that already computes a request's prompt, and the transfer's name."""
         prefill = request.options.prefill
         if prefill is not None and self.connect is not None:
             self._links_of[request] = self.connect(prefill["address"])
             self._names_of[request] = prefill["transfer"]
 
     def begin_step(self, now: float) -> None:
-        """Give up transfers that were not heard of for too long."""
+        """Give up transfers without a message for too long."""
         for transfer in [one for one in self._transfers.values() if now - one.since > self.timeout]:
-            # Where what was offered has found no room here, that is not the link's fault.
+            # If offered pages found no room here, the link is not at fault.
             if transfer.pulling or not transfer.offers:
                 self._backoffs[transfer.link].begin(now)
             self._give_up(transfer)
 
     def begin_rank(self, rank: int, now: float) -> None:
-        """Pull what was offered to a rank, as far as there is room for it to land."""
+        """Pull the pages offered to a rank while there is room for them to land."""
         for transfer in [one for one in self._transfers.values() if one.rank == rank and one.offers]:
             while transfer.offers and self._pull(transfer, transfer.offers[0], now):
                 transfer.offers.popleft()
@@ -201,7 +209,7 @@ class RemotePrefills(PageSource):
                 self._complete(transfer, now)
 
     def awaits(self, rank: int, request: Request, name: bytes) -> bool:
-        """Whether a page is on its way to a rank; the request then waits for it."""
+        """Whether a page is on its way to a rank; then the request waits for it."""
         transfer = self._expected.get((rank, name))
         if transfer is None:
             return False
@@ -213,27 +221,27 @@ class RemotePrefills(PageSource):
     def lookup(
         self, rank: int, request: Request, names: Sequence[bytes], cached: Sequence[int], free_slots: int, now: float
     ) -> Lookup:
-        """Ask a prefill engine for the pages behind the `cached` ones, if there is room for the request beside those that wait."""
+        """Ask a prefill engine for the pages after the `cached` ones, if there is room for the request beside the waiting ones."""
         joined = self._of.get(request)
         if len(cached) >= len(names) or request in self._computed_here:
             return Lookup.ABSENT
         if joined is not None and joined.owner is request:
             return Lookup.ABSENT
         pool = self.ranks[rank].pool
-        lacking = len(request.token_ids) - usable(pool, names, len(cached)) * pool.page_size
+        lacking = len(request.token_ids) - pool.usable(names, len(cached)) * pool.page_size
         if lacking < self.local_tokens or not self._links(request, now):
             return Lookup.ABSENT
         requests, pages = self._reserved(rank)
         missing = pool.pages_for(len(request.token_ids)) - len(cached)
         windows = requests + 1 if pool.num_windows else 0
         if requests >= free_slots or not pool.can_hold(cached, missing + pages, windows):
-            # Without other requests nothing comes back that could be waited for here.
+            # Without other requests no room will be released that this one could wait for.
             return Lookup.FULL if requests else Lookup.ABSENT
         self._ask(rank, request, len(cached), names, now)
         return Lookup.WAIT
 
     def receive(self, link: int, message: ToDecode, now: float) -> None:
-        """Take in what a prefill engine has said."""
+        """Enter a prefill engine's message."""
         if isinstance(message, TransferFailed):
             if not message.transfer:
                 self._backoffs[link].begin(now)
@@ -244,7 +252,9 @@ class RemotePrefills(PageSource):
         if isinstance(message, TransfersUnderWay):
             for name in message.transfers:
                 transfer = self._of_link(link, name)
-                if transfer is not None and not transfer.offers and not transfer.pulling:  # else it is this side's turn
+                if (
+                    transfer is not None and not transfer.offers and not transfer.pulling
+                ):  # otherwise this side has to act
                     transfer.since = now
             return
         transfer = self._of_link(link, message.transfer)
@@ -270,7 +280,7 @@ class RemotePrefills(PageSource):
         transfer.offers.append(message)
 
     def landed(self, rank: int, number: int, ok: bool, now: float) -> None:
-        """Enter that a page that was to be pulled has come, or could not be."""
+        """Enter that a page was pulled (`ok`) or could not be."""
         transfer = self._pulling.pop((rank, number), None)
         if transfer is None:
             return
@@ -286,13 +296,13 @@ class RemotePrefills(PageSource):
             self._complete(transfer, now)
 
     def load_failed(self, rank: int, name: bytes, number: int) -> None:
-        """Have the executor drop a page that could not be pulled: another process may have its part of it."""
+        """Have the executor drop a page that could not be pulled, because another process may have its part of the page."""
         self.ranks[rank].landing.drop(number)
 
     def release(self, rank: int, request: Request) -> None:
-        """Wait no longer on behalf of a request. A transfer that nobody waits for is cancelled."""
+        """Stop waiting for a request. A transfer without waiting requests is cancelled."""
         name = self._names_of.pop(request, None)
-        if name is not None:  # it needs nothing of what is computed for it elsewhere
+        if name is not None:  # it does not need the prompt that is computed elsewhere
             page_size = self.ranks[rank].pool.page_size
             pages = (request.num_prompt_tokens - 1) // page_size
             if pages:
@@ -301,7 +311,7 @@ class RemotePrefills(PageSource):
         self._leave(request)
 
     def preempted(self, request: Request) -> None:
-        """Let a request that waits again have its prompt computed elsewhere again."""
+        """Allow a request that waits again to have its prompt computed elsewhere."""
         self._computed_here.discard(request)
 
     def ended(self, request: Request) -> None:
@@ -311,7 +321,7 @@ class RemotePrefills(PageSource):
         self._names_of.pop(request, None)
 
     def num_computed(self, request: Request, loaded: Mapping[str, int]) -> int:
-        """Pages that have come for a request and that its prefill engine had not cached."""
+        """Return how many pages have come for a request that its prefill engine had not cached."""
         pages, transfer = loaded.get(TIER, 0), self._of.get(request)
         if transfer is None:
             return pages
@@ -319,28 +329,28 @@ class RemotePrefills(PageSource):
         return pages - min(pages, max(0, transfer.cached // page_size - transfer.first))
 
     def cancel(self, rank: int) -> None:
-        """Give up every transfer to a rank."""
+        """Give up all transfers to a rank."""
         for transfer in [one for one in self._transfers.values() if one.rank == rank]:
             self._give_up(transfer)
 
     def commands(self) -> Iterable[tuple[CommandTurn, Command]]:
-        """Pull what was offered and has room to land."""
+        """Yield the command that pulls the pages that were offered and have room to land."""
         pulls, self._pulls = self._pulls, [[] for _ in self.ranks]
         if not any(pulls):
             return
-        sources = list(dict.fromkeys(source for pages in pulls for source, *_ in pages))
+        sources = list(dict.fromkeys(page.source for pages in pulls for page in pages))
         ranks = [
             int32s(value for source, *rest in pages for value in (sources.index(source), *rest)) for pages in pulls
         ]
         yield CommandTurn.REQUEST, PullPages(ranks, [tuple(source) for source in sources])
 
     def _of_link(self, link: int, name: str) -> Transfer | None:
-        """The transfer of this name that a prefill engine was asked for; None: it has nothing to say of others."""
+        """Return the transfer of this name if this prefill engine was asked for it, else None."""
         transfer = self._transfers.get(name)
         return transfer if transfer is not None and transfer.link == link else None
 
     def _reserved(self, rank: int) -> tuple[int, int]:
-        """The requests of a rank that wait for transfers, and the pages that they will need for what has not come."""
+        """Return how many requests of a rank wait for transfers, and how many pages they will still need."""
         of_rank = [transfer for transfer in self._transfers.values() if transfer.rank == rank]
         requests = sum(len(transfer.requests) for transfer in of_rank)
         return requests, sum(len(transfer.awaited) for transfer in of_rank) + requests
@@ -349,10 +359,10 @@ class RemotePrefills(PageSource):
         link = min(self._links(request, now), key=lambda link: self.awaited[link])
         pool = self.ranks[rank].pool
         end = len(names) - (pool.num_windows > 0)
-        first = min(num_cached, end - 1)  # where the window page alone is missing, it comes with the last page
+        first = min(num_cached, end - 1)  # if only the window page is missing, it comes with the last page
         rest = list(names[first:])
         handed = self._names_of.pop(request, None)
-        if handed in self._transfers:  # of another request; nobody would hear any more of what that one awaits
+        if handed in self._transfers:  # another request's: the name would hide its messages
             handed = None
         name = handed or f"{self._prefix}-{next(self._numbers)}"
         transfer = Transfer(name, link, rank, first, rest, now, now, set(rest), request)
@@ -368,7 +378,7 @@ class RemotePrefills(PageSource):
         self.awaits(rank, request, names[num_cached])
 
     def _links(self, request: Request, now: float) -> list[int]:
-        """The prefill engines that may be asked for a request now."""
+        """Return the prefill engines that may be asked for a request now."""
         named = self._links_of.get(request)
         links = self._any if named is None else (named,)
         return [link for link in links if not self._backoffs[link].holds(now)]
@@ -391,7 +401,7 @@ class RemotePrefills(PageSource):
             self._end(transfer)
 
     def _pull(self, transfer: Transfer, offer: ChunkReady, now: float) -> bool:
-        """Pull what an offer has; False where there is no room for it."""
+        """Pull the pages of an offer. Return False if there is no room for them."""
         rank, (pool, landing) = transfer.rank, self.ranks[transfer.rank]
         wanted = []
         for place in range(offer.count):
@@ -399,7 +409,7 @@ class RemotePrefills(PageSource):
             if not 0 <= page < len(transfer.names) or transfer.names[page] not in transfer.awaited:
                 continue
             name = transfer.names[page]
-            if pool.find((name,)) or name in landing:  # it has come another way
+            if pool.find((name,)) or name in landing:  # it has come from elsewhere
                 self._arrived(transfer, name)
                 transfer.wake()
             else:
@@ -409,17 +419,17 @@ class RemotePrefills(PageSource):
             return True
         if not landing.make_room(CHUNK_PAGES, self._names_wanted(rank), now):
             return False
-        source, buffer = Source(transfer.link, offer.address), LandingBuffer(CHUNK_PAGES)  # full or not
+        source, buffer = Source(transfer.link, offer.address), LandingBuffer(CHUNK_PAGES)  # the room of a full chunk
         for place, name in wanted:
             window = pool.num_windows > 0 and name == transfer.names[-1]
             number = landing.expect(name, self, TIER, now, buffer=buffer, window=window)
             transfer.pulling[number] = name
             self._pulling[rank, number] = transfer
-            self._pulls[rank].append((source, offer.number, place, number))
+            self._pulls[rank].append(_PulledPage(source, offer.number, place, number))
         return True
 
     def _names_wanted(self, rank: int) -> set[bytes]:
-        """Pages on their way, and those that have come and that a request has not taken yet."""
+        """Return the names of pages that are on their way, or that have come and no request has taken yet."""
         transfers = {*self._transfers.values(), *self._of.values()}
         return {name for transfer in transfers if transfer.rank == rank for name in transfer.names}
 
@@ -444,7 +454,7 @@ class RemotePrefills(PageSource):
         transfer.wake()
 
     def _give_up(self, transfer: Transfer, tells: bool = True) -> None:
-        """Go on without what has not come: its requests compute the rest."""
+        """End a transfer early: its requests compute the missing pages themselves."""
         self._counts["given_up"] += 1
         for request in transfer.requests:
             self._computed_here.add(request)

@@ -18,13 +18,13 @@ _NUMBERS = WINDOW_NUMBERS
 
 @dataclass(eq=False)
 class PageSend:
-    """A transfer that is computed for another engine.
+    """A prompt that is computed for a decode engine.
 
     Attributes:
-        receive: tells its decode engine; None until that one has asked.
-        first, end: pages [first, end) are wanted. next: the first of them that was not handed over.
-        windows: 1 in a model with window pages: the one at `end` follows the pages, as page number `end`.
-        cached: tokens that its first admission found cached; None before.
+        receive: sends a message to the decode engine; None until that engine has asked.
+        first, end: pages [first, end) are wanted. next: the first of them that is not handed over yet.
+        windows: 1 in a model with window pages: the window page at `end` follows the others, as page number `end`.
+        cached: tokens that its first admission found in the cache; None before that.
     """
 
     transfer: str
@@ -48,7 +48,7 @@ class PageSend:
 
 
 class Keeper(NamedTuple):
-    """The process that keeps a rank's chunks: its address (empty in one process), and whether it is another one than this."""
+    """The process that keeps a rank's chunks: its address (empty if there is one process), and whether it is another process."""
 
     address: str = ""
     elsewhere: bool = False
@@ -56,7 +56,7 @@ class Keeper(NamedTuple):
 
 @dataclass(eq=False)
 class SendBuffer:
-    """A chunk of a transfer. chunk: its pages; None until they are gathered, and if another process keeps them."""
+    """A chunk of a transfer. chunk: its pages; None before they are gathered, or if another process keeps them."""
 
     rank: int
     send: PageSend
@@ -67,12 +67,12 @@ class SendBuffer:
 
 
 class SendBuffers:
-    """Counts a rank's chunks, from the plan that gathers their pages until the chunk goes.
+    """Tracks chunks from the plan that gathers their pages until they are dropped, and limits how many each rank has.
 
-    The engine's thread begins, cancels and expires; the executor's says what is ready; pullers take and release in their own.
+    The engine's thread begins chunks and drops them, the executor's thread calls `ready`, and other threads take them.
 
     Args:
-        timeout: seconds. offer: told of each chunk that can be pulled, and of its transfer.
+        timeout: seconds for which a chunk is kept. offer: called with a chunk that can be pulled, and its transfer.
     """
 
     def __init__(self, timeout: float, offer: Callable[[PageSend, ChunkReady], None]):
@@ -86,7 +86,7 @@ class SendBuffers:
         self.reset([])
 
     def reset(self, keepers: Sequence[Keeper]) -> None:
-        """Forget all chunks: another executor makes them, on ranks with these keepers."""
+        """Forget all chunks, because another executor makes them from now on. keepers: of its ranks."""
         with self._lock:
             self._keepers, self._room = list(keepers), [MOST_KEPT // CHUNK_PAGES] * len(keepers)
             self._buffers.clear()
@@ -94,21 +94,21 @@ class SendBuffers:
 
     @property
     def num_kept(self) -> int:
-        """Chunks that are kept."""
+        """How many chunks are kept."""
         return len(self._buffers)
 
     @property
     def num_pages_kept(self) -> int:
-        """Their pages, of all ranks."""
+        """How many pages the chunks have, of all ranks."""
         with self._lock:
             return sum(buffer.offer.count for buffer in self._buffers.values())
 
     def room(self, rank: int) -> int:
-        """Further chunks of a rank that may be made now; full or not, each takes the same memory."""
+        """Return how many more chunks of a rank may be made now. A chunk takes the same memory whether it is full or not."""
         return self._room[rank]
 
     def begin(self, rank: int, send: PageSend, first: int, count: int) -> int:
-        """Have pages go into a new chunk; return its number."""
+        """Begin a chunk for `count` pages from `first` on, and return its number."""
         with self._lock:
             number = next(self._numbers) % _NUMBERS
             self._room[rank] -= 1
@@ -121,7 +121,7 @@ class SendBuffers:
         return number
 
     def ready(self, number: int, chunk: Chunk | None) -> None:
-        """Offer a complete chunk, and begin its time, unless it was dropped. None: another process keeps it."""
+        """Offer a complete chunk and begin its timeout, unless it was dropped. chunk: None if another process keeps it."""
         with self._lock:
             buffer = self._buffers.get(number)
             if buffer is None:
@@ -131,17 +131,17 @@ class SendBuffers:
         self._offer(buffer.send, buffer.offer)
 
     def take(self, number: int) -> Chunk | None:
-        """Give an offered chunk, which stays until it is released; None: it is not kept."""
+        """Return an offered chunk, which is kept until it is released; None if it is not kept."""
         buffer = self._buffers.get(number)
         return None if buffer is None else buffer.chunk
 
     def transfer_of(self, number: int) -> PageSend | None:
-        """The transfer of a chunk; None: it is not kept."""
+        """Return the transfer of a chunk; None if the chunk is not kept."""
         buffer = self._buffers.get(number)
         return None if buffer is None else buffer.send
 
     def of(self, send: PageSend) -> dict[int, SendBuffer]:
-        """The chunks of a transfer, by their numbers."""
+        """Return the chunks of a transfer, by their numbers."""
         with self._lock:
             return {number: buffer for number, buffer in self._buffers.items() if buffer.send is send}
 
@@ -156,7 +156,7 @@ class SendBuffers:
                         self._gone.append(number)
 
     def expire(self) -> list[PageSend]:
-        """Transfers of which a chunk was not pulled in time; the caller cancels them."""
+        """Return the transfers of which a chunk was not pulled in time, for the caller to cancel."""
         now = time.monotonic()
         with self._lock:
             late = [buffer for buffer in self._buffers.values() if buffer.until < now]
@@ -164,7 +164,7 @@ class SendBuffers:
         return list(dict.fromkeys(buffer.send for buffer in late))
 
     def take_gone(self) -> list[int]:
-        """Take the dropped chunks that other processes keep, each once."""
+        """Return the numbers of dropped chunks that other processes keep, each number once."""
         with self._lock:
             gone, self._gone = self._gone, []
             return gone

@@ -38,12 +38,10 @@ class PallasKernels:
     platform: whose kernels. interpret: run by Pallas's interpreter where there is no such device: slow, and for tests. tiles: sizes
     that were timed (``--kernel-config``); where it is None or lacks a shape, sizes are reckoned from the shape. cores: of the GPUs, whose
     shared memory bounds the tiles.
-    fixed: every shape has the same sizes, wherever they order a sum (``--batch-invariant``).
     """
 
     platform: Literal["gpu", "tpu"] = "gpu"
 
     interpret: bool = False
     tiles: TileTable | None = None
-    fixed: bool = False
     cores: Cores = Cores()

@@ -70,7 +70,6 @@ def latent_attention(
     scale: float,
     interpret: bool = False,
     tiles: AttentionTiles | TileTable | None = None,
-    fixed: bool = False,
     cores: Cores = Cores(),
 ) -> Float[Array, "R C H M"]:
     """Causal attention of each row's queries at ``start …`` over the cache, in latent space; zero for tokens from ``length`` on.
@@ -78,16 +77,13 @@ def latent_attention(
     cache: ``latent [L, P, G, M]`` and ``rope [L, P, G, O]``, whose bits mean ``cache_dtype``; with FP8 ``scale [L, P, G, M / 128]`` of the
         latents beside them, and a ``rope`` of bfloat16.
     filled: which slots of the cache hold an entry; a token sees those and its own. None: all of them. scale: of the scores.
-    tiles: these, or those of a table where it has this shape; else the default ones that ``cores`` have room for. fixed: those of many
-        rows for every shape, and each row's context in one program, so that it is added up from its first position to its last.
+    tiles: these, or those of a table where it has this shape; else the default ones that ``cores`` have room for.
     Scores, weights and sums are float32; weights are rounded to the queries' dtype before they multiply the latents, as in the plain form.
     """
     R, C, H, M = q_latent.shape
     O = q_rope.shape[-1]
     taken = AttentionBytes(power(M), power(O), q_latent.dtype, cache_dtype)
-    if fixed:
-        tiles = first_that_fits(smaller_tiles(64), taken, cores)
-    elif not isinstance(tiles, AttentionTiles):
+    if not isinstance(tiles, AttentionTiles):
         default = default_tiles(C * H)
         tiles = default.tuned(tiles, attention_product(R, C * H, M + O, cache_dtype))
         tiles = first_that_fits(smaller_tiles(C * H), taken, cores) if tiles == default else tiles
@@ -98,7 +94,7 @@ def latent_attention(
     L, P, G = stored[0].shape[:3]
     pages = tables.shape[1]
     blocks = -(-pages * G // tiles.positions)
-    splits = 1 if fixed else split_context(R * (pairs // tiles.rows), blocks, cores.count)
+    splits = split_context(R * (pairs // tiles.rows), blocks, cores.count)
 
     def by_pair(q, width):
         q = q.reshape(R, C * H, q.shape[-1])
@@ -127,7 +123,7 @@ def latent_attention(
     out_dtype = q_latent.dtype if splits == 1 else jnp.float32
     cost = attention_cost(R, C, H, M, O, pages * G, q_latent.dtype, stored[0].dtype.itemsize, tiles, splits)
     sizes = {"positions": tiles.positions, "splits": splits, "rows": tiles.rows}
-    order = KernelOrder(sizes, () if fixed else (ROWS, MESH))
+    order = KernelOrder(sizes, (ROWS, MESH))
     out, peak = pl.pallas_call(
         kernel,
         grid=(pairs // tiles.rows, splits, R),

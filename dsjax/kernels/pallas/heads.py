@@ -30,15 +30,13 @@ def absorb(
     values: int,
     *,
     interpret: bool = False,
-    fixed: bool = False,
     cores: Cores = Cores(),
 ) -> Float[Array, "T H M"]:
     """Queries in latent space: ``Σ_n q[t, h, n] W^UK[m, h, n]``.
 
     weight: ``[L, M, H × (N + U)]``, whose bits mean ``weight_dtype``; scale: ``[L, M / 128, H × (N + U) / 128]`` with FP8; values: U.
-    fixed: in tiles of as many rows for every shape.
     """
-    options = {"interpret": interpret, "fixed": fixed, "cores": cores}
+    options = {"interpret": interpret, "cores": cores}
     return _by_head(weight, scale, weight_dtype, layer, q_THN, q_THN.shape[2], values, keys=True, **options)
 
 
@@ -51,12 +49,11 @@ def expand(
     values: int,
     *,
     interpret: bool = False,
-    fixed: bool = False,
     cores: Cores = Cores(),
 ) -> Float[Array, "T H U"]:
     """Values of each head from results in latent space: ``Σ_m out[t, h, m] W^UV[m, h, u]``; arguments as of ``absorb``."""
     keys = weight.shape[2] // out_THM.shape[1] - values
-    options = {"interpret": interpret, "fixed": fixed, "cores": cores}
+    options = {"interpret": interpret, "cores": cores}
     return _by_head(weight, scale, weight_dtype, layer, out_THM, keys, values, keys=False, **options)
 
 
@@ -65,12 +62,10 @@ def takes(weight: Array, scale: Array | None, keys: int, values: int) -> bool:
     return addressable(weight) and (scale is None or (keys % BLOCK == 0 and values % BLOCK == 0))
 
 
-def _by_head(
-    weight, scale, weight_dtype, layer, x, nope, values, *, keys: bool, interpret: bool, fixed: bool, cores: Cores
-):
+def _by_head(weight, scale, weight_dtype, layer, x, nope, values, *, keys: bool, interpret: bool, cores: Cores):
     T, H, K = x.shape
     M, N = weight.shape[1], (weight.shape[1] if keys else values)
-    rows = 64 if fixed else min(64, max(16, power(T)))
+    rows = min(64, max(16, power(T)))
     # Of queries a head's products are short and the latents many; of values it is the other way round.
     tiles = ProductTiles(rows, min(128, power(N)), min(BLOCK, power(K)), spread=1, warps=4, stages=3)
     tiles = tiles.fitting(ProductBytes(1, x.dtype, x.dtype, np.dtype(weight_dtype).itemsize), cores)
@@ -83,7 +78,7 @@ def _by_head(
     across = -(-T // rows)
     moved = weight.dtype.itemsize * M * H * (nope if keys else values) + x.dtype.itemsize * T * H * (K + N)
     cost = KernelCost(2.0 * across * rows * H * K * N, moved, hlo_dtype(x.dtype))
-    order = KernelOrder({"depth": depth, "rows": rows}, () if fixed else (ROWS,))
+    order = KernelOrder({"depth": depth, "rows": rows}, (ROWS,))
     return pl.pallas_call(
         kernel,
         grid=(across, pl.cdiv(N, columns), H),

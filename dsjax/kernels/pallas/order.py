@@ -19,18 +19,15 @@ class KernelOrder:
 
     sizes: of the chunks that order them, by name: ``depth`` of one product, ``splits`` that are added afterwards, ``rows`` of a tile, which
     decide the tensor core's instruction. depends: what chose the sizes (``ROWS``, ``MESH``); nothing where they are the same for every
-    shape, or where the caller gave them. exact: the kernel has no sum whose order matters. sums: HLO's name of the dtype of sums, where
-    the dtype of what the call returns says nothing of them; empty: it does.
+    shape. exact: the kernel has no sum whose order matters.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
     depends: tuple[str, ...] = ()
     exact: bool = False
-    sums: str = ""
 
     @property
     def metadata(self) -> dict[str, str]:
         """For ``pallas_call``, beside the cost's: XLA keeps it in the custom call."""
         depends = "exact" if self.exact else ".".join(self.depends)
-        sums = {"order_sums": self.sums} if self.sums else {}
-        return {f"order_{name}": str(size) for name, size in self.sizes.items()} | sums | {"order_depends": depends}
+        return {f"order_{name}": str(size) for name, size in self.sizes.items()} | {"order_depends": depends}

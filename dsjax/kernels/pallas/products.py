@@ -32,7 +32,6 @@ from dsjax.kernels.pallas.order import MESH, ROWS, KernelOrder
 from dsjax.kernels.pallas.shared_memory import Cores, ProductBytes, first_that_fits, shallower
 from dsjax.kernels.pallas.tile_table import Product, TileTable
 from sharding import fp8
-from sharding.sums import add_as_tree
 
 BLOCK = 128
 """Side of the blocks that share an FP8 scale."""
@@ -45,8 +44,7 @@ class ProductTiles:
     """Sizes that shape a product and not its results beyond rounding: rows, columns and depth of a tile; columns and depth divide 128.
 
     spread: programs that share an expert's tiles of rows. warps, stages: of a program; how many blocks are under way from memory.
-    splits: programs that share a tile's depth. pieces: into how many equal pieces the depth is cut, each a sum of its own, which are
-    added as a tree (``sharding.sums``): a split then has a branch of it, and how many splits there are changes no bit. 0: one sum.
+    splits: programs that share a tile's depth.
     """
 
     rows: int
@@ -56,21 +54,6 @@ class ProductTiles:
     warps: int
     stages: int
     splits: int = 1
-    pieces: int = 0
-
-    @classmethod
-    def fixed(cls, mean_load: float, columns: int = 0, pieces: int = 1, cores: int = Cores.count) -> ProductTiles:
-        """The sizes of every shape, for ``--batch-invariant``: what depends on rows and columns is in which programs the tiles are.
-
-        columns: of a dense matrix, whose pieces are split over programs where its columns are too few to keep the cores busy.
-        """
-        tiles = cls(64, 128, 64, 1, 8, 3, pieces=pieces)
-        spread = max(1, math.ceil((mean_load if columns else mean_load + 2 * mean_load**0.5) / tiles.rows))
-        programs = spread * -(-columns // tiles.columns)
-        splits = 1
-        while columns and splits < pieces and 2 * splits * programs <= cores:
-            splits *= 2
-        return replace(tiles, spread=spread, splits=splits)
 
     @classmethod
     def for_load(cls, mean_load: float) -> ProductTiles:
@@ -188,51 +171,34 @@ def dense(
     dtype: np.dtype | None = None,
     interpret: bool = False,
     tiles: ProductTiles | TileTable | None = None,
-    pieces: int = 0,
     cores: Cores = Cores(),
 ) -> Float[Array, "T *n"]:
     """``x · weight[layer]``, in the dtype of ``x_TK``, or of quantised rows in ``dtype``.
 
-    pieces: in the sizes that every shape has, with the depth in so many pieces, added as a tree, and the result in ``dtype`` always.
-    0: in sizes that follow the shape.
-
     weight: ``[L, K, N]``, or ``[L, K, 2, F]`` whose products come as ``[T, 2, F]``. scale: as for the experts; of a fused matrix only where
     128 divides F (``takes``).
     """
-    quantised, reckoned = isinstance(x_TK, fp8.Quantised), not isinstance(tiles, ProductTiles)
+    quantised = isinstance(x_TK, fp8.Quantised)
     (T, _), K = x_TK.values.shape if quantised else x_TK.shape, weight.shape[1]
     flat = weight.reshape(weight.shape[0], 1, K, -1)
     scales = None if scale is None else scale.reshape(scale.shape[0], 1, scale.shape[1], -1)
-    if pieces:
-        tiles, reckoned = ProductTiles.fixed(T, flat.shape[-1], pieces, cores.count), False
-    elif reckoned:
+    if not isinstance(tiles, ProductTiles):
         kind = Product("dense" + "_fp8" * quantised, K, flat.shape[-1], np.dtype(weight_dtype).name, T)
         default = ProductTiles.dense(T, K, flat.shape[-1], cores.count)
         tiles = default.chosen(tiles, kind, _taken(False, x_TK, weight_dtype), cores)
     x = jax.tree.map(lambda array: jnp.pad(array, ((0, -T % tiles.rows), (0, 0))), x_TK)
-    dtype = dtype if quantised or pieces else x.dtype
+    dtype = dtype if quantised else x.dtype
     one = Groups(jnp.zeros((1,), jnp.int32), jnp.full((1,), T, jnp.int32), T)
     out = _product(
         flat, scales, weight_dtype, layer, x, one, fused=False, dtype=dtype, interpret=interpret, tiles=tiles, name="dense",
-        reckoned=reckoned, cores=cores,
+        cores=cores,
     )  # fmt: skip
     if tiles.splits > 1:
         with jax.named_scope("dense_splits"):
-            out = add_as_tree(out[:, :T]) if pieces else out[:, :T].sum(axis=0)
-            out = out.astype(dtype)
+            out = out[:, :T].sum(axis=0).astype(dtype)
     else:
         out = out[:T]
     return out.reshape(T, *weight.shape[2:])
-
-
-def fixed_pieces(depth: int, shares: int = 1, *, scaled: bool = False) -> int:
-    """Pieces that one of ``shares`` devices has of a depth of ``depth`` in all, as ``dense`` wants them.
-
-    scaled: of weights in FP8, whose tiles of the depth are whole, so that none crosses from a block of 128 to the next one, which has
-    another scale. 1 where pieces do not divide over the devices.
-    """
-    pieces = next(p for p in (8, 4, 2, 1) if depth % (p * 64 if scaled else p) == 0 or p == 1)
-    return pieces // shares if pieces % shares == 0 else 1
 
 
 def widened(ref, at: tuple, mask: Array | None, stored: np.dtype, dtype) -> Array:
@@ -252,25 +218,21 @@ def takes(weight: Array, scale: Array | None) -> bool:
 
 def _product(
     weight, scale, weight_dtype, layer, x, groups: Groups, *, fused: bool, dtype, interpret: bool, tiles, name="", powers=False,
-    limit=None, reckoned=False, cores=Cores(),
+    limit=None, cores=Cores(),
 ):  # fmt: skip
-    """reckoned: that tiles which are given were reckoned from the shape, as they are here where none are given."""
     quantised = isinstance(x, fp8.Quantised)
-    given = isinstance(tiles, ProductTiles) and not reckoned
     name = (name or ("experts_gate_up" if fused else "experts_down")) + "_fp8" * quantised
     if not isinstance(tiles, ProductTiles):
         kind = Product(name, weight.shape[2], weight.shape[-1], np.dtype(weight_dtype).name, groups.mean_load)
         default = ProductTiles.for_load(groups.mean_load)
         default = replace(default, columns=BLOCK) if quantised and fused else default
         tiles = default.chosen(tiles, kind, _taken(fused, x, weight_dtype), cores)
-    elif tiles.pieces:
-        tiles = tiles.fitting(_taken(fused, x, weight_dtype), cores)
     if quantised:
         # Whole blocks of the depth, so that nothing is masked: the weights' last row stands for those that are not there, times 0.
         x = fp8.Quantised(jnp.pad(x.values, ((0, 0), (0, -x.values.shape[1] % BLOCK))), x.scales)
         tiles = replace(tiles, columns=BLOCK) if fused else tiles
     rows_in = [*x] if quantised else [x]
-    dtype = dtype if quantised or tiles.pieces else x.dtype
+    dtype = dtype if quantised else x.dtype
     X, rows, N = weight.shape[1], rows_in[0].shape[0], weight.shape[-1]
     kernel = partial(
         _kernel, fused=fused, weight_dtype=weight_dtype, tiles=tiles, scaled=scale is not None, quantised=quantised,
@@ -286,13 +248,8 @@ def _product(
         shapes = [jax.ShapeDtypeStruct((rows, blocks * BLOCK), fp8.E4M3), jax.ShapeDtypeStruct((rows, blocks), jnp.float32)]  # fmt: skip
     elif tiles.splits > 1:
         shapes = [jax.ShapeDtypeStruct((tiles.splits, rows, N), jnp.float32)]
-    if tiles.pieces:
-        order = KernelOrder(
-            {"depth": tiles.depth, "piece": rows_in[0].shape[1] // tiles.pieces, "rows": tiles.rows}, sums="f32"
-        )
-    else:
-        sizes = {"depth": tiles.depth, "splits": tiles.splits, "rows": tiles.rows}
-        order = KernelOrder(sizes, () if given else (ROWS, MESH))
+    sizes = {"depth": tiles.depth, "splits": tiles.splits, "rows": tiles.rows}
+    order = KernelOrder(sizes, (ROWS, MESH))
     out = pl.pallas_call(
         kernel,
         grid=(tiles.spread, pl.cdiv(N, tiles.columns), X * tiles.splits),
@@ -323,19 +280,8 @@ def _kernel(
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 and not quantised else lax.Precision.DEFAULT
     n = column * tiles.columns + jnp.arange(tiles.columns)
     halves = (0, 1) if fused else (None,)
-    size = K // max(1, tiles.pieces)
 
-    def branch(piece):
-        """This program's pieces as a tree, of which no more parts are held than levels; piece: sums from a place of the depth on."""
-        held, own = [], tiles.pieces // tiles.splits
-        for i in range(own):
-            sums, level = piece((part * own + i) * size), i
-            while level % 2:
-                sums, level = tuple(map(jnp.add, held.pop(), sums)), level // 2
-            held.append(sums)
-        return held[0]
-
-    def weights(k, half, end):
+    def weights(k, half):
         middle = () if half is None else (half,)
         if quantised:
             depth = weight_ref.shape[2]
@@ -344,24 +290,24 @@ def _kernel(
             values = weight_ref[(layer, expert, rows[:, None], *middle, columns[None, :])]
             return values if values.dtype == weight_dtype else lax.bitcast_convert_type(values, weight_dtype)
         at = (layer, expert, k[:, None], *middle, n[None, :])
-        whole = size % tiles.depth == 0 and N % tiles.columns == 0
-        return widened(weight_ref, at, None if whole else (k[:, None] < end) & (n[None, :] < N), weight_dtype, dtype)
+        whole = K % tiles.depth == 0 and N % tiles.columns == 0
+        return widened(weight_ref, at, None if whole else (k[:, None] < K) & (n[None, :] < N), weight_dtype, dtype)
 
     def one_tile(tile, _):
         row = tile * tiles.rows + jnp.arange(tiles.rows)
         used, row = row < count, start + row
 
-        def deeper(block, sums, begin=0):
-            at = block * tiles.depth if tiles.pieces == 0 else begin + block * tiles.depth
-            k, end = at + jnp.arange(tiles.depth), begin + size
-            if size % tiles.depth:
-                x = plgpu.load(x_ref.at[row[:, None], k[None, :]], mask=(k < end)[None, :] & used[:, None], other=0)
+        def deeper(block, sums):
+            at = block * tiles.depth
+            k = at + jnp.arange(tiles.depth)
+            if K % tiles.depth:
+                x = plgpu.load(x_ref.at[row[:, None], k[None, :]], mask=(k < K)[None, :] & used[:, None], other=0)
             else:
                 x = x_ref[row[:, None], k[None, :]]
             across = at // BLOCK
             added = []
             for half, total in zip(halves, sums, strict=True):
-                product = plgpu.dot(x, weights(k, half, end), precision=precision)
+                product = plgpu.dot(x, weights(k, half), precision=precision)
                 if quantised:
                     product = product * plgpu.load(x_scale_ref.at[row, jnp.full_like(row, across)])[:, None]
                 if scaled:
@@ -371,15 +317,10 @@ def _kernel(
             return tuple(added)
 
         zeros = tuple(jnp.zeros((tiles.rows, tiles.columns), jnp.float32) for _ in halves)
-        if tiles.pieces:
-            sums = branch(
-                lambda begin: lax.fori_loop(0, pl.cdiv(size, tiles.depth), partial(deeper, begin=begin), zeros)
-            )
-        else:
-            blocks = pl.cdiv(K, tiles.depth)
-            steps = pl.cdiv(blocks, tiles.splits)
-            last = blocks if tiles.splits == 1 else jnp.minimum((part + 1) * steps, blocks)
-            sums = lax.fori_loop(0 if tiles.splits == 1 else part * steps, last, deeper, zeros)
+        blocks = pl.cdiv(K, tiles.depth)
+        steps = pl.cdiv(blocks, tiles.splits)
+        last = blocks if tiles.splits == 1 else jnp.minimum((part + 1) * steps, blocks)
+        sums = lax.fori_loop(0 if tiles.splits == 1 else part * steps, last, deeper, zeros)
         out = gated(*sums, limit) if fused else sums[0]
         if out_scale_ref:
             out = jnp.where((n < N)[None, :], out.astype(dtype).astype(jnp.float32), 0.0)

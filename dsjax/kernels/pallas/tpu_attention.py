@@ -30,9 +30,6 @@ LANES = 128
 MOST_TABLE_ENTRIES = 2**17
 """Most page numbers of one call: they take half of the core's 1 MiB of scalar memory. More rows are split into several calls."""
 
-FIXED_ROWS = 256
-"""(Token, head) pairs of a program with `fixed` tiles: about what a v6e multiplies while it reads their context."""
-
 
 @dataclass(frozen=True)
 class TpuAttentionTiles:
@@ -72,7 +69,6 @@ def latent_attention(
     scale: float,
     interpret: bool = False,
     tiles: TpuAttentionTiles | None = None,
-    fixed: bool = False,
 ) -> Float[Array, "R C H M"]:
     """Causal attention of each row's queries at ``start …`` over the cache, in latent space; zero for tokens from ``length`` on.
 
@@ -80,24 +76,21 @@ def latent_attention(
         is 0. filled: which slots of the cache hold an entry; a token sees those and its own. None: all.
     scale: of the scores. Scores, weights and sums are float32; weights are rounded to the queries' dtype before they multiply the
         latents, as in the plain form.
-    fixed: use tiles and blocks of the same size for every shape, even if a row's table is shorter (batch-invariant sums).
     """
     R, C, H, M = q_latent.shape
     if R * tables.shape[1] > MOST_TABLE_ENTRIES and R > 1:
-        options = {"scale": scale, "interpret": interpret, "tiles": tiles, "fixed": fixed}
+        options = {"scale": scale, "interpret": interpret, "tiles": tiles}
         half = lambda at: latent_attention(  # noqa: E731
             q_latent[at], q_rope[at], cache, cache_dtype, layer, start[at], length[at], tables[at], filled, **options
         )
         return jnp.concatenate([half(slice(R // 2)), half(slice(R // 2, R))])
-    if fixed:
-        tiles = TpuAttentionTiles(rows=FIXED_ROWS)
     tiles = tiles or TpuAttentionTiles.of(C * H)
     pairs = -(-C * H // tiles.rows) * tiles.rows
     stored, queries = [cache["latent"], cache["rope"]], [q_latent, q_rope]
     widths = [array.shape[-1] for array in stored]
     G, pages = stored[0].shape[2], tables.shape[1]
     # As many whole pages as a block takes, but no more than a row has.
-    block_pages = max(1, tiles.positions // G if fixed else min(tiles.positions // G, pages))
+    block_pages = max(1, min(tiles.positions // G, pages))
     positions = block_pages * G
 
     def by_pair(q, width):
@@ -119,7 +112,7 @@ def latent_attention(
     cost = attention_cost(
         R, C, H, widths, pages * G, q_latent.dtype, stored[0].dtype.itemsize, TpuAttentionTiles(tiles.rows, positions)
     )
-    order = KernelOrder({"positions": positions, "rows": tiles.rows}, () if fixed else (ROWS, MESH))
+    order = KernelOrder({"positions": positions, "rows": tiles.rows}, (ROWS, MESH))
     out = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(

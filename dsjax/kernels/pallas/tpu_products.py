@@ -29,7 +29,6 @@ from dsjax.kernels.gate import gated
 from dsjax.kernels.pallas import pl, pltpu
 from dsjax.kernels.pallas.cost import KernelCost, expected_tiles, hlo_dtype, power
 from dsjax.kernels.pallas.order import MESH, ROWS, KernelOrder
-from sharding.sums import add_as_tree
 
 BLOCK = 128
 """Columns of a register."""
@@ -39,26 +38,17 @@ rows, and what is widened. A block of FP8 weights has as many columns."""
 MEMORY = 96 * 2**20
 """What the compiler may use of the core's memory, in bytes."""
 
-FIXED_ROWS = 128
-"""Rows of a tile where every shape has the same."""
-
 
 @dataclass(frozen=True)
 class TpuProductTiles:
     """Rows of a tile; whether all its columns come before the next tile's (``rows_first``), or all tiles of a column of weights.
 
     An expert that has one tile reads its weights once either way, and then each row is read once; experts of many tiles would read
-    their weights for each. ``for_all``: that every shape has as many rows.
+    their weights for each.
     """
 
     rows: int
     rows_first: bool
-    for_all: bool = False
-
-    @classmethod
-    def fixed(cls, mean_load: float) -> TpuProductTiles:
-        """Tiles of as many rows for every load (``--batch-invariant``)."""
-        return cls(FIXED_ROWS, mean_load + 4 * mean_load**0.5 <= FIXED_ROWS, for_all=True)
 
     @classmethod
     def for_load(cls, mean_load: float) -> TpuProductTiles:
@@ -142,41 +132,23 @@ def takes_dense(weight: jax.ShapeDtypeStruct, scale: jax.ShapeDtypeStruct | None
     return scale is not None and whole and block_columns(depth, columns, 1) is not None
 
 
-def takes_fixed(weight: jax.ShapeDtypeStruct, scale: jax.ShapeDtypeStruct | None) -> bool:
-    """Whether ``dense`` can multiply in sizes that every shape has: with FP8 weights as ``takes_dense``, and with one matrix of others.
-
-    XLA keeps two 16-bit numbers of a matrix that holds gate and up in one word.
-    """
-    return takes_dense(weight, scale) if scale is not None else len(weight.shape) == 3 and weight.shape[1] % BLOCK == 0
-
-
-def fixed_pieces(depth: int, shares: int = 1) -> int:
-    """Pieces that one of ``shares`` devices has of a depth of ``depth`` in all; 1 where they do not divide."""
-    pieces = next(p for p in (8, 4, 2, 1) if depth % (p * BLOCK) == 0 or p == 1)
-    return pieces // shares if pieces % shares == 0 else 1
-
-
 def dense(
     stack: Stack,
     layer: Int[Array, ""],
     x: Float[Array, "T depth"],
     *,
     interpret: bool = False,
-    pieces: int = 0,
-    dtype: np.dtype | None = None,
 ) -> Float[Array, "T *n"]:
     """``x · weight[layer]`` in the dtype of ``x``.
 
     stack: FP8 weights without a dimension of experts: ``[L, depth, columns]``, or ``[L, D, 2, F]`` whose products come as ``[T, 2, F]``.
-    pieces: in tiles of as many rows for every shape, with the depth in so many pieces that are added as a tree, and the result in
-    ``dtype``; the weights may then be others (``takes_fixed``). 0: in tiles that follow the rows.
     """
     T, fused = x.shape[0], stack.weight.ndim == 4
     weight, scale = (
         array if array is None else _matrices_first(array[:, None])[:, 0] if fused else array[:, None]
         for array in (stack.weight, stack.scale)
     )
-    tiles = TpuProductTiles(FIXED_ROWS if pieces else min(256, power(T)), rows_first=False)
+    tiles = TpuProductTiles(min(256, power(T)), rows_first=False)
     count = -(-T // tiles.rows)
     x = jnp.pad(x, ((0, -T % tiles.rows), (0, 0)))
     nothing = jnp.zeros((0,), jnp.int32)
@@ -184,7 +156,7 @@ def dense(
     def one(matrix: int) -> Array:
         pairs = TiledPairs(jnp.full((count,), matrix, jnp.int32), jnp.full((1,), count, jnp.int32), nothing, nothing)
         own = Stack(weight, scale, stack.dtype)
-        return _product(own, layer, x, pairs, T, tiles, interpret, own_dtype=True, pieces=pieces, dtype=dtype)[:T]
+        return _product(own, layer, x, pairs, T, tiles, interpret, own_dtype=True)[:T]
 
     return jnp.stack([one(0), one(1)], axis=1) if fused else one(0)
 
@@ -198,16 +170,12 @@ def _product(
     tiles: TpuProductTiles,
     interpret: bool,
     own_dtype=False,
-    pieces=0,
-    dtype=None,
     limit=None,
 ):
     """own_dtype: of a dense matrix, whose products come in the dtype of ``x``, and of which all rows are known to be there."""
     weight = stack.weight
     depth, columns, fused = weight.shape[2], weight.shape[-1], weight.ndim == 5
     block_width = block_columns(depth, columns, 1 + fused)
-    if pieces and block_width is None:  # the last block is then partly beyond the matrix
-        block_width = max(BLOCK, LARGEST_BLOCK // (2 * depth) // BLOCK * BLOCK)
     across, row_tiles = -(-columns // block_width), len(pairs.expert_T)
     at = (lambda t, n: (t, n)) if tiles.rows_first else (lambda n, t: (t, n))
     grid = (row_tiles, across) if tiles.rows_first else (across, row_tiles)
@@ -232,10 +200,10 @@ def _product(
 
     both = [2] * fused
     if stack.scale is None:
-        kernel, operands = partial(_gate_up, limit=limit) if fused else partial(_down, pieces=pieces), [weight]
+        kernel, operands = partial(_gate_up, limit=limit) if fused else _down, [weight]
         weights = [pl.BlockSpec((1, 1, depth, *both, block_width), weights_block)]
     else:
-        kernel = partial(_gate_up_fp8, limit=limit) if fused else partial(_down_fp8, pieces=pieces)
+        kernel = partial(_gate_up_fp8, limit=limit) if fused else _down_fp8
         operands = [_matrices_first(weight), _column_scales(stack, layer)]
         weights = [
             pl.BlockSpec((1, 1, *both, depth, block_width), weights_block),
@@ -245,14 +213,12 @@ def _product(
     def out_block(i, j, layer, expert, use):
         return place(i, j, use)
 
-    out_dtype = dtype or (x.dtype if fused or own_dtype else jnp.float32)
+    out_dtype = x.dtype if fused or own_dtype else jnp.float32
     if own_dtype:
         cost = _dense_cost(x, weight, across)
     else:
         cost = _cost(x, weight, mean_load, tiles, across, np.dtype(out_dtype).itemsize)
     order = KernelOrder({"depth": depth, "rows": tiles.rows}, (ROWS, MESH))
-    if pieces or tiles.for_all:
-        order = KernelOrder({"depth": depth // max(1, pieces), "rows": tiles.rows}, sums="f32")
     return pl.pallas_call(
         partial(kernel, tiles=tiles, weight_dtype=np.dtype(stack.dtype)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -283,11 +249,7 @@ def _column_scales(stack: Stack, layer: Int[Array, ""]) -> Array:
     return jnp.repeat(scale, BLOCK, axis=-1)
 
 
-def _multiply(x: Array, weight: Array, pieces: int = 0) -> Array:
-    if pieces > 1:
-        size = x.shape[1] // pieces
-        cuts = [slice(at, at + size) for at in range(0, x.shape[1], size)]
-        return add_as_tree([_multiply(x[:, cut], weight[cut]) for cut in cuts])
+def _multiply(x: Array, weight: Array) -> Array:
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     return jnp.dot(x, weight.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
 
@@ -326,14 +288,14 @@ def _gate_up_fp8(layer_ref, expert_ref, use_ref, x_ref, weight_ref, scale_ref, o
             out_ref[:, at] = gated(gate, up, limit).astype(out_ref.dtype)
 
 
-def _down_fp8(layer_ref, expert_ref, use_ref, x_ref, weight_ref, scale_ref, out_ref, *, tiles, weight_dtype, pieces):
+def _down_fp8(layer_ref, expert_ref, use_ref, x_ref, weight_ref, scale_ref, out_ref, *, tiles, weight_dtype):
     @pl.when(pl.program_id(0 if tiles.rows_first else 1) < use_ref[0])
     def _():
         @pl.loop(0, weight_ref.shape[-1] // BLOCK)
         def _(register):
             at = pl.ds(pl.multiple_of(register * BLOCK, BLOCK), BLOCK)
             values = _widened(weight_ref[0, 0, :, at], scale_ref[0, :, at], weight_dtype, x_ref.dtype)
-            out_ref[:, at] = _multiply(x_ref[...], values, pieces).astype(out_ref.dtype)
+            out_ref[:, at] = _multiply(x_ref[...], values).astype(out_ref.dtype)
 
 
 def _widened(weight: Array, scale: Array, stored: np.dtype, dtype) -> Array:
@@ -343,12 +305,12 @@ def _widened(weight: Array, scale: Array, stored: np.dtype, dtype) -> Array:
     return (values.astype(jnp.float32) * scales).astype(dtype)
 
 
-def _down(layer_ref, expert_ref, use_ref, x_ref, weight_ref, out_ref, *, tiles, weight_dtype, pieces):
+def _down(layer_ref, expert_ref, use_ref, x_ref, weight_ref, out_ref, *, tiles, weight_dtype):
     @pl.when(pl.program_id(0 if tiles.rows_first else 1) < use_ref[0])
     def _():
         values = weight_ref[0, 0]
         values = values if values.dtype == weight_dtype else lax.bitcast_convert_type(values, weight_dtype)
-        out_ref[...] = _multiply(x_ref[...], values, pieces).astype(out_ref.dtype)
+        out_ref[...] = _multiply(x_ref[...], values).astype(out_ref.dtype)
 
 
 def _cost(x: Array, weight: Array, mean_load: float, tiles: TpuProductTiles, across: int, out_bytes: int) -> KernelCost:

@@ -68,8 +68,8 @@ class EntryIndexer(nnx.Module):
     """The indexer of a "csa" layer: ``I`` index queries of width ``A``, and keys that a compressor of its own makes."""
 
     def __init__(self, declare: Declaration, config: ModelConfig, rate: int):
-        I, A = config.index_n_heads, config.index_head_dim
-        self.query = Matrix(declare, (config.q_lora_rank, I * A), ("query_latent", None))
+        I, A = config.v4.indexer.n_heads, config.v4.indexer.head_dim
+        self.query = Matrix(declare, (config.v4.q_lora_rank, I * A), ("query_latent", None))
         self.head_weights = Matrix(declare, (config.hidden_size, I), ("embed", None), quantise=False)
         self.compressor = Compressor(declare, config, A, rate, series=2)
 
@@ -82,8 +82,8 @@ class CompressedAttention(nnx.Module):
         D, H, Q, M, G = (
             config.hidden_size,
             config.num_attention_heads,
-            config.q_lora_rank,
-            config.v_head_dim,
+            config.v4.q_lora_rank,
+            config.v4.head_dim,
             v4.o_groups,
         )
         self.q_a = Matrix(declare, (D, Q), ("embed", "query_latent"))
@@ -124,7 +124,7 @@ class CompressedAttention(nnx.Module):
             if self.attention != "window":
                 p.gates, p.values = self.compressor(x, rotations, multiply)
             if self.attention == "csa":
-                indexer, I = self.indexer, self.config.index_n_heads
+                indexer, I = self.indexer, self.config.v4.indexer.n_heads
                 made = zip((p.gates, p.values), indexer.compressor(x, rotations, multiply), strict=True)
                 p.gates, p.values = (jnp.concatenate(pair, axis=-1) for pair in made)
                 p.index_query = rotate(
@@ -154,10 +154,10 @@ class CompressedAttention(nnx.Module):
             if rate is not None and end >= rate:
                 context.append(made["entry"][:, : end // rate])
                 visible = (at + 1) // rate > jnp.arange(end // rate)
-                if self.attention == "csa" and end // rate > config.index_topk:
+                if self.attention == "csa" and end // rate > config.v4.indexer.topk:
                     queries = p.index_query[:, start:end], p.index_weight[:, start:end]
                     scored = index_scores(*queries, made["index"][:, : end // rate])
-                    visible = choose(jnp.where(visible, scored, -jnp.inf), config.index_topk)
+                    visible = choose(jnp.where(visible, scored, -jnp.inf), config.v4.indexer.topk)
                 seen.append(visible)
             context = jnp.concatenate(context, axis=1)
             seen = jnp.concatenate([jnp.broadcast_to(one, (len(context), *one.shape[-2:])) for one in seen], axis=-1)
@@ -212,7 +212,7 @@ def entries(
 
     norms: ``entry_norms``. means: of each window, the index keys' behind the entries'. starts: the windows' first positions.
     """
-    M, rotation, made = config.v_head_dim, entry_rotation(config, starts), {}
+    M, rotation, made = config.v4.head_dim, entry_rotation(config, starts), {}
     for name, part in (("entry", means[..., :M]), ("index", means[..., M:])):
         if name in norms:
             normed = unweighted(part.astype(dtype), config.rms_norm_eps)

@@ -31,9 +31,9 @@ def seen(config: ModelConfig, attention: str, before: float, chunk: float = 1) -
     if rate is None:
         return Seen(window, 0, 0)
     visible = _mean(rate, end, before, chunk)
-    if attention == "hca" or end // rate <= config.index_topk:
+    if attention == "hca" or end // rate <= config.v4.indexer.topk:
         return Seen(window, visible, 0)
-    return Seen(window, _mean(rate, config.index_topk, before, chunk), visible)
+    return Seen(window, _mean(rate, config.v4.indexer.topk, before, chunk), visible)
 
 
 def _mean(rate: int, most: float, before: float, chunk: float) -> float:
@@ -63,14 +63,15 @@ def compressed_cost(
     """Cost of one layer of kind ``attention``; the arguments are those of `mla_cost`. The fold of gates and values is not counted."""
     heads, tokens, rate = config.num_attention_heads // tp, rows * chunk, config.v4.rate(attention)
     before, queries = (context - 1, 1) if attended is None else (max(0, attended - (chunk + 1) / 2), chunk)
-    found, width = seen(config, attention, before, queries), config.v_head_dim
-    columns, index = compressor_columns(config, attention), config.index_n_heads if attention == "csa" else 0
+    found, width = seen(config, attention, before, queries), config.v4.head_dim
+    columns, index = compressor_columns(config, attention), config.v4.indexer.n_heads if attention == "csa" else 0
     matrices, _ = attention_matrices(config, tp, attention)
     weights = sum(rows * columns for rows, columns in matrices) + config.hidden_size * (columns + index)
     # Each written by one product and read by the next: the layer's input, latents, gates and values in float32, the heads' queries and
     # values, what the groups of heads give, and index queries.
-    handed = config.hidden_size + config.q_lora_rank + width + columns * 4 // activation_itemsize
-    handed += heads * 2 * width + config.v4.o_groups * config.v4.o_lora_rank // tp + index * config.index_head_dim
+    handed = config.hidden_size + config.v4.q_lora_rank + width + columns * 4 // activation_itemsize
+    handed += heads * 2 * width + config.v4.o_groups * config.v4.o_lora_rank // tp
+    handed += index * config.v4.indexer.head_dim
     layer = (*config.v4.attention, "window").index(attention)  # the MTP module's stands behind the model's own
     groups = compressed_groups(config, (layer,), np.dtype(cache_dtype), config.page_tokens)
     sizes = {group.name: group.entry_bytes for group in groups}
@@ -79,7 +80,7 @@ def compressed_cost(
     read = rows * (min(context, config.v4.sliding_window + chunk - 1) * window + state)
     if rate is not None:
         entries = rows * (context // rate)
-        read += entries * key + tokens * config.index_topk * entry if found.scored else entries * entry
+        read += entries * key + tokens * config.v4.indexer.topk * entry if found.scored else entries * entry
     return AttentionCost(
         linear_flops=2 * tokens * weights,
         expansion_flops=0,
@@ -88,5 +89,5 @@ def compressed_cost(
         cache_read_bytes=read,
         cache_write_bytes=tokens * window + rows * state + (tokens * (entry + key) // rate if rate else 0),
         activation_bytes=activation_itemsize * 2 * tokens * handed,
-        index_flops=round(2 * tokens * found.scored * index * (config.index_head_dim + 1)),
+        index_flops=round(2 * tokens * found.scored * index * (config.v4.indexer.head_dim + 1)),
     )

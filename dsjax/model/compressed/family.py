@@ -75,7 +75,7 @@ class Compressed:
     def turns(self, groups: Sequence[GroupShape], context: int, page_size: int) -> dict[str, int]:
         """Trip counts for one token: window pages (two, or one at a border), and blocks of entries to score and to attend to."""
         first, second = (context // rate for rate in self.config.v4.rates)
-        entries = {"csa_scores": first, "csa_entries": min(first, self.config.index_topk), "hca_entries": second}
+        entries = {"csa_scores": first, "csa_entries": min(first, self.config.v4.indexer.topk), "hca_entries": second}
         return {"window_pages": min(2, -(-context // page_size))} | {
             scope: -(-count // BLOCK) for scope, count in entries.items()
         }
@@ -311,7 +311,7 @@ class _Attended:
 
     def _chosen(self, table, position, index: Sequence[Array]) -> tuple[Int[Array, "k"] | None, Int[Array, ""]]:
         """Which entries the token attends to, ascending, and how many; None: the first so many, which are those that it sees."""
-        visible, topk = (position + 1) // self.config.v4.rate(self.kind), self.config.index_topk
+        visible, topk = (position + 1) // self.config.v4.rate(self.kind), self.config.v4.indexer.topk
         entries = len(table) * self.cache[GROUPS[self.kind][0]].shape[2]
         if self.kind == "hca" or entries <= topk:
             return None, visible

@@ -36,7 +36,7 @@ def compressed_groups(
     layers, kinds = tuple(layers), dict(enumerate(config.v4.attention))
     of = {name: tuple(layer for layer in layers if kinds.get(layer) == name) for name in ("csa", "hca")}
     first, second = (tokens // rate for rate in config.v4.rates)
-    width, index = config.v_head_dim, config.index_head_dim
+    width, index = config.v4.head_dim, config.v4.indexer.head_dim
     groups = (
         CacheGroup("c4", of["csa"], first, _entry("c4", config, dtype)),
         CacheGroup("c4_index", of["csa"], first, _index(index, dtype)),
@@ -51,12 +51,12 @@ def compressed_groups(
 def _entry(name: str, config: ModelConfig, dtype: np.dtype) -> Arrays:
     """An entry: in FP8 its unrotated values with scales of a byte, in whole eights, and the rotated ones in bfloat16 (584 bytes)."""
     if dtype != fp8.E4M3:
-        return {name: ((config.v_head_dim,), dtype)}
-    scales = -(-config.qk_nope_head_dim // FP8_BLOCK // 8) * 8
+        return {name: ((config.v4.head_dim,), dtype)}
+    scales = -(-config.v4.qk_nope_head_dim // FP8_BLOCK // 8) * 8
     return {
-        name: ((config.qk_nope_head_dim,), dtype),
+        name: ((config.v4.qk_nope_head_dim,), dtype),
         f"{name}_scale": ((scales,), np.dtype(ml_dtypes.float8_e8m0fnu)),
-        f"{name}_rope": ((config.qk_rope_head_dim,), BF16),
+        f"{name}_rope": ((config.v4.qk_rope_head_dim,), BF16),
     }
 
 

@@ -24,7 +24,7 @@ class Rotations:
     @classmethod
     def at(cls, positions: Int[Array, "*b"], config: ModelConfig) -> Rotations:
         """The rotations of tokens at ``positions``."""
-        width = config.qk_rope_head_dim
+        width = config.v4.qk_rope_head_dim
         return cls(positions, Rotation.at(positions, config.rope, width), entry_rotation(config, positions))
 
     def of(self, attention: str) -> Rotation:
@@ -34,7 +34,7 @@ class Rotations:
 
 def entry_rotation(config: ModelConfig, positions: Int[Array, "*b"]) -> Rotation:
     """The rotation of compressed entries, each at its window's first position."""
-    return Rotation.at(positions, config.v4.compress_rope, config.qk_rope_head_dim)
+    return Rotation.at(positions, config.v4.compress_rope, config.v4.qk_rope_head_dim)
 
 
 def rotate(rotation: Rotation, x: Float[Array, "*n M"]) -> Float[Array, "*n M"]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
@@ -72,7 +73,7 @@ class Chosen(PagedMLA):
         dense = partial(super().attend, mla, form)
         latents = {name: array for name, array in cache.items() if name not in INDEX_ARRAYS}
         # Where a table has room for ``index_topk`` tokens at most, all are chosen, and nothing is scored.
-        if rows.tables.shape[-1] * cache["index"].shape[2] <= self.config.index_topk:
+        if rows.tables.shape[-1] * cache["index"].shape[2] <= self.config.mla.indexer.topk:
             return dense(latents, layer, index, rows, p)
         with jax.named_scope(f"attend_{form}"):
             choice, plain = Choice(self, cache, layer, rows), dataclasses.replace(p, index=None)
@@ -97,11 +98,10 @@ def _by_blocks(function: Callable, arguments, together: int):
         # The last block is filled with the last query again: what it gets there is dropped.
         filler = [(0, 0), (0, 0), (0, blocks * together - C)] + [(0, 0)] * (array.ndim - 3)
         padded = jnp.pad(array, filler, mode="edge")
-        return jnp.moveaxis(padded.reshape(*array.shape[:2], blocks, together, *array.shape[3:]), 2, 0)
+        return rearrange(padded, "b r (block c) ... -> block b r c ...", c=together)
 
     out = jax.lax.map(lambda block: function(*block), jax.tree.map(split, arguments))
-    out = jnp.moveaxis(out, 0, 2)
-    return out.reshape(*out.shape[:2], blocks * together, *out.shape[4:])[:, :, :C]
+    return rearrange(out, "block b r c ... -> b r (block c) ...")[:, :, :C]
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Choice:
         several are accumulated, and a context that is chosen whole shall give dense attention's bits.
         """
         block = max(1, min(self.pages, self.dense.block(self.rows.positions.shape[1], 1) // self.page_size))
-        needed = -(-self.dense.config.index_topk // (block * self.page_size))
+        needed = -(-self.dense.config.mla.indexer.topk // (block * self.page_size))
         return block * max(needed, min(-(-self.pages // block), 2))
 
     @property
@@ -190,7 +190,7 @@ class Choice:
 
     def block(self, queries: int) -> int:
         """Context positions that ``queries`` of a rank are scored against at once: whole pages, a power of two of them."""
-        products = 4 * queries * self.dense.config.index_n_heads * self.page_size
+        products = 4 * queries * self.dense.config.mla.indexer.n_heads * self.page_size
         most = max(1, min(self._most_bytes // products, self.pages))
         return self.page_size << (most.bit_length() - 1)
 
@@ -202,13 +202,14 @@ class Choice:
         """Attention of queries to what they choose, copied to pages of their own: each is a row of dense attention."""
         B, R, C = positions.shape
         entries, count = self.entries(positions, index)
-        pages = jnp.arange(R * C * self.list_pages).reshape(1, R * C, -1)
-        tables, length = jnp.broadcast_to(pages, (B, *pages.shape[1:])), active.reshape(B, R * C).astype(jnp.int32)
-        own = Rows(count.reshape(B, R * C, 1) - 1, tables, length)
-        alone = jax.tree.map(lambda a: a.reshape(B, R * C, 1, *a.shape[3:]), p)
+        by_query = partial(rearrange, pattern="b r c ... -> b (r c) ...")
+        pages = rearrange(jnp.arange(R * C * self.list_pages), "(q page) -> q page", q=R * C)
+        tables, length = jnp.broadcast_to(pages, (B, *pages.shape)), by_query(active).astype(jnp.int32)
+        own = Rows(by_query(count)[..., None] - 1, tables, length)
+        alone = jax.tree.map(lambda a: jnp.expand_dims(by_query(a), 2), p)
         with jax.named_scope("chosen"):
             out = attend(entries, jnp.int32(0), rows=own, p=alone)
-        return out.reshape(B, R, C, *out.shape[3:])
+        return rearrange(out, "b (r c) 1 ... -> b r c ...", r=R)
 
     def entries(
         self, positions: Int[Array, "B R C"], index: IndexProjections
@@ -219,9 +220,10 @@ class Choice:
         def copy(found, latents, layer, tables):
             with jax.named_scope("gather"):
                 at, count = found.positions
-                at = jnp.pad(at, ((0, 0), (0, 0), (0, k - at.shape[-1]))).reshape(at.shape[0], -1)
+                at = rearrange(jnp.pad(at, ((0, 0), (0, 0), (0, k - at.shape[-1]))), "r c k -> r (c k)")
                 read = {name: paging.read_tokens(array, layer, tables, at) for name, array in latents.items()}
-                return {name: array.reshape(1, -1, G, *array.shape[2:]) for name, array in read.items()}, count[None]
+                paged = {name: rearrange(a, "r (page g) ... -> 1 (r page) g ...", g=G) for name, a in read.items()}
+                return paged, count[None]
 
         by_rank = P(self.dense.batch)
         specs = {name: P(None, self.dense.batch) for name in self.cache if name not in INDEX_ARRAYS}
@@ -238,7 +240,7 @@ class Choice:
                 {name: array for name, array in cache.items() if (name in INDEX_ARRAYS) == of_index}
                 for of_index in (True, False)
             )
-            k = dense.config.index_topk
+            k = dense.config.mla.indexer.topk
             if dense.kernels.name("index choice") == "native" and index.query.dtype == jnp.float32:
                 choose_in_place = dense.kernels.native.index_choice
                 found = choose_in_place(index.query, index.weight, keys, layer, positions[0], tables[0], filled, k)

@@ -39,7 +39,7 @@ class Indexer(nnx.Module):
 
     def __init__(self, declare: Declaration, config: ModelConfig):
         self.config = config
-        D, Q, I, A = config.hidden_size, config.q_lora_rank, config.index_n_heads, config.index_head_dim
+        D, Q, I, A = config.hidden_size, config.mla.q_lora_rank, config.mla.indexer.n_heads, config.mla.indexer.head_dim
         self.query = Matrix(declare, (Q, I * A), ("query_latent", None))
         self.key = Matrix(declare, (D, A), ("embed", None))
         self.key_norm = LayerNorm(declare, A, KEY_EPS)
@@ -62,7 +62,7 @@ class Indexer(nnx.Module):
         """
         x, q_latent = jax.lax.stop_gradient((x, q_latent))
         with jax.named_scope("index_project"):
-            O, I = self.config.qk_rope_head_dim, self.config.index_n_heads
+            O, I = self.config.mla.qk_rope_head_dim, self.config.mla.indexer.n_heads
             turn = dataclasses.replace(rotation, interleave=self.config.family.index_interleave)
 
             def rotate(values: Array) -> Array:

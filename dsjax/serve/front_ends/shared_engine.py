@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from dsjax.engine.async_engine import ThreadedEngine
 from dsjax.engine.engine import EngineParts
+from dsjax.engine.engine_thread import ThreadedEngine
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import StepStats

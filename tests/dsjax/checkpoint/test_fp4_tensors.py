@@ -245,8 +245,8 @@ def test_after_a_change_of_the_mesh_parameters_are_those_of_a_fresh_load_and_non
     config, make_tensors, make_checkpoint, tmp_path, weights, old, new
 ):
     # On two tp devices each width is whole blocks of FP8, too.
-    heads = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 32)
-    config = dataclasses.replace(config, intermediate_size=256, moe_intermediate_size=256, **heads)
+    mla = dataclasses.replace(config.mla, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32)
+    config = dataclasses.replace(config, intermediate_size=256, moe_intermediate_size=256, mla=mla)
     directory = make_checkpoint(tmp_path / "model", config, make_tensors(config))
     held = HeldWeights()
     Engine(directory, config, old, held=held, weights=weights).release(held, ())

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from dsjax.checkpoint.names import TensorNames
+from dsjax.config import MlaConfig
 from dsjax.model.parameter_table import abstract_parameters
 
 MEASURE = """
@@ -54,11 +55,7 @@ def large(tiny_config, tmp_path_factory, make_checkpoint):
         hidden_size=1024,
         intermediate_size=2048,
         num_hidden_layers=4,
-        q_lora_rank=256,
-        kv_lora_rank=128,
-        qk_nope_head_dim=64,
-        qk_rope_head_dim=32,
-        v_head_dim=64,
+        mla=MlaConfig(q_lora_rank=256, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64),
         moe_intermediate_size=1024,
         num_nextn_predict_layers=0,
     )

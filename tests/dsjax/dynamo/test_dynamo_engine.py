@@ -9,7 +9,7 @@ from engine_pair import prefill_request
 from fake_executor import FakeExecutor
 from with_dynamo import WITH_DYNAMO
 
-from dsjax.engine.async_engine import AsyncEngine
+from dsjax.engine.engine_thread import AsyncEngine
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.transfer.messages import ChunkReady, ReleaseChunk

@@ -9,8 +9,7 @@ from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import attachments_of
 from dsjax.engine.prefill_engine import PrefillEngine
-from dsjax.engine.schedule.borders import window_columns
-from dsjax.engine.schedule.pages import extend_hashes
+from dsjax.engine.schedule.pages import extend_hashes, window_columns
 from dsjax.engine.schedule.request import Request, RequestOptions
 from dsjax.engine.transfer.messages import CHUNK_PAGES, MOST_KEPT, PrefillRequest
 from dsjax.engine.transfer.prefill_links import LocalLink, PrefillLinks

@@ -13,10 +13,10 @@ from unittest.mock import Mock
 import pytest
 from fake_executor import FakeExecutor, expected_tokens
 
-from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.contract.commands import Step
 from dsjax.engine.contract.executor import RowResult
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
+from dsjax.engine.engine_thread import AsyncEngine
 from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.schedule.mesh_changer import Generation
 from dsjax.engine.schedule.request import DEFAULT_OPTIONS, FinishReason

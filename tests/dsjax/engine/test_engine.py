@@ -1,6 +1,6 @@
 """From prompt to output, without threads and without JAX.
 
-These are the tests of `core.py`, `stats.py` and `text/outputs.py` too.
+These are the tests of `core.py`, `llm_engine.py`, `stats.py` and `text/outputs.py` too.
 """
 
 from types import SimpleNamespace
@@ -11,7 +11,8 @@ from tiny_tokenizer import EOS, tiny_tokenizer
 
 from dsjax.engine.contract.executor import RankResults, RowResult
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
-from dsjax.engine.engine import EngineParts, LLMEngine
+from dsjax.engine.engine import EngineParts
+from dsjax.engine.llm_engine import LLMEngine
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.schedule.scheduler_config import AdmissionError
 from dsjax.engine.setup.args import EngineArgs

@@ -1,6 +1,6 @@
 """``dsjax.LLM`` on a tiny checkpoint: errors, interruption, and text that depends on nothing but the request.
 
-These are the tests of `device/mesh_executor.py`, `device/step_programs.py` and `device/slots.py` too.
+These are the tests of `device/mesh_executor.py`, `device/lowered_programs.py`, `device/step_programs.py` and `device/slots.py` too.
 """
 
 import dataclasses

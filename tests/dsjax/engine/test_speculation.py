@@ -279,7 +279,7 @@ def test_a_measured_number_of_drafts_changes_no_text(checkpoint, greedy):
         watch = Watch(llm, patch)
         numbers = itertools.cycle([2, 0, 0, 1, 2, 2, 0])
         choice = llm.engine.core.part(DraftChoice)
-        patch.setattr(llm.engine.core.scheduler, "choose_drafts", lambda running: next(numbers))
+        patch.setattr(llm.engine.core.scheduler, "choose_drafts", lambda: next(numbers))
         assert told(llm.generate(prompts(6), GREEDY)) == greedy
         watch.assert_both()
         assert set(watch.widths) == {0, 1, 2}

@@ -1,6 +1,6 @@
 """A DeepSeek-V4 that is served: the plain forward pass's tokens however prompts are cut, preempted, drafted, found in the cache or moved.
 
-What the scheduler does with pages of both kinds is in `test_borders.py`; other meshes and modes are in `test_v4_apart.py`.
+What the scheduler does with pages of both kinds is in `test_window_pages.py`; other meshes and modes are in `test_v4_apart.py`.
 """
 
 import jax

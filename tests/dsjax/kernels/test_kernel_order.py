@@ -11,7 +11,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 import dsjax.kernels.pallas as kernels
-from dsjax.kernels.pallas import attention, experts, heads, products, tpu_products
+from dsjax.kernels.pallas import attention, experts, products, tpu_products
 
 BF16, LAYER = jnp.dtype(jnp.bfloat16), jnp.zeros((), jnp.int32)
 
@@ -42,25 +42,18 @@ def stated(function, *arguments):
     return {name: value for name, value in metadata.items() if name.startswith("order_")}
 
 
-def dense(rows, **options):
+def dense(rows):
     """What the call of a dense product states; and so on for the other kernels."""
-    return stated(
-        lambda w, x: products.dense(w, None, BF16, LAYER, x, **options), shape(2, 7168, 1536), shape(rows, 7168)
-    )
+    return stated(lambda w, x: products.dense(w, None, BF16, LAYER, x), shape(2, 7168, 1536), shape(rows, 7168))
 
 
-def attend(rows, **options):
+def attend(rows):
     cache = {"latent": shape(2, 64, 16, 512), "rope": shape(2, 64, 16, 64)}
     return stated(
-        lambda q, r, c, s, t: attention.latent_attention(q, r, c, BF16, LAYER, s, s, t, scale=1.0, **options),
+        lambda q, r, c, s, t: attention.latent_attention(q, r, c, BF16, LAYER, s, s, t, scale=1.0),
         shape(rows, 1, 128, 512), shape(rows, 1, 128, 64), cache, shape(rows, dtype=jnp.int32),
         shape(rows, 64, dtype=jnp.int32),
     )  # fmt: skip
-
-
-def absorb(rows, **options):
-    weight, q = shape(2, 512, 128 * 256), shape(rows, 128, 128)
-    return stated(lambda w, q: heads.absorb(w, None, BF16, LAYER, q, 128, **options), weight, q)
 
 
 def test_products_and_attention_of_few_rows_split_their_sums_by_their_shape():

@@ -85,8 +85,8 @@ def test_a_tpu_takes_the_kernels_by_itself_and_says_which_caches_experts_and_key
 def test_what_a_layer_writes_is_attended_to_as_in_the_plain_form(form):
     """Entries are padded to registers; a form that has no kernel reads their own values."""
     config, spec, rng = ModelConfig.from_dict(TINY), MeshSpec.parse("dp=1"), np.random.default_rng(0)
-    H, N, O = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
-    M, U, R, C, G = config.kv_lora_rank, config.v_head_dim, 2, 3, 4
+    H, N, O = config.num_attention_heads, config.mla.qk_nope_head_dim, config.mla.qk_rope_head_dim
+    M, U, R, C, G = config.mla.kv_lora_rank, config.mla.v_head_dim, 2, 3, 4
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     weight, ahead = (draw(M, H, N), draw(M, H, U)), (draw(1, H, M), draw(H, M, 3))
     stored = SimpleNamespace(weight=SimpleNamespace(info=SimpleNamespace(dtype=jnp.float32)))

@@ -61,8 +61,8 @@ CONFIG = ModelConfig.from_dict(TINY)
 
 def drawn(S):
     """Projections of a sequence of S tokens, and a layer's matrices: W^UQ, W^UK, W^UV, W^O by head."""
-    H, M, Q, D = CONFIG.num_attention_heads, CONFIG.kv_lora_rank, CONFIG.q_lora_rank, CONFIG.hidden_size
-    N, O, U = CONFIG.qk_nope_head_dim, CONFIG.qk_rope_head_dim, CONFIG.v_head_dim
+    H, M, Q, D = CONFIG.num_attention_heads, CONFIG.mla.kv_lora_rank, CONFIG.mla.q_lora_rank, CONFIG.hidden_size
+    N, O, U = CONFIG.mla.qk_nope_head_dim, CONFIG.mla.qk_rope_head_dim, CONFIG.mla.v_head_dim
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
     weights = draw(Q, H, N) / Q**0.5, draw(M, H, N) / M**0.5, draw(M, H, U) / M**0.5, draw(H, U, D)

@@ -9,7 +9,7 @@ from dsjax.config import bundled_models, load_config
 from dsjax.model.cache_groups import BF16
 from dsjax.model.forms import FORMS
 from dsjax.model.mla_costs import mla_cost, weight_values
-from dsjax.model.parameter_counts import indexer_parameters, mla_parameters, parameter_counts
+from dsjax.model.parameter_counts import mla_parameters, parameter_counts
 from dsjax.model.parameter_table import abstract_parameters
 from sharding import fp8
 
@@ -42,10 +42,11 @@ def test_parameters_of_v3_are_those_of_its_checkpoint():
     }
 
 
+DIRECT = dataclasses.replace(V3.mla, q_lora_rank=None)
 CHANGES = [
-    {"q_lora_rank": None},
+    {"mla": DIRECT},
     {"attention_bias": True},
-    {"attention_bias": True, "q_lora_rank": None},
+    {"attention_bias": True, "mla": DIRECT},
     {"tie_word_embeddings": True},
     {"n_shared_experts": 0},
     {"n_routed_experts": 0},
@@ -110,7 +111,7 @@ def test_item_sizes_count_bytes_and_a_token_writes_the_entry_that_its_form_reads
 @pytest.mark.parametrize("form", ["CC", *ABSORBED])
 def test_v32_costs_what_v3_does_up_to_index_topk_but_for_its_projections_and_keys(form):
     dense, sparse = (mla_cost(config, form, rows=2, chunk=3, context=2048) for config in (V3, V32))
-    assert sparse.linear_flops - dense.linear_flops == 2 * 6 * (indexer_parameters(V32) - 256)
+    assert sparse.linear_flops - dense.linear_flops == 2 * 6 * (mla_parameters(V32) - mla_parameters(V3) - 256)
     assert (sparse.attention_flops, sparse.index_flops) == (dense.attention_flops, 0)
     assert sparse.cache_read_bytes - dense.cache_read_bytes == 2 * 2048 * 256
 
@@ -129,12 +130,16 @@ def test_v32_attends_to_index_topk_tokens_beyond_which_only_index_scores_and_key
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v2-lite", "deepseek-v3.2"])
 def test_weights_are_the_layer_without_its_norms(name):
     config = load_config(name)
-    norms = config.kv_lora_rank + (config.q_lora_rank or 0) + 2 * (config.index_head_dim or 0)
+    norms = (
+        config.mla.kv_lora_rank
+        + (config.mla.q_lora_rank or 0)
+        + 2 * (config.mla.indexer.head_dim if config.mla.indexer else 0)
+    )
     for form in ("CD", "CC", "A_CC", "A_CC_ME"):
         assert weight_values(config, form) == mla_parameters(config) - norms
 
 
-@pytest.mark.parametrize("config", [V3, dataclasses.replace(V3, q_lora_rank=None)], ids=["compressed", "direct"])
+@pytest.mark.parametrize("config", [V3, dataclasses.replace(V3, mla=DIRECT)], ids=["compressed", "direct"])
 def test_materialised_weights_are_those_of_the_declared_products(config):
     infos = abstract_parameters(config, weights="f32", materialise=True)
     layers = infos["moe_layers.attn_norm.scale"].shape[0]
@@ -142,9 +147,9 @@ def test_materialised_weights_are_those_of_the_declared_products(config):
     def values(name):
         return math.prod(infos[f"moe_layers.attn.{name}"].shape) // layers
 
-    query = config.q_lora_rank or config.hidden_size
-    rotary = query * config.num_attention_heads * config.qk_rope_head_dim
-    shared = values("kv_a.weight") + (values("q_a.weight") if config.query_compressed else 0)
+    query = config.mla.q_lora_rank or config.hidden_size
+    rotary = query * config.num_attention_heads * config.mla.qk_rope_head_dim
+    shared = values("kv_a.weight") + (values("q_a.weight") if config.mla.q_lora_rank is not None else 0)
     assert weight_values(config, "AM_CC_ME") == shared + rotary + values("query_key") + values("value_output")
 
 

@@ -112,10 +112,10 @@ def test_attention_is_interpolated_in_rows_and_whole_blocks(demo, body):
     """The file's times are proportional to rows × positions, so that straight lines are exact; 200 positions are 2 blocks of 128."""
     find = read(body).attention
     for rows, context, blocks in ((8, 127, 1), (8, 200, 2), (64, 895, 7), (1, 511, 4)):
-        found = find("A_CC_ME", rows, 1, context, times=5, places=0)
+        found = find("A_CC_ME", rows, 1, context, applications=5, loops=0)
         straight = 5 * 1e-8 * rows * blocks * 128
         assert found.low <= straight <= found.high * (1 + 1e-9)
-    between = find("A_CC_ME", 30, 1, 511, times=1, places=0)
+    between = find("A_CC_ME", 30, 1, 511, applications=1, loops=0)
     assert between.low < 1e-8 * 30 * 512 < between.high
 
 

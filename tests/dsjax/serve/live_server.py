@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tiny_tokenizer import tiny_tokenizer
 from waits import until as wait_until
 
-from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.engine import EngineParts
+from dsjax.engine.engine_thread import AsyncEngine
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.serve.front_ends.engine_server import EngineServer

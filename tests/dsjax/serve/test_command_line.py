@@ -17,7 +17,7 @@ from dsjax.cli.generate import _standard_input, write_continuations
 from dsjax.cli.info import describe
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.contract.speculative import SpeculativeConfig
-from dsjax.engine.engine import LLMEngine
+from dsjax.engine.llm_engine import LLMEngine
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.facts import EngineFacts, PrefillSizes
 from dsjax.errors import UserError

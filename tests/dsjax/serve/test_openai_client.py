@@ -7,7 +7,7 @@ from fake_executor import FakeExecutor, expected_tokens
 from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.contract.sampling_params import SamplingParams
-from dsjax.engine.engine import LLMEngine
+from dsjax.engine.llm_engine import LLMEngine
 
 TOKENIZER = tiny_tokenizer()
 

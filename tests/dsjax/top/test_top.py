@@ -185,7 +185,8 @@ def test_the_mesh_has_a_line_while_it_is_not_the_one_that_was_asked_for(server):
     parked = ParkedRequests()
     server.metrics = Metrics("tiny", 4, 4096, generations=mesh, parked=parked)
     assert "mesh 0" not in shown(server, window(server))
-    mesh.number, mesh.spec, parked._parked = 1, MeshSpec(dp_size=3), {"a": None, "b": None}
+    mesh.number, mesh.spec = 1, MeshSpec(dp_size=3)
+    parked |= {"a": None, "b": None}
     found = window(server)
     expected = {"number": 1, "devices": 3, "devices_wanted": 4, "changing": False, "requests_waiting": 2}
     assert found["generation"] == expected

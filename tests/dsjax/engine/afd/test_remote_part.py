@@ -17,7 +17,7 @@ from test_attention_processes import joined
 from dsjax.engine.afd.attention_processes import AttentionProcesses
 from dsjax.engine.afd.remote_experts import RemoteExperts, RemoteExpertsPart
 from dsjax.engine.contract.commands import ConnectExperts
-from dsjax.engine.device.access import CommandTable
+from dsjax.engine.device.access import CommandTable, Pending
 from dsjax.errors import UserError
 from sharding import MeshSpec
 
@@ -62,9 +62,10 @@ class Process:
         return self.device.programs.experts
 
     def change(self):
-        pending = self.table.launch(ConnectExperts("ep=4", "127.0.0.1:1"))
-        assert list(pending.running) == []
-        return pending.handler.collect(pending)
+        command, handler = ConnectExperts("ep=4", "127.0.0.1:1"), self.table[ConnectExperts]
+        pending = Pending(command, handler)
+        assert list(handler.execute(pending, command)) == []
+        return handler.collect(pending)
 
     def stays(self):
         return self.side is self.now and not self.now.closed.is_set() and self.made[-1].closed.is_set()

@@ -15,8 +15,8 @@ from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.sampling_params import OutputKind
 from dsjax.engine.device.access import DevicePart
 from dsjax.engine.elastic import generations
-from dsjax.engine.engine import LLMEngine
 from dsjax.engine.experts.eplb import ExpertMover
+from dsjax.engine.llm_engine import LLMEngine
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.mesh_changer import Generation
 from dsjax.errors import ChangeUnderWayError, UserError

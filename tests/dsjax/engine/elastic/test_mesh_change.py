@@ -22,10 +22,9 @@ def config(experts=32, heads=8):
         n_routed_experts=experts,
         is_moe=bool(experts),
         num_attention_heads=heads,
-        num_dense_layers=0,
-        n_shared_experts=0,
         moe_intermediate_size=16,
         v4=None,
+        widths_over_tp=lambda in_blocks: {},
     )
 
 

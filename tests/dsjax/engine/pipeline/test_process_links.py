@@ -253,7 +253,7 @@ def test_a_process_that_cannot_be_reached_is_named_and_this_one_listens_no_more(
             return [value, {HIDDEN: (f"127.0.0.1:{port}", b"ticket")}]
 
         [group] = groups(1)
-        group.present = [*group.present, msgspec.structs.replace(group.me, process_id=1)]
+        group.members = group.present = [group.me, msgspec.structs.replace(group.me, process_id=1)]
         group.agreement, group.check = SimpleNamespace(ask=ask), lambda error=None: None
         with pytest.raises(GroupError, match=f"process 1 .* cannot be reached at 127.0.0.1:{port}"):
             Links(group, [0, 1])

@@ -49,7 +49,7 @@ def programs_of(folder: ProgramFolder, options: dict):
         chosen = programs._compiler_options(key)
         name = programs.store.shelf.name(key)
         assert name is not None, options
-        yield name, lambda key=key, chosen=chosen: (programs._lower(key).as_text(), str(chosen))
+        yield name, lambda key=key, chosen=chosen: (programs.lower(key).as_text(), str(chosen))
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ class Machine:
         self.scheduler.ranks[0].running = [None] * running
         for step in range(steps):
             while len(ahead) < 2:
-                ahead.append(self.choose())
+                ahead.append(self.scheduler.choose_drafts())
             rows = (running + step % batches) // batches
             drafts = ahead.pop(0)
             self.chosen.append(drafts)
@@ -49,10 +49,6 @@ class Machine:
             self.choice.after_step(seconds, plan, updates)
             self.time, proposed = self.time + seconds, drafts
         return self
-
-    def choose(self) -> int:
-        waiting = 300  # whatever waits for pages changes nothing
-        return self.scheduler.choose_drafts(len(self.scheduler.ranks[0].running) + waiting)
 
     @property
     def seconds_a_token(self) -> float:
@@ -97,13 +93,13 @@ def test_it_follows_what_changes():
 def test_loads_are_kept_apart_and_a_new_one_begins_with_what_is_best_nearby():
     machine = Machine(lambda drafts, rows: 1 + 0.05 * drafts * rows, 0.8)
     machine.run(300, rows=1)
-    assert machine.choose() == MOST
+    assert machine.choice.choose() == MOST
     begun = len(machine.chosen)
     machine.run(3000, rows=64)
     assert machine.chosen[begun] == MOST
     assert machine.chosen[-BETWEEN:].count(0) > BETWEEN / 2
     machine.scheduler.ranks[0].running = [None]
-    assert machine.choose() == MOST
+    assert machine.choice.choose() == MOST
 
 
 def test_a_load_that_comes_and_goes_is_measured_too():
@@ -122,9 +118,9 @@ def test_batches_of_unequal_size_and_prompts_in_every_second_step_do_not_hide_wh
 
 def test_steps_with_prompts_measure_nothing_and_another_mesh_begins_anew():
     machine = Machine(lambda drafts, rows: 1 + 0.9 * drafts, 0.6).run(500)
-    assert machine.choose() == 0
+    assert machine.choice.choose() == 0
     machine.seconds = lambda drafts, rows: 1 + (0 if drafts else 100)
     machine.run(500, prompts=1)
-    assert machine.choose() == 0
+    assert machine.choice.choose() == 0
     machine.choice.start(None, SimpleNamespace(num_batches=2))
-    assert machine.choose() == MOST
+    assert machine.choice.choose() == MOST

@@ -18,9 +18,8 @@ from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.contract.speculative import SpeculativeConfig
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import attachments_of
-from dsjax.engine.schedule.borders import window_columns
 from dsjax.engine.schedule.page_loads import PageLoads
-from dsjax.engine.schedule.pages import extend_hashes, window_name
+from dsjax.engine.schedule.pages import extend_hashes, window_columns, window_name
 from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions, Status
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.tiers.event_publisher import PageEventStream

@@ -22,7 +22,8 @@ from zmq import auth
 
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
-from dsjax.engine.engine import EngineParts, LLMEngine, attachments_of
+from dsjax.engine.engine import EngineParts, attachments_of
+from dsjax.engine.llm_engine import LLMEngine
 from dsjax.engine.schedule.page_events import BlockRemoved
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.setup.args import EngineArgs

@@ -59,7 +59,7 @@ def leaving():
     arrays = [Leaving(value) for value in range(3)]
     pages, table = offloaded(arrays)
     for slot in range(3):
-        list(table.launch(StorePages([int32s([1, slot, -1]), int32s([1, 7 - slot, -1])])).running)
+        list(table[StorePages].execute(None, StorePages([int32s([1, slot, -1]), int32s([1, 7 - slot, -1])])))
     return arrays, pages
 
 
@@ -77,7 +77,7 @@ def test_a_page_goes_to_the_disk_from_its_rank_and_place_and_whole_though_severa
     pages, table = offloaded([left], lambda shapes: disk)
     first, second, third = (bytes([number]) * 32 for number in range(3))
     stored = [int32s([5, 0, 7, 6, -1, 8]), int32s([4, 0, -1, 3, 1, 9])]
-    list(table.launch(StorePages(stored, [first + second, third])).running)
+    list(table[StorePages].execute(None, StorePages(stored, [first + second, third])))
     pages.close()
     places = {(7, first): (0, 0), (8, second): (0, 1), (9, third): (1, 1)}
     assert written.keys() == places.keys()

@@ -1,12 +1,12 @@
 """Chunks that other processes of a prefill side keep: offered by process 0, pulled from where they lie, and dropped there."""
 
-import queue
 from concurrent.futures import Future
 from types import SimpleNamespace
 
 from engine_pair import prefill_request
 from fake_executor import FakeExecutor
 
+from dsjax.background import WorkQueue
 from dsjax.engine.elastic.transfer_processes import FollowerTransfers
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.setup.args import EngineArgs
@@ -36,18 +36,19 @@ def test_a_chunk_that_another_process_keeps_is_waited_for_when_it_was_offered_ea
 
 def test_a_chunk_that_another_process_has_offered_and_this_one_could_not_compute_is_waited_for_no_longer():
     kept, made = FollowerSendBuffers(), object.__new__(PageChunks)
-    made._leaving = queue.SimpleQueue()
+    made._offers = WorkQueue("chunk offer", "offers")
     made.send_chunks(kept.ready, kept.drop)
 
     def fail():
         raise RuntimeError("the step that made it has failed")
 
     pull = opened(kept, 3)
-    made._leaving.put((3, {"tokens": SimpleNamespace(block_until_ready=fail)}, True))
+    failed = {"tokens": SimpleNamespace(block_until_ready=fail)}
+    made._offers.put(lambda: made._offer_when_computed(3, failed, kept=True))
     assert pull.result(30) is None
-    made._leaving.put((4, {"tokens": 1}, True))
+    made._offers.put(lambda: made._offer_when_computed(4, {"tokens": 1}, kept=True))
     assert opened(kept, 4).result(30) == {"tokens": 1}
-    made._leaving.put(None)
+    made._offers.close()
 
 
 def test_chunks_of_a_generation_that_has_ended_are_waited_for_no_longer():

@@ -71,7 +71,7 @@ def opened():
 
 def dialer(transport=None, space=None):
     chunks = RemoteChunks(opened(), transport or FakeTransport(), {}, 60)
-    return RemoteLinks(chunks, space or {}, owns_endpoint=True)
+    return RemoteLinks(chunks, space or {})
 
 
 def served(lease: float = 60, **fields):
@@ -81,7 +81,7 @@ def served(lease: float = 60, **fields):
     transport, space = FakeTransport(), {"page_size": 4, **fields}
     endpoint = opened()
     chunks = ChunkServer(endpoint, lambda number, take: take(engine.buffers.take(number)), transport, lease)
-    server = PrefillServer(engine, chunks, space, endpoint, owns_endpoint=True)
+    server = PrefillServer(engine, chunks, space, endpoint)
     engine.buffers.reset([Keeper(endpoint.address)])
     engine.start()
     return server, transport

@@ -28,14 +28,13 @@ pytestmark = pytest.mark.slow  # all together
 
 CONFIG = ModelConfig.from_dict(TINY | MODELS["v3.2"])
 H, N, O, M, U = 8, 8, 4, 16, 8
-I, A, TOPK = CONFIG.index_n_heads, CONFIG.index_head_dim, CONFIG.index_topk
+I, A, TOPK = CONFIG.mla.indexer.n_heads, CONFIG.mla.indexer.head_dim, CONFIG.mla.indexer.topk
 G, PAGES, R = 4, 100, 2
 
 
 def attention(form: str, *, cache_dtype=np.float32, dense=False, topk=TOPK, **options) -> PagedMLA:
     spec = MeshSpec.parse("dp=1")
-    fields = {"index_topk": None if dense else topk}
-    config = dataclasses.replace(CONFIG, **fields) if not dense else ModelConfig.from_dict(TINY)
+    config = ModelConfig.from_dict(TINY if dense else TINY | MODELS["v3.2"] | {"index_topk": topk})
     mesh, rules = spec.build(jax.devices()[:1]), Rules.for_mesh(spec)
     family = PagedMLA if dense else Chosen
     return family(mesh, rules, config, FORMS[form].layouts[0], np.dtype(cache_dtype), **options)
@@ -68,7 +67,7 @@ def run(paged: PagedMLA, form: str, pages: int, chunk: int, start: int, filled=N
         for name, (width, dtype) in paged.arrays.items()
     }
     part = jax.tree.map(lambda a: a[:, :, start : start + chunk], p)
-    if paged.config.index_topk is None:
+    if paged.config.mla.indexer is None:
         flat, part = (dataclasses.replace(one, index=None) for one in (flat, part))
     at = np.broadcast_to(start + np.arange(chunk), (1, R, chunk))
 

@@ -9,7 +9,7 @@ from flax import nnx
 
 from dsjax.config import load_config
 from dsjax.errors import UserError
-from dsjax.model.parameter_counts import indexer_parameters
+from dsjax.model.parameter_counts import mla_parameters
 from dsjax.model.parameter_table import abstract_parameters
 from dsjax.model.parameters import Declaration, multiply
 from dsjax.model.rope import Rotation
@@ -18,7 +18,9 @@ from dsjax.model.sparse.indexer import Indexer
 from sharding import fp8
 
 V32 = load_config("deepseek-v3.2")
-SMALL = {"hidden_size": 8, "q_lora_rank": 8, "index_n_heads": 1, "index_head_dim": 8, "qk_rope_head_dim": 4}
+SMALL = dataclasses.replace(
+    V32.mla, q_lora_rank=8, qk_rope_head_dim=4, indexer=dataclasses.replace(V32.mla.indexer, n_heads=1, head_dim=8)
+)
 
 
 def hadamard(width: int) -> np.ndarray:
@@ -37,7 +39,7 @@ def test_rotation_is_the_product_with_a_hadamard_matrix():
 @pytest.mark.parametrize(("model", "pairs"), [("deepseek-v3.2", ((0, 2), (1, 3))), ("glm-5", ((0, 1), (2, 3)))])
 def test_a_family_rotates_index_queries_in_pairs_of_its_own(model, pairs):
     """All first elements of the pairs come first, then all second ones; what is not rotated stays."""
-    config = dataclasses.replace(load_config(model), **SMALL)
+    config = dataclasses.replace(load_config(model), hidden_size=8, mla=SMALL)
     indexer = Indexer(Declaration("f32", "cpu"), config)
     for name in ("query", "key"):
         matrix = getattr(indexer, name)
@@ -75,7 +77,7 @@ def test_what_an_option_means_is_said_where_it_cannot_be():
 def test_the_indexers_parameters_are_as_many_as_are_counted_and_in_fp8_where_the_checkpoint_has_them_so():
     infos = abstract_parameters(V32)
     one = [info.shape[1:] for path, info in infos.items() if path.startswith("moe_layers.attn.indexer.")]
-    assert sum(int(np.prod(shape)) for shape in one) == indexer_parameters(V32)
+    assert sum(int(np.prod(shape)) for shape in one) == mla_parameters(V32) - mla_parameters(load_config("deepseek-v3"))
     infos = abstract_parameters(V32, weights="fp8")
     kept = {
         path.split("indexer.")[1]: info.dtype.name

@@ -8,8 +8,7 @@ import pytest
 from dsjax.engine.contract.executor import RankResults, RowResult
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.contract.speculative import SpeculativeConfig
-from dsjax.engine.schedule.borders import held_windows, usable, window_columns
-from dsjax.engine.schedule.pages import PagePool, extend_hashes, window_name
+from dsjax.engine.schedule.pages import PagePool, extend_hashes, held_windows, window_columns, window_name
 from dsjax.engine.schedule.request import Request, Status, StepPlan
 from dsjax.engine.schedule.scheduler import Scheduler
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
@@ -103,14 +102,14 @@ def test_a_hit_ends_at_the_last_border_with_a_window_page(windows, cached, borde
     for place in windows:
         [page] = pool.allocate(1, windows=True)
         pool.seal(page, window_name(names[place]))
-    assert usable(pool, names, cached) == border
-    assert usable(PagePool(50, G), names, cached) == cached, "without window pages every page ends at a border"
+    assert pool.usable(names, cached) == border
+    assert PagePool(50, G).usable(names, cached) == cached, "without window pages every page ends at a border"
 
 
 def test_a_page_that_can_be_loaded_or_is_promised_counts():
     pool, names = PagePool(50, G, num_windows=50), extend_hashes(request("a", 5 * G), G)
-    assert usable(pool, names, 5, {window_name(names[2])}) == 3
-    assert usable(pool, names, 5, (), {names[3]}) == 4
+    assert pool.usable(names, 5, {window_name(names[2])}) == 3
+    assert pool.usable(names, 5, (), {names[3]}) == 4
 
 
 def test_window_pages_are_given_back_behind_confirmed_tokens_alone():

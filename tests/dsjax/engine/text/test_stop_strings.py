@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import tiny_tokenizer
 
-from dsjax.engine.text.detokenizer import IncrementalDetokenizer, StopStrings
-from dsjax.engine.text.tokenizer import Tokenizer
+from dsjax.engine.text.stop_strings import StopStrings
+from dsjax.engine.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 def in_pieces(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
@@ -55,7 +55,7 @@ def naive_stop(text: str, stops: list[str], include: bool) -> tuple[str, str | N
 
 @given(
     pieces=st.lists(st.text("ab.", max_size=5), max_size=12),
-    stops=st.lists(st.text("ab.", min_size=1, max_size=4), max_size=3),
+    stops=st.lists(st.text("ab.", min_size=1, max_size=4), min_size=1, max_size=3),
     include=st.booleans(),
 )
 def test_stop_strings_do_not_depend_on_how_the_text_is_cut(pieces, stops, include):

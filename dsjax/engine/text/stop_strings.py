@@ -1,0 +1,61 @@
+"""`StopStrings`: ends a text at a stop string. `find_first` and `num_undecided`: look for markers in a text that is still growing.
+
+The server's parsers of reasoning and tool calls use the two functions too.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class StopStrings:
+    """Passes a stream of text on until a stop string is complete. There is at least one stop string.
+
+    Text that may become a stop string is held back. The result does not depend on how the text is cut into pieces: the first complete stop
+    string counts, and the longest of several that are complete at the same character.
+
+    matched: the stop string that was found; None: none yet.
+    """
+
+    def __init__(self, stops: Sequence[str], include_in_output: bool = False):
+        self._stops, self._include_in_output = tuple(stops), include_in_output
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """Return the text that is certain to precede any stop string. Sets `matched` when one is complete."""
+        text = self._held + text
+        complete = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if complete:
+            end, start, self.matched = min(complete)
+            self._held = ""
+            return text[: end if self._include_in_output else start]
+        keep = num_undecided(text, self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """Return the text held back, because the stream has ended or stop strings count only from here on."""
+        held, self._held = self._held, ""
+        return held
+
+
+class FoundMarker(NamedTuple):
+    """A marker in a text, and the position at which it begins."""
+
+    at: int
+    text: str
+
+
+def find_first(text: str, markers: Sequence[str]) -> FoundMarker | None:
+    """Return the first marker, the longest of several at one position; None if there is none."""
+    found = [FoundMarker(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+    return min(found, key=lambda marker: (marker.at, -len(marker.text)), default=None)
+
+
+def num_undecided(text: str, markers: Sequence[str]) -> int:
+    """Return the length of the longest suffix of `text` that begins a marker. The text that follows decides whether it is one."""
+    longest = max(map(len, markers), default=0)
+    for length in range(min(len(text), longest - 1), 0, -1):
+        if any(marker.startswith(text[-length:]) for marker in markers):
+            return length
+    return 0
