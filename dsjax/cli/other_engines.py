@@ -71,7 +71,6 @@ def _page(given: Mapping[str, str]) -> int:
 TRANSLATIONS: dict[str, Translation] = {
     **{axis: _axis(axis) for axis in ("dp", "ep", "pp", "tp")},
     "pages": lambda text, given: str(int(text) * _page(given)),
-    "tokens": lambda text, given: str(int(text) // _page(given) * _page(given)),
     "GiB": lambda text, given: str(round(float(text) * 2**30)),
     "host": lambda text, given: join_address(text, _coordinator(given)[1]),
     "port": lambda text, given: join_address(_coordinator(given)[0], int(text)),

@@ -19,12 +19,14 @@ from dsjax.engine.tiers.options import TierOptions
 from dsjax.errors import UserError
 from dsjax.hosts.options import GroupOptions
 from dsjax.model.forms import FORMS
-from dsjax.options import Group, advanced, flag_of, option
+from dsjax.options import Group, advanced, option
 
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
 INDEX_SCORES = ("float", "fp8")
 MLA_FORMS = tuple(FORMS)
 DEFAULT_PAGE = 16
+PREFILL_CHUNK = 256
+"""Default of `--prefill-chunk`, in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +114,9 @@ class BasicOptions:
         32, "Least tokens of a rank's decode step, for --enable-dbo.", Group.EXPERTS, least=1
     )
     dbo_prefill_token_threshold: int = advanced(512, "The same, of a step with prompts.", Group.EXPERTS, least=1)
-    gpu_memory_utilization: float = option(0.9, "Share of an accelerator's memory to use.", Group.CACHE)
+    gpu_memory_utilization: float = option(
+        0.9, "Share of an accelerator's memory to use.", Group.CACHE, above=0, most=1
+    )
     kv_cache_dtype: str = option("auto", "auto: as --dtype; fp8: with scales.", Group.CACHE, choices=KV_CACHE_DTYPES)
     cache_tokens: int | None = option(
         None, "Tokens of a DP rank's KV cache; default: by --max-num-seqs and memory.", Group.CACHE, least=1
@@ -131,7 +135,12 @@ class BasicOptions:
         None, "Running requests of a DP rank; default: 256 ÷ ranks, at least 8.", Group.SCHEDULING, least=1
     )
     max_num_batched_tokens: int = option(2048, "Most tokens of a DP rank in one step.", Group.SCHEDULING, least=1)
-    prefill_chunk: int = option(256, "Most tokens of one prompt in one step.", Group.SCHEDULING, least=1)
+    prefill_chunk: int | None = option(
+        None,
+        f"Most tokens of one prompt in one step; default: {PREFILL_CHUNK}, or --max-num-batched-tokens if that is less.",
+        Group.SCHEDULING,
+        least=1,
+    )
     scheduling_policy: str = option(
         "fcfs", "Order of waiting requests.", Group.SCHEDULING, choices=("fcfs", "priority"), of_host=True
     )
@@ -200,9 +209,7 @@ class EngineArgs(
     def __post_init__(self):
         if self.mla_prefill is None:
             object.__setattr__(self, "mla_prefill", self.mla_decode if self.batch_invariant else "CC")
-        for field in dataclasses.fields(self):
-            if field.name not in ("speculative_config", "eplb_config", "kv_events_config", "prefill_config"):
-                _check(field, getattr(self, field.name))
+        super().__post_init__()
         for name in ("speculation", "eplb", "num_redundant", "kv_events", "prefill"):
             getattr(self, name)  # a wrong one is refused here
         check_sizes(self)
@@ -241,14 +248,18 @@ class EngineArgs(
     @property
     def executor_options(self) -> dict[str, Any]:
         """The options that an executor depends on, from which `EngineArgs` makes an equal one."""
-        facts = {field.name: field.metadata for field in dataclasses.fields(self)}
-        of_host = {name for name, one in facts.items() if one.get("of_host") or one["group"] is Group.HOSTS}
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in of_host}
+        values = dataclasses.asdict(self)
+        return {name: values[name] for name in EXECUTOR_OPTIONS}
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
         """`speculative_config`, read; None where nothing is drafted. Raises as `JsonOption.parse`."""
         return None if self.speculative_config is None else SpeculativeConfig.parse(self.speculative_config)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Most tokens of one prompt in one step."""
+        return self.prefill_chunk or min(PREFILL_CHUNK, self.max_num_batched_tokens)
 
     @property
     def num_drafts(self) -> int:
@@ -267,24 +278,9 @@ class EngineArgs(
         )
 
 
-def _check(field: dataclasses.Field, value: Any) -> None:
-    choices, least = field.metadata.get("choices"), field.metadata.get("least")
-    if field.metadata.get("classes") and isinstance(value, type):
-        return  # what it must inherit is checked where it is used
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    left_out = value is None and field.default is None
-    if isinstance(field.default, bool):
-        is_right, expected = isinstance(value, bool), "True or False"
-    elif isinstance(field.default, float):
-        is_right, expected = is_number and 0 < value <= 1, "a number above 0 and at most 1"
-    elif choices is not None:
-        is_right, expected = value in choices, f"one of {', '.join(choices)}"
-    elif least is not None:
-        is_right = left_out or (is_number and isinstance(value, int) and value >= least)
-        expected = f"an integer of at least {least}"
-    elif field.metadata.get("classes"):
-        is_right, expected = left_out, "a class"
-    else:
-        is_right, expected = left_out or isinstance(value, str), "text"
-    if not is_right:
-        raise UserError(f"{flag_of(field)} is {value!r}, expected {expected}")
+EXECUTOR_OPTIONS = tuple(
+    field.name
+    for field in dataclasses.fields(EngineArgs)
+    if not (field.metadata.get("of_host") or field.metadata["group"] is Group.HOSTS)
+)
+"""Names of the options that an executor depends on, and that a dry run has."""

@@ -163,6 +163,11 @@ def check_sizes(args: Args) -> None:
             f"--max-num-batched-tokens is {tokens}, less than --max-num-seqs {seqs}, so running requests would stall each other; raise "
             "the first or lower the second"
         )
+    if args.chunk_tokens > tokens:
+        raise UserError(
+            f"--prefill-chunk is {args.prefill_chunk}, more than --max-num-batched-tokens {tokens}, which a step has room for; lower the "
+            "first or raise the second"
+        )
 
 
 def check_sides(args: Args) -> None:

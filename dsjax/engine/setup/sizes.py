@@ -115,7 +115,7 @@ def _sizes(args: EngineArgs, step: ModelStep) -> ExecutorLimits:
     sizes = ExecutorLimits(
         max_rows_decode=sequences,
         max_rows_prefill=sequences,
-        max_chunk=min(args.prefill_chunk, args.max_num_batched_tokens, max_model_len),
+        max_chunk=min(args.chunk_tokens, max_model_len),
         page_size=page,
         pages_per_rank=2,
         num_ranks=step.spec.dp_size,
