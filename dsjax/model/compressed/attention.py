@@ -1,4 +1,4 @@
-"""The weights of one layer's attention, what it makes of each token, and its plain forward pass over whole sequences.
+"""One layer's attention: its weights, its projections of tokens, and its plain forward pass over whole sequences.
 
 Source: DeepSeek-V4's report, section 2.3. A token's entry of width ``M`` is key and value of all heads. The last ``O`` values of queries
 and entries are rotated, and those of the output are rotated back by the query's position. Letters: ``docs/glossary.md``.
@@ -6,7 +6,7 @@ and entries are rotated, and those of the output are rotated back by the query's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.config import ModelConfig
 from dsjax.model.compressed.rotations import Rotations, entry_rotation, rotate, rotate_back
-from dsjax.model.norm import Normalise, RMSNorm, normalise, unweighted
-from dsjax.model.parameters import Declaration, Matrix, Multiply, multiply, value_of
+from dsjax.model.norm import HeadNorm, Normalise, RMSNorm, normalise, unweighted
+from dsjax.model.parameters import Declaration, GroupedMatrix, Matrix, Multiply, multiply, value_of
 from dsjax.model.rope import Rotation
 from dsjax.model.sparse.choose import choose, index_scores
 from dsjax.model.sparse.indexer import IndexProjections
@@ -29,11 +29,11 @@ QUERY_BLOCK = 128  # queries that attend together
 @jax.tree_util.register_dataclass
 @dataclass
 class CompressedProjections:
-    """What attention needs of each token; leading dimensions ``*b`` are the caller's.
+    """Projections of tokens; leading dimensions ``*b`` are the caller's.
 
-    gates, values: float32, what compressors take of a token, with its place's bias in the gate: of "hca" layers one series of M, of "csa"
-    layers two, for the next window's entry and for its own, whose last A are the indexer's. index_query, index_weight: of "csa" layers,
-    the second float32 with the factor I^-1/2.
+    gates, values: inputs of the compressors, float32; gates include the bias of the token's place in its window. "hca" layers have one
+    series of M values. "csa" layers have two, for the next window's entry and for the token's own; the last A values are the indexer's.
+    index_query, index_weight: of "csa" layers; the weights are float32 and include the factor I^-1/2.
     """
 
     query: Float[Array, "*b H M"]  # normed and rotated
@@ -58,7 +58,7 @@ class Compressor(nnx.Module):
     def __call__(
         self, x: Float[Array, "*b D"], rotations: Rotations, multiply: Multiply
     ) -> tuple[Float[Array, "*b series M"], Float[Array, "*b series M"]]:
-        """Gates and values of tokens, in float32."""
+        """Project tokens to gates and values, in float32."""
         x, bias = x.astype(jnp.float32), value_of(self.bias)[rotations.positions % self.rate]
         gate = multiply(self.gate, x) + bias
         apart = (rearrange(array, "... (s w) -> ... s w", s=self.series) for array in (gate, multiply(self.kv, x)))
@@ -93,7 +93,7 @@ class CompressedAttention(nnx.Module):
         self.kv = Matrix(declare, (D, M), ("embed", "latent"))
         self.kv_norm = RMSNorm(declare, M, config.rms_norm_eps, "latent")
         self.sink = declare.parameter((H,), ("heads",), init="zeros", dtype=jnp.dtype(jnp.float32))
-        self.o_a = Matrix(declare, (H // G * M, G * v4.o_lora_rank), (None, "heads"))
+        self.o_a = GroupedMatrix(declare, G, H // G * M, v4.o_lora_rank, (None, "heads"))
         self.o_b = Matrix(declare, (G * v4.o_lora_rank, D), ("heads", "embed"))
         rate = v4.rate(attention)
         if rate is not None:
@@ -116,12 +116,12 @@ class CompressedAttention(nnx.Module):
         multiply: Multiply = multiply,
         normalise: Normalise = normalise,
     ) -> CompressedProjections:
-        """What attention needs of tokens."""
+        """Project tokens to queries, entries, and inputs of compressors and indexer."""
         with jax.named_scope("compressed_project"):
             rotation, eps = rotations.of(self.attention), self.config.rms_norm_eps
             latent = normalise(self.q_a_norm, multiply(self.q_a, x))
             query = rearrange(multiply(self.q_b, latent), "... (h w) -> ... h w", h=self.config.num_attention_heads)
-            query, entry = unweighted(query, eps), normalise(self.kv_norm, multiply(self.kv, x))
+            query, entry = normalise(HeadNorm(eps), query), normalise(self.kv_norm, multiply(self.kv, x))
             p = CompressedProjections(rotate(rotation, query), rotate(rotation, entry), rotation)
             if self.attention != "window":
                 p.gates, p.values = self.compressor(x, rotations, multiply)
@@ -193,10 +193,7 @@ class CompressedAttention(nnx.Module):
         with jax.named_scope("compressed_output"):
             G = self.config.v4.o_groups
             grouped = rearrange(heads, "... (g h) w -> ... g (h w)", g=G)
-            weight = rearrange(self.o_a.value(heads.dtype), "i (g r) -> g i r", g=G)
-            return multiply(
-                self.o_b, rearrange(jnp.einsum("...gi,gir->...gr", grouped, weight), "... g r -> ... (g r)")
-            )
+            return multiply(self.o_b, rearrange(multiply(self.o_a, grouped), "... g r -> ... (g r)"))
 
 
 def compress(
@@ -223,6 +220,7 @@ def entries(
     means: Float[Array, "*b Y"],
     starts: Int[Array, "*b"],
     dtype,
+    normalise: Callable[[Array, float], Array] = unweighted,
 ) -> dict[str, Array]:
     """Compressed entries ``[*b, M]``, and index keys ``[*b, A]`` in "csa" layers, as the cache keeps them.
 
@@ -231,6 +229,6 @@ def entries(
     M, rotation, made = config.v4.head_dim, entry_rotation(config, starts), {}
     for name, part in (("entry", means[..., :M]), ("index", means[..., M:])):
         if name in norms:
-            normed = unweighted(part.astype(dtype), config.rms_norm_eps)
+            normed = normalise(part.astype(dtype), config.rms_norm_eps)
             made[name] = rotate(rotation, norms[name].astype(dtype) * normed)
     return made
