@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from dsjax.addresses import join_address, split_address
-from dsjax.engine.setup.args import DEFAULT_PAGE
+from dsjax.engine.setup.side_options import DEFAULT_PAGE
 from dsjax.errors import UserError
 from dsjax.toml_files import bundled_text
 

@@ -13,7 +13,7 @@ from dsjax.engine.contract.speculative import SpeculativeConfig
 from dsjax.engine.experts.eplb import ExpertOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.combinations import check_combinations
-from dsjax.engine.setup.side_options import SideOptions, check_sides, check_sizes
+from dsjax.engine.setup.side_options import DEFAULT_PAGE, SideOptions, check_sides, check_sizes
 from dsjax.engine.text.prompt_encoder import TOKENIZER_MODES
 from dsjax.engine.tiers.options import TierOptions
 from dsjax.errors import UserError
@@ -24,7 +24,6 @@ from dsjax.options import Group, advanced, option
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
 INDEX_SCORES = ("float", "fp8")
 MLA_FORMS = tuple(FORMS)
-DEFAULT_PAGE = 16
 PREFILL_CHUNK = 256
 """Default of `--prefill-chunk`, in tokens."""
 

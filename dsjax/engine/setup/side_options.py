@@ -15,6 +15,8 @@ from dsjax.options import Group, advanced, option
 Args = TypeVar("Args")
 """`EngineArgs`, which are checked here where they are made, so that this module cannot name them."""
 
+DEFAULT_PAGE = 16
+"""Tokens of a page, where the model does not need more."""
 _DECODES_ALONE = {
     "host_cache_bytes": 0,
     "disk_cache": None,
@@ -167,6 +169,15 @@ def check_sizes(args: Args) -> None:
         raise UserError(
             f"--prefill-chunk is {args.prefill_chunk}, more than --max-num-batched-tokens {tokens}, which a step has room for; lower the "
             "first or raise the second"
+        )
+    check_cache_tokens(args.cache_tokens, args.page_size or DEFAULT_PAGE)
+
+
+def check_cache_tokens(tokens: int | None, page: int) -> None:
+    """Raise a `UserError` where `--cache-tokens` is no whole number of pages."""
+    if tokens is not None and tokens % page:
+        raise UserError(
+            f"--cache-tokens is {tokens}, which is no whole number of pages of {page} tokens (--page-size); give {-(-tokens // page) * page}"
         )
 
 

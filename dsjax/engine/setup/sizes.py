@@ -23,6 +23,7 @@ from dsjax.engine.schedule.page_loads import MOST_LOADED
 from dsjax.engine.schedule.pages import held_windows, window_columns
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import experts_per_exchange, make_step
+from dsjax.engine.setup.side_options import check_cache_tokens
 from dsjax.engine.tiers.page_folder import bytes_on_disk
 from dsjax.engine.transfer.messages import CHUNK_PAGES, MOST_KEPT
 from dsjax.errors import UserError
@@ -101,11 +102,8 @@ def chunk_bytes(args: EngineArgs, step: ModelStep) -> int:
 
 def _sizes(args: EngineArgs, step: ModelStep) -> ExecutorLimits:
     """Choose the executor's sizes but for the cache's, which has the fewest pages that can be."""
-    positions, page, kept = step.config.max_position_embeddings, step.page_size, args.cache_tokens
-    if kept is not None and kept % page:
-        raise UserError(
-            f"--cache-tokens is {kept}, which is no whole number of pages of {page} tokens (--page-size); give {-(-kept // page) * page}"
-        )
+    positions, page = step.config.max_position_embeddings, step.page_size
+    check_cache_tokens(args.cache_tokens, page)
     if args.max_model_len is not None and args.max_model_len > positions:
         raise UserError(f"--max-model-len is {args.max_model_len}, but the model has {positions} positions; lower it")
     max_model_len = args.max_model_len or positions
