@@ -8,28 +8,21 @@ import importlib
 from typing import Any
 
 _MODULES = {
-    "cluster_key": ("Credentials", "read_credentials"),
-    "endpoint": ("Endpoint",),
-    "link": ("Link", "LinkListener"),
-    "peer": ("NotAMemberError", "Peer", "PeerLostError", "RefusedError", "Request"),
+    "Credentials": "cluster_key",
+    "Endpoint": "endpoint",
+    "Link": "link",
+    "LinkListener": "link",
+    "NotAMemberError": "peer",
+    "Peer": "peer",
+    "PeerLostError": "peer",
+    "RefusedError": "peer",
+    "Request": "peer",
+    "read_credentials": "cluster_key",
 }
-
-__all__ = [
-    "Credentials",
-    "Endpoint",
-    "Link",
-    "LinkListener",
-    "NotAMemberError",
-    "Peer",
-    "PeerLostError",
-    "RefusedError",
-    "Request",
-    "read_credentials",
-]
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    module = next((module for module, names in _MODULES.items() if name in names), None)
-    if module is None:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"dsjax.messaging.{module}"), name)
+    return getattr(importlib.import_module(f"dsjax.messaging.{_MODULES[name]}"), name)

@@ -12,7 +12,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from dsjax.addresses import join_address, split_address, zmq_endpoint
+from dsjax.addresses import split_address, zmq_endpoint
 from dsjax.background import note_failure
 from dsjax.messaging.curve import connect_with_curve, listen_with_curve, verify_roles
 from dsjax.messaging.endpoint import Endpoint
@@ -47,10 +47,8 @@ class BroadcastLog:
         self._socket = endpoint.socket(zmq.PUB, endpoint.host)
         listen_with_curve(self._socket, endpoint.credentials.key, _SERVICE)
         endpoint.admit(_SERVICE, verify_roles(endpoint.credentials.key))
-        self._socket.bind(zmq_endpoint(endpoint.host, 0))
-        port = split_address(self._socket.last_endpoint.decode().removeprefix("tcp://"))[1]
-        self.address = join_address(endpoint.host, port)
-        endpoint.owned.add(self)
+        self.address = endpoint.bind(self._socket)
+        endpoint.own(self)
         endpoint.serve(_SERVICE, self._greet, roles=("member",), kind=bytes)
 
     def append(self, epoch: int, body: bytes) -> None:
@@ -62,6 +60,11 @@ class BroadcastLog:
             short = len(body) <= MOST_FRAME_BYTES
             rest = [] if short else [body[at : at + MOST_FRAME_BYTES] for at in range(0, len(body), MOST_FRAME_BYTES)]
             self._send(Entry(number, epoch, body if short else b""), rest)
+
+    def tend(self) -> None:
+        """Let go of readers that have gone while nothing is appended: libzmq frees their memory only when the socket is used."""
+        with self._lock, contextlib.suppress(zmq.ZMQError):  # closed
+            self._socket.getsockopt(zmq.EVENTS)
 
     def close(self, linger: float = 0.0) -> None:
         """End. linger: seconds in which what was appended may still leave."""

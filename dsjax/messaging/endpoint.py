@@ -68,8 +68,8 @@ class Endpoint:
         silence: seconds after which a process that says nothing counts as lost, though its kernel lives.
         holds: services that will be served. What comes for one before waits until it is; for any other service it is refused.
 
-    turned_away: strangers so far, by what was wrong with them. owned: closed when this ends. at_end: called then, in the messaging
-    thread. is_shared: whether a group owns it, so that `release` leaves it open.
+    turned_away: strangers so far, by what was wrong with them. at_end: called when this ends, in the messaging thread.
+    is_shared: whether a group owns this, so that `release` leaves it open.
 
     Raises:
         UserError: without a cluster key, the address is beyond the loopback interface; or libzmq is unsuitable. OSError: it cannot listen.
@@ -101,7 +101,7 @@ class Endpoint:
         self._dialling: dict[Peer, tuple[Future[Peer], float]] = {}  # until when
         self._monitors: dict[zmq.Socket, zmq.Socket] = {}
         self.at_end: list[Callable[[], object]] = []  # called in the messaging thread
-        self.owned: weakref.WeakSet = weakref.WeakSet()
+        self._owned: weakref.WeakSet = weakref.WeakSet()  # the messaging thread's
         self.is_shared = False
         self._sweep_at, self._sweeps_again = time.monotonic() + _SWEEP_SECONDS, False
         self._ended, self._closed, self._linger = threading.Event(), False, 0.0
@@ -118,7 +118,7 @@ class Endpoint:
             self._wake.close()
             self._woken.close()
             raise OSError(error.errno, os.strerror(error.errno) if error.errno else str(error)) from error
-        self.host, self.port = split_address(self._router.last_endpoint.decode().removeprefix("tcp://"))
+        self.host, self.port = _address_of(self._router)
         self.read(self._router, self._receive)
         self.read(self._router_monitor, self._watch_router)
         self.read(self._zap.socket, self._zap.answer)
@@ -188,7 +188,7 @@ class Endpoint:
         self._wake_up()
         self._ended.wait()
         self._tell_of_strangers(at_once=True)
-        for opened in list(self.owned):
+        for opened in list(self._owned):
             opened.close()
         ends = threading.Thread(target=self._context.term, name="dsjax-messaging-end", daemon=True)
         ends.start()
@@ -200,6 +200,10 @@ class Endpoint:
             self.close()
 
     # For links and logs, which have sockets of their own.
+
+    def own(self, opened: Any) -> None:
+        """Tend a link or log each second, and close it when this ends."""
+        self.post(lambda: self._owned.add(opened))
 
     def socket(self, kind: int, host: str) -> zmq.Socket:
         """Make a socket with the options that all have. host: at which it listens, or to which it connects."""
@@ -223,6 +227,11 @@ class Endpoint:
         for option, value in options.items():
             socket.setsockopt(option, int(value))
         return socket
+
+    def bind(self, socket: zmq.Socket) -> str:
+        """Have a socket listen at a free port of this endpoint's host. Return `HOST:PORT`."""
+        socket.bind(zmq_endpoint(self.host, 0))
+        return join_address(self.host, _address_of(socket)[1])
 
     @staticmethod
     def watch(socket: zmq.Socket) -> zmq.Socket:
@@ -436,7 +445,7 @@ class Endpoint:
                 self._tell_of_strangers()
 
     def sweep(self) -> None:
-        """Find out which processes that have connected are gone: a message to one of them cannot be sent."""
+        """Find out which processes that have connected are gone: a message to one of them cannot be sent. Tend links and logs."""
         self._sweep_at = time.monotonic() + (_SECOND_SWEEP_SECONDS if self._sweeps_again else _SWEEP_SECONDS)
         self._sweeps_again = False
         for name in [*self._accepted, *self._dropped]:
@@ -444,6 +453,8 @@ class Endpoint:
                 self._router.send_multipart([name, b""], zmq.NOBLOCK)
             except zmq.ZMQError:
                 self._gone.add(name)
+        for opened in list(self._owned):
+            opened.tend()
         for peer, (_, end) in list(self._dialling.items()):
             if time.monotonic() > end:
                 self._end_dial(peer, PeerLostError(f"{peer.address} cannot be reached"))
@@ -494,6 +505,10 @@ class Endpoint:
 def counted(turned_away: Counter[str]) -> str:
     """Say how many strangers were turned away, by reason."""
     return ", ".join(f"{count:,} {reason}" for reason, count in sorted(turned_away.items()))
+
+
+def _address_of(socket: zmq.Socket) -> tuple[str, int]:
+    return split_address(socket.last_endpoint.decode().removeprefix("tcp://"))
 
 
 def _property(frame: zmq.Frame, name: str) -> str:

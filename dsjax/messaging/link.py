@@ -19,7 +19,7 @@ import numpy as np
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from dsjax.addresses import join_address, split_address, zmq_endpoint
+from dsjax.addresses import split_address, zmq_endpoint
 from dsjax.messaging.curve import connect_with_curve, enforce, listen_with_curve, verify_roles, verify_ticket
 from dsjax.messaging.endpoint import CONNECT_SECONDS, Endpoint
 from dsjax.messaging.peer import NotAMemberError, PeerLostError
@@ -62,7 +62,10 @@ class Message(NamedTuple):
 
 
 class _Bulk:
-    """A socket, what tells of its connections, and what wakes the thread that waits at it."""
+    """A socket, what tells of its connections, and what wakes the thread that waits at it.
+
+    The endpoint tends it from the constructor's end on: a subclass sets what `_look` reads before.
+    """
 
     def __init__(self, endpoint: Endpoint, kind: int, host: str):
         self._socket = endpoint.socket(kind, host)
@@ -72,7 +75,7 @@ class _Bulk:
         for one in (self._socket, self._monitor, self._woken.fileno()):
             self._poller.register(one, zmq.POLLIN)
         self._lock, self._is_cancelled, self._is_closed = threading.RLock(), False, False
-        endpoint.owned.add(self)
+        endpoint.own(self)
 
     def wake(self) -> None:
         """Have `receive` return without a message, now or when it is called next. Any thread may call it."""
@@ -83,6 +86,16 @@ class _Bulk:
         """Have whoever waits raise `PeerLostError`, now and from now on. Any thread may call it."""
         self._is_cancelled = True
         self.wake()
+
+    def tend(self) -> None:
+        """Let go of connections that have ended while nobody uses this: libzmq keeps what it knows of them until somebody looks."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._is_closed:
+                    self._socket.getsockopt(zmq.EVENTS)
+                    self._look()
+            finally:
+                self._lock.release()
 
     def close(self, linger: float = 0.0) -> None:
         """End, also under a thread that waits. linger: seconds in which what was sent may still leave, while nobody waits for it."""
@@ -135,7 +148,6 @@ class LinkListener(_Bulk):
     """
 
     def __init__(self, endpoint: Endpoint, names: Sequence[str] | None = None, *, encrypted: bool = False):
-        super().__init__(endpoint, zmq.ROUTER, endpoint.host)
         self._endpoint, self._domain = endpoint, f"link {next(_numbers)}"
         self.ticket = secrets.token_hex(16).encode()
         self._names = None if names is None else set(names)
@@ -144,6 +156,7 @@ class LinkListener(_Bulk):
         self._sweeps, self._sweep_at = 0, 0.0
         self._gone: set[bytes] = set()  # what they sent before can still be taken
         self._lost: list[str] = []
+        super().__init__(endpoint, zmq.ROUTER, endpoint.host)
         self._socket.router_mandatory = True
         credentials = endpoint.credentials
         if encrypted or credentials.encrypt_bulk:
@@ -154,12 +167,10 @@ class LinkListener(_Bulk):
             enforce(self._socket, self._domain)
             endpoint.admit(self._domain, verify_ticket(self.ticket))
         try:
-            self._socket.bind(zmq_endpoint(endpoint.host, 0))
+            self.address = endpoint.bind(self._socket)
         except BaseException:
             self.close()
             raise
-        port = split_address(self._socket.last_endpoint.decode().removeprefix("tcp://"))[1]
-        self.address = join_address(endpoint.host, port)
 
     def receive(self, seconds: float | None = None) -> Message | None:
         """Wait for a message; None where none comes in time, or `wake` is called.
@@ -273,8 +284,8 @@ class Link(_Bulk):
     ):
         host, port = split_address(address)
         endpoint.credentials.check_host(host)
-        super().__init__(endpoint, zmq.DEALER, host)
         self.address, self._has_ended = address, False
+        super().__init__(endpoint, zmq.DEALER, host)
         if encrypted or endpoint.credentials.encrypt_bulk:
             connect_with_curve(self._socket, endpoint.credentials.key, role)
         else:

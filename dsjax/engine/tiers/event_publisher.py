@@ -45,6 +45,7 @@ END = (-1).to_bytes(8, "big", signed=True)
 """The sequence number that ends a replay."""
 _POLL_SECONDS = 0.05
 _TURN_SECONDS = 0.005
+_IDLE_SECONDS = 1.0
 _END_SECONDS = 1.0
 _GREETING_SECONDS = 5
 _MOST_FRAME_BYTES = 1024
@@ -221,10 +222,13 @@ class EventPublisher:
                 with contained("cache events", "A replay is not answered."):
                     is_busy = self._answer_replays()
                 try:
-                    # Where nobody can ask for a replay, there is nothing to look for in between.
                     seconds = _TURN_SECONDS if is_busy else _POLL_SECONDS
-                    item = self._queue.get(timeout=seconds if self._replays else None)
+                    item = self._queue.get(timeout=seconds if self._replays else _IDLE_SECONDS)
                 except queue.Empty:
+                    for socket in (
+                        self._sockets
+                    ):  # libzmq frees what it keeps of subscribers that have gone when a socket is used
+                        socket.getsockopt(zmq.EVENTS)
                     continue
                 if item is None:
                     return

@@ -21,7 +21,8 @@ from dsjax.messaging import Endpoint, Peer, Request
 ROLE = "decode"
 """The role with which a decode side's processes connect."""
 _PULL, _DONE = "pull", "done"
-_MOST_DROPPED = 4096
+_MOST_DROPPED = _MOST_WAITING = 4096
+"""Dropped numbers that are remembered, and pulls that wait for a chunk; further ones of either take the place of the oldest."""
 _PUBLISHERS = 2
 """Threads that publish: while one copies a chunk, the other takes the next."""
 
@@ -68,6 +69,8 @@ class FollowerSendBuffers:
         """Call `take` with an offered chunk once it is computed, or with None once it is dropped."""
         with self._lock:
             self._waiting.append((number, take))
+            if len(self._waiting) > _MOST_WAITING:  # a member asks for what nobody has offered
+                self._waiting.pop(0)[1](None)
             self._answer()
 
     def _answer(self) -> None:

@@ -4,10 +4,15 @@ import queue
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
+from dsjax.addresses import split_address
 from dsjax.messaging import PeerLostError, RefusedError
 from dsjax.messaging.broadcast import BroadcastLog, LogReader
+from dsjax.messaging.curve import connect_with_curve
 
 SECONDS = 20.0
 
@@ -85,4 +90,25 @@ def test_a_missing_entry_is_an_error_and_not_passed_over(ends):
     assert "is missing" in str(heard.get(timeout=SECONDS))
     time.sleep(0.05)
     assert heard.empty()
+    log.close()
+
+
+def test_readers_that_come_and_go_while_nothing_is_appended_leave_no_memory_behind(ends):
+    log, client = BroadcastLog(ends[0]), ends[1]
+    host, port = split_address(log.address)
+
+    def come_and_go(count):
+        for _ in range(count):
+            socket = client.socket(zmq.SUB, host)
+            connect_with_curve(socket, client.credentials.key, "member")
+            monitor = client.watch(socket)
+            socket.connect(f"tcp://{host}:{port}")
+            while recv_monitor_message(monitor)["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                pass
+            client.unwatch(socket, monitor)
+        time.sleep(1.5)  # the messaging thread looks each second
+        return psutil.Process().memory_info().rss
+
+    before = come_and_go(300)
+    assert come_and_go(600) - before < 4 << 20, "600 readers that have gone took 7 MiB"
     log.close()

@@ -1,5 +1,6 @@
 """`LinkListener` and `Link`: bulk messages, tickets, and what becomes of those who wait."""
 
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from deployments import KEY
 
+from dsjax.addresses import split_address
 from dsjax.messaging import Link, LinkListener, NotAMemberError, PeerLostError
 from dsjax.messaging.link import LinkLostError
 
@@ -140,3 +142,13 @@ def test_an_endpoint_ends_though_a_link_is_open(ends, listener, link):
     assert time.monotonic() - began < 10
     with pytest.raises(PeerLostError):
         link.receive(SECONDS)
+
+
+def test_a_listener_that_nobody_waits_at_keeps_nothing_of_strangers(listener):
+    for _ in range(20):
+        with socket.create_connection(split_address(listener.address), SECONDS) as stranger:
+            stranger.sendall(b"\xff" * 70)
+    deadline = time.monotonic() + SECONDS
+    while listener._monitor.poll(0):
+        assert time.monotonic() < deadline, "events of each stranger wait in memory"
+        time.sleep(0.1)

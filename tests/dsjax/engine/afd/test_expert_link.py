@@ -2,6 +2,10 @@
 
 import contextlib
 import itertools
+import os
+import signal
+import subprocess
+import sys
 import threading
 
 import msgspec
@@ -224,3 +228,38 @@ def test_a_process_is_looked_for_beside_a_call_that_is_under_way():
         process.close()
         with pytest.raises(UserError, match=f"no expert process answers at {address} .* ask again when it is there"):
             check_reachable(endpoint, address)
+
+
+PROCESS = """
+import sys
+from deployments import KEY
+from dsjax.engine.afd.messages import OPEN, Open, Opened
+from dsjax.messaging import Endpoint, LinkListener
+endpoint = Endpoint("127.0.0.1", KEY, port=int(sys.argv[1]), holds=[OPEN])
+listener = LinkListener(endpoint)
+opened = Opened(listener.address, listener.ticket, "0")
+endpoint.serve(OPEN, lambda request: request.reply(opened), roles=("attention",), kind=Open)
+listener.receive()
+print("called", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_that_is_stopped_under_a_call_is_lost_after_a_silence_and_the_next_one_gets_the_call(endpoints):
+    """Its kernel lives, and goes on to acknowledge what it is sent."""
+    port = free_port()
+    command, pipes = [sys.executable, "-c", PROCESS, str(port)], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    own = ExpertLink(endpoints(silence=1.0), f"127.0.0.1:{port}", lambda: Open({}, b"", b"one"), patience=60.0)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with contextlib.closing(own), subprocess.Popen(command, env=environment, text=True, **pipes) as stopped:
+        made, answers = call(own, rows=b"a row")
+        assert stopped.stdout.readline() == "called\n"
+        stopped.send_signal(signal.SIGSTOP)
+        until(lambda: own.losses == 1)
+        assert not made.done()
+        stopped.kill()
+        stopped.wait()
+        with contextlib.closing(Experts(port)) as experts:
+            made.result(60)
+            assert answers.tobytes() == b"a row"
+            assert [one.again for one in experts.calls] == [True]

@@ -13,6 +13,7 @@ import time
 from types import SimpleNamespace
 
 import msgspec
+import psutil
 import pytest
 import zmq
 from event_subscriber import hashes_of
@@ -389,3 +390,17 @@ def test_a_stranger_s_oversized_frame_ends_its_connection_unread(publisher, clie
     other = client("DEALER", config.replay_endpoint)
     while not replay(other, 0):
         pass
+
+
+def test_subscribers_that_come_and_go_while_nothing_is_published_leave_no_memory_behind(publisher):
+    _, config = publisher(replay_endpoint=None)
+
+    def come_and_go(count):
+        for _ in range(count):
+            with greet(config.endpoint, b"SUB") as subscriber:
+                assert subscriber.recv(64), "it was let in"
+        time.sleep(1.5)  # the thread looks each second
+        return psutil.Process().memory_info().rss
+
+    before = come_and_go(300)
+    assert come_and_go(600) - before < 4 << 20, "600 subscribers that have gone took 6 MiB"

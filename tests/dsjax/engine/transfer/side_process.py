@@ -9,6 +9,7 @@ import json
 import sys
 
 from dsjax import LLM, SamplingParams
+from dsjax.background import failure_counts
 from dsjax.engine.core import EngineCore
 from dsjax.engine.elastic.joining import host_options, join_group
 from dsjax.engine.schedule.request import RequestOptions
@@ -43,7 +44,7 @@ def prefill(args: EngineArgs) -> None:
             continue
         pages = sum(rank.pool.num_used for rank in engine.core.scheduler.ranks)
         kept = {"jobs": engine.num_jobs, "chunks": engine.buffers.num_kept, "pages": pages}
-        tell(**kept, sent=engine.buffers.pages_sent, changes=changes_of(engine.core))
+        tell(**kept, sent=engine.buffers.pages_sent, **common(engine.core))
     server.shutdown()
 
 
@@ -57,16 +58,20 @@ def decode(llm: LLM) -> None:
                 llm.scale(request["mesh"])
             counts = core.part(PrefillLinks).source.transfer_counts._asdict()
             used = sum(rank.pool.num_used for rank in core.scheduler.ranks)
-            tell(used=used, mesh=llm.facts.mesh, changes=changes_of(core), **counts)
+            tell(used=used, mesh=llm.facts.mesh, **common(core), **counts)
             continue
         llm.engine.flush_prefix_cache()
         tell(token_ids=run(llm, request["requests"]))
     llm.shutdown()
 
 
-def changes_of(core: EngineCore) -> dict[str, int]:
-    """How often the mesh has changed, by reason; a prefill side of one process never changes its own."""
-    return {} if core.generations is None else dict(core.generations.counts.changes)
+def common(core: EngineCore) -> dict[str, object]:
+    """What both sides keep: how often the mesh has changed, by reason, and background work that has failed.
+
+    A prefill side of one process never changes its mesh.
+    """
+    changes = {} if core.generations is None else dict(core.generations.counts.changes)
+    return {"changes": changes, "failures": sum(failure_counts().values())}
 
 
 def run(llm: LLM, requests: list) -> dict[str, list[int]]:

@@ -10,6 +10,7 @@ from dsjax.background import WorkQueue
 from dsjax.engine.elastic.transfer_processes import FollowerTransfers
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.transfer import chunk_network
 from dsjax.engine.transfer.chunk_network import FollowerSendBuffers
 from dsjax.engine.transfer.messages import ChunkReady, ReleaseChunk
 from dsjax.engine.transfer.page_chunks import PageChunks
@@ -32,6 +33,16 @@ def test_a_chunk_that_another_process_keeps_is_waited_for_when_it_was_offered_ea
     kept.drop([3, 4])
     assert [opened(kept, number).result(0) for number in (3, 4)] == [None, None]
     assert kept._chunks == {}
+
+
+def test_few_pulls_of_what_nobody_offers_are_kept(monkeypatch):
+    monkeypatch.setattr(chunk_network, "_MOST_WAITING", 3)
+    kept = FollowerSendBuffers()
+    pulls = [opened(kept, number) for number in range(5)]
+    assert [pull.done() for pull in pulls] == [True, True, False, False, False]
+    assert pulls[0].result(0) is None
+    kept.ready(4, {"tokens": 1})
+    assert pulls[4].result(0) == {"tokens": 1}
 
 
 def test_a_chunk_that_another_process_has_offered_and_this_one_could_not_compute_is_waited_for_no_longer():
