@@ -9,8 +9,9 @@
 A system is ``dsjax:MESH`` or ``transformers:EXPERTS``. ``dsjax:MESH/NAME=VALUE/…`` gives this one engine options of its own, for example
 ``dsjax:dp=1/kernels=plain/batch_invariant=true``; ``dsjax+speculative`` drafts ``--drafts`` tokens a row with the model's MTP module;
 ``dsjax+synchronous`` turns asynchronous scheduling off; ``dsjax+http`` streams the answers from ``dsjax serve``, and its processor time is
-the server's and the client's, which a second line gives apart. What a server compiles beside its first requests counts too: the least of
-the rounds is without it. ``dsjax:MESH@DIRECTORY`` runs another checkout's code, so that two commits stand in one run.
+the server's and the client's, which a second line gives apart, behind that of the server's start. What a server compiles beside its
+first requests counts too: the least of the rounds is without it. ``dsjax:MESH@DIRECTORY`` runs another checkout's code, so that two
+commits stand in one run.
 ``llama.cpp:FILE.gguf`` decodes all prompts together, at most 256 at a time, which is its limit (``tools/make_gguf.py`` makes the file).
 
 Each system runs in a process of its own; they take turns, one round each, so that a slow minute of the machine hits all of them. Round 0
@@ -86,6 +87,7 @@ def compare(args: argparse.Namespace) -> None:
     started: dict[str, float] = {}
     seconds: dict[str, list[float]] = {system: [] for system in args.systems}
     processor: dict[str, list[float]] = {system: [] for system in args.systems}
+    start_processor: dict[str, float] = {}
     served: dict[str, list[float]] = {system: [] for system in args.systems}
     produced: dict[str, list] = {}
     drafts: dict[str, list[int]] = {}
@@ -108,6 +110,7 @@ def compare(args: argparse.Namespace) -> None:
                     served[system].append(answer.get("server_processor", float("nan")))
                 else:
                     started[system] = time.perf_counter() - began
+                    start_processor[system] = answer.get("since_start", float("nan"))
             print(
                 f"round {round_number} of {args.rounds}" + (" (warm-up)" if not round_number else ""), file=sys.stderr
             )
@@ -127,6 +130,7 @@ def compare(args: argparse.Namespace) -> None:
         least, of_first = min(processor[system]), min(processor[args.systems[0]])
         found = {"seconds": times, "processor_seconds": processor[system], "tokens_per_second": total / median}
         found |= {"server_processor_seconds": served[system], "start_seconds": started[system]}
+        found["start_processor_seconds"] = start_processor[system]
         rows.append({"system": system, **found, "ratio": first / median, "processor_ratio": of_first / least})
         print(
             f"{system:32} {total / median:10.0f} {total / min(times):10.0f} {first / median:7.2f} {least:12.2f} "
@@ -135,7 +139,7 @@ def compare(args: argparse.Namespace) -> None:
         if min(served[system]) > 0:
             of_client = min(both - server for both, server in zip(processor[system], served[system], strict=True))
             each = f"server {min(served[system]) / total * 1e6:.0f} µs a token, client {of_client / total * 1e6:.0f}"
-            print(f"{'':32} processor time: {each}")
+            print(f"{'':32} processor time: start {start_processor[system]:.1f} s, {each}")
         if drafts[system]:
             rows_with, *accepted = drafts[system]
             shares = ", ".join(f"{count / rows_with:.1%}" for count in accepted)
@@ -188,7 +192,7 @@ def work(args: argparse.Namespace) -> None:
             start, client, server = time.perf_counter(), time.process_time(), server_seconds()
             tokens = run()
             found = {"seconds": time.perf_counter() - start, "tokens": tokens}
-            found["server_processor"] = server_seconds() - server
+            found["server_processor"], found["since_start"] = server_seconds() - server, server_seconds()
             found["processor"] = time.process_time() - client + found["server_processor"]
             found["drafts"] = list(getattr(run, "drafts", []))
             json.dump(found, answers)
@@ -285,7 +289,7 @@ def _served(args: argparse.Namespace, how: str, variants: list[str], stack: cont
     def run() -> None:
         asyncio.run(send())
 
-    run.server_seconds = lambda: sum(psutil.Process(server.pid).cpu_times()[:2])  # user, system
+    run.server_seconds = lambda: sum(psutil.Process(server.pid).cpu_times()[:4])  # user, system, and the compiler's
     return run
 
 

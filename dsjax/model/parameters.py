@@ -19,7 +19,7 @@ import numpy as np
 from einops import rearrange
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from dsjax.config.weights import WEIGHT_FORMATS, WeightFormat
 from sharding import Rules

@@ -207,8 +207,7 @@ class CompletionLogprobLists:
 class Answer:
     """A request and its answer.
 
-    `start` checks and queues the request. Then `whole` returns the answer, or `first_chunks`, `chunks_of` and `last_chunks` those of a
-    stream.
+    `start` checks and queues the request. Then `whole` returns the answer, or `first_chunks`, `chunks_of` and `last_chunks` stream it.
 
     Args:
         kind: the chunks' field `object`.

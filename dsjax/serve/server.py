@@ -220,8 +220,7 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
 
     It listens because a socket that is only bound does not own its port: another process could bind it too, and listen first.
 
-    Args:
-        shared: let further sockets of this process listen at the address.
+    shared: let further sockets of this process listen at the address.
 
     Raises:
         UserError: the address is not available.

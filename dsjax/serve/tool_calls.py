@@ -22,12 +22,7 @@ _OUTPUT_BEGIN, OUTPUT_END = "<｜tool▁output▁begin｜>", "<｜tool▁output�
 
 
 class CallFormat(ABC):
-    """How a model writes tool calls.
-
-    Attributes:
-        markers: texts that the parser looks for; some may be special tokens.
-        openings: texts with which a block of calls and a single call begin.
-    """
+    """How a model writes tool calls. The parser looks for `markers`; `openings` begin a block of calls and a single call."""
 
     name: str
     markers: tuple[str, ...]

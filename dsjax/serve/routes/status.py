@@ -75,10 +75,7 @@ def status_routes(serving: Serving) -> APIRouter:
 def create_metrics_routes(app: FastAPI, serving: Any) -> None:
     """Add `GET /metrics` (text format or OpenMetrics, as the scraper accepts) and `GET /history` for the page.
 
-    `?name[]=NAME`, which may be repeated, selects samples by name: the live views need a few of thousands.
-
-    Args:
-        serving: one whose `metrics` are not None.
+    `?name[]=NAME`, which may be repeated, selects samples by name: the live views need a few of thousands. `serving` has `metrics`.
     """
 
     @app.get("/metrics", include_in_schema=False)
