@@ -177,7 +177,8 @@ def check_cache_tokens(tokens: int | None, page: int) -> None:
     """Raise a `UserError` where `--cache-tokens` is no whole number of pages."""
     if tokens is not None and tokens % page:
         raise UserError(
-            f"--cache-tokens is {tokens}, which is no whole number of pages of {page} tokens (--page-size); give {-(-tokens // page) * page}"
+            f"--cache-tokens is {tokens}, which is no whole number of pages of {page} tokens (--page-size); "
+            f"give {-(-tokens // page) * page}"
         )
 
 
