@@ -40,6 +40,7 @@ WORK = (
     "observers",
     "request text",
     "transfer connection",
+    "warm up",
     "welcome",
 )
 """The names of background work: values of the metric's label `work`."""

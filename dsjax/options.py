@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import ipaddress
+import operator
 import os
 import re
 import urllib.parse
 from enum import StrEnum
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_type_hints
 
 from dsjax.errors import UserError
 
@@ -52,22 +54,48 @@ advanced = functools.partial(option, advanced=True)
 """An `option` that only `--help-all` shows."""
 
 
+_KINDS = {bool: "True or False", int: "an integer", float: "a number", str: "text", type: "a class"}
+"""Types of option values that `Checked` checks, in words."""
+_BOUNDS = (("least", operator.ge, "of at least"), ("above", operator.gt, "above"), ("most", operator.le, "of at most"))
+
+
 class Checked:
-    """Checks a dataclass's fields against the choices and bounds that they declare."""
+    """Checks a dataclass's fields against their types and the choices and bounds that they declare.
+
+    Paths, lists and values that may be JSON are checked where they are read.
+    """
 
     def __post_init__(self):
+        hints = _hints(type(self))
         for field in dataclasses.fields(self):
-            value, facts = getattr(self, field.name), field.metadata
-            if value is None:
-                continue
-            if "choices" in facts and value not in facts["choices"]:
-                raise OptionError(f"{flag_of(field)} is {value!r}, expected one of {', '.join(facts['choices'])}")
-            if "least" in facts and not value >= facts["least"]:
-                raise OptionError(f"{flag_of(field)} is {value}, expected at least {facts['least']}")
-            if "above" in facts and not value > facts["above"]:
-                raise OptionError(f"{flag_of(field)} is {value}, expected more than {facts['above']}")
-            if "most" in facts and value > facts["most"]:
-                raise OptionError(f"{flag_of(field)} is {value}, expected at most {facts['most']:,}")
+            _check(field, hints[field.name], getattr(self, field.name))
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _check(field: dataclasses.Field, hint: Any, value: Any) -> None:
+    """Raise `OptionError` for a value that a field cannot have. hint: the field's annotation."""
+    facts = field.metadata
+    kinds = set(get_args(hint)) if isinstance(hint, UnionType) else {hint}
+    is_class = facts.get("classes") and isinstance(value, type)  # what it must inherit is checked where it is used
+    if is_class or (value is None and NoneType in kinds):
+        return
+    [kind, *others] = kinds - {NoneType}
+    if others or kind not in _KINDS:
+        return
+    if "choices" in facts:
+        is_right, expected = value in facts["choices"], f"one of {', '.join(facts['choices'])}"
+    else:
+        bounds = [(holds, facts[name], word) for name, holds, word in _BOUNDS if name in facts]
+        expected = " ".join([_KINDS[kind], " and ".join(f"{word} {bound:,}" for _, bound, word in bounds)]).rstrip()
+        types = (int, float) if kind is float else kind
+        is_right = isinstance(value, types) and isinstance(value, bool) is (kind is bool)
+        is_right = is_right and all(holds(value, bound) for holds, bound, _ in bounds)
+    if not is_right:
+        raise OptionError(f"{flag_of(field)} is {value!r}, expected {expected}")
 
 
 def flag_of(field: dataclasses.Field) -> str:

@@ -9,7 +9,9 @@
 A system is ``dsjax:MESH`` or ``transformers:EXPERTS``. ``dsjax:MESH/NAME=VALUE/…`` gives this one engine options of its own, for example
 ``dsjax:dp=1/kernels=plain/batch_invariant=true``; ``dsjax+speculative`` drafts ``--drafts`` tokens a row with the model's MTP module;
 ``dsjax+synchronous`` turns asynchronous scheduling off; ``dsjax+http`` streams the answers from ``dsjax serve``, and its processor time is
-the server's and the client's; ``dsjax:MESH@DIRECTORY`` runs another checkout's code, so that two commits stand in one run.
+the server's and the client's, which a second line gives apart, behind that of the server's start. What a server compiles beside its
+first requests counts too: the least of the rounds is without it. ``dsjax:MESH@DIRECTORY`` runs another checkout's code, so that two
+commits stand in one run.
 ``llama.cpp:FILE.gguf`` decodes all prompts together, at most 256 at a time, which is its limit (``tools/make_gguf.py`` makes the file).
 
 Each system runs in a process of its own; they take turns, one round each, so that a slow minute of the machine hits all of them. Round 0
@@ -85,6 +87,8 @@ def compare(args: argparse.Namespace) -> None:
     started: dict[str, float] = {}
     seconds: dict[str, list[float]] = {system: [] for system in args.systems}
     processor: dict[str, list[float]] = {system: [] for system in args.systems}
+    start_processor: dict[str, float] = {}
+    served: dict[str, list[float]] = {system: [] for system in args.systems}
     produced: dict[str, list] = {}
     drafts: dict[str, list[int]] = {}
     try:
@@ -103,8 +107,10 @@ def compare(args: argparse.Namespace) -> None:
                 if round_number:
                     seconds[system].append(answer["seconds"])
                     processor[system].append(answer.get("processor", float("nan")))  # an older checkout says none
+                    served[system].append(answer.get("server_processor", float("nan")))
                 else:
                     started[system] = time.perf_counter() - began
+                    start_processor[system] = answer.get("since_start", float("nan"))
             print(
                 f"round {round_number} of {args.rounds}" + (" (warm-up)" if not round_number else ""), file=sys.stderr
             )
@@ -123,12 +129,17 @@ def compare(args: argparse.Namespace) -> None:
         same = f"{statistics.fmean(a == b for a, b in zip(*pair, strict=True)):.0%}" if None not in pair else "–"
         least, of_first = min(processor[system]), min(processor[args.systems[0]])
         found = {"seconds": times, "processor_seconds": processor[system], "tokens_per_second": total / median}
-        found["start_seconds"] = started[system]
+        found |= {"server_processor_seconds": served[system], "start_seconds": started[system]}
+        found["start_processor_seconds"] = start_processor[system]
         rows.append({"system": system, **found, "ratio": first / median, "processor_ratio": of_first / least})
         print(
             f"{system:32} {total / median:10.0f} {total / min(times):10.0f} {first / median:7.2f} {least:12.2f} "
             f"{of_first / least:7.2f} {started[system]:8.1f}  {same}"
         )
+        if min(served[system]) > 0:
+            of_client = min(both - server for both, server in zip(processor[system], served[system], strict=True))
+            each = f"server {min(served[system]) / total * 1e6:.0f} µs a token, client {of_client / total * 1e6:.0f}"
+            print(f"{'':32} processor time: start {start_processor[system]:.1f} s, {each}")
         if drafts[system]:
             rows_with, *accepted = drafts[system]
             shares = ", ".join(f"{count / rows_with:.1%}" for count in accepted)
@@ -178,10 +189,11 @@ def work(args: argparse.Namespace) -> None:
             run = (_transformers if kind == "transformers" else _llama_cpp)(args, how)
         server_seconds = getattr(run, "server_seconds", float)
         for _ in sys.stdin:
-            start, processor = time.perf_counter(), time.process_time() + server_seconds()
+            start, client, server = time.perf_counter(), time.process_time(), server_seconds()
             tokens = run()
             found = {"seconds": time.perf_counter() - start, "tokens": tokens}
-            found["processor"] = time.process_time() + server_seconds() - processor
+            found["server_processor"], found["since_start"] = server_seconds() - server, server_seconds()
+            found["processor"] = time.process_time() - client + found["server_processor"]
             found["drafts"] = list(getattr(run, "drafts", []))
             json.dump(found, answers)
             answers.write("\n")
@@ -277,7 +289,7 @@ def _served(args: argparse.Namespace, how: str, variants: list[str], stack: cont
     def run() -> None:
         asyncio.run(send())
 
-    run.server_seconds = lambda: sum(psutil.Process(server.pid).cpu_times()[:2])  # user, system
+    run.server_seconds = lambda: sum(psutil.Process(server.pid).cpu_times()[:4])  # user, system, and the compiler's
     return run
 
 

@@ -56,12 +56,15 @@ def step(args: EngineArgs, options: StepOptions) -> None:
     time is waiting for the last device. `dsjax bench modules` says what the device allows for each part.
     """
     check_place("--json", options.json_file)
+    from dsjax.checkpoint.hub import resolve_config
+    from dsjax.config import load_config
     from dsjax.engine.device.mesh_executor import MeshExecutor
     from dsjax.llm import LLM
 
     rows, steps = options.batch_size, options.num_iters_warmup + options.num_iters + _TRACED
-    pages = -(-(options.input_len + steps + 1) // args.page_size)
-    sizes = {"max_num_seqs": rows, "cache_tokens": rows * pages * args.page_size}
+    page = args.page_size_of(load_config(resolve_config(args.model)))
+    pages = -(-(options.input_len + steps + 1) // page)
+    sizes = {"max_num_seqs": rows, "cache_tokens": rows * pages * page}
     llm = LLM(**dataclasses.asdict(dataclasses.replace(args, **sizes)))
     if type(llm.executor) is not MeshExecutor:
         raise UserError("dsjax bench step times one mesh of one process without stages (pp); give such a --mesh")
@@ -99,7 +102,7 @@ def decode_step(llm: LLM, rows: int, context: int, pages: int, busy: int) -> tup
     executor = llm.executor
     executor.buckets = dataclasses.replace(executor.buckets, decode=(rows,))
     tokens = np.random.default_rng(0).integers(3, llm.config.vocab_size, rows).tolist()
-    positions = pages * llm.args.page_size
+    positions = pages * llm.executor.limits.page_size
     sampling, decodes = Sampling(context + 1, 0), int32s(value for slot in range(rows) for value in (slot, positions))
     admissions = [Admission(slot, context, token, sampling) for slot, token in enumerate(tokens)]
     tables = [PageChange(slot, 0, list(range(1 + slot * pages, 1 + (slot + 1) * pages))) for slot in range(rows)]

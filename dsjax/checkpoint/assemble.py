@@ -1,7 +1,6 @@
-"""Putting a region of a parameter together from Hugging Face tensors: slice, check, convert, transpose, strip by strip.
+"""Assemble a region of a parameter from Hugging Face tensors: slice, check, convert and transpose strips of 128 rows.
 
-Works on strips of 128 rows, so that what is made on the way (a float32 strip of a dequantised matrix) stays in the
-processor's cache and memory holds little beyond the result.
+Intermediate values, such as a dequantised strip in float32, stay in the processor's cache, and memory holds little beside the result.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ _COPIED_ROWS = 32
 
 
 class Assembler:
-    """Fills arrays with regions of parameters; what it finds wrong with values is in ``problems`` afterwards.
+    """Fills arrays with regions of parameters, and collects damaged values in ``problems``.
 
     Args:
-        names: where each parameter comes from, and in which dtype it is wanted.
-        tensors: the checkpoint, Hugging Face name → tensor; structure checked before (``check.structure``).
+        names: the tensors and the dtype of each parameter.
+        tensors: the checkpoint, Hugging Face name → tensor, of a checked structure (``check.check_structure``).
         executor: runs the pieces of a region side by side; default: one after the other.
     """
 
@@ -43,12 +42,12 @@ class Assembler:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of tensors read so far, those that were read twice counted twice."""
+        """Bytes of tensors read so far; a tensor that was read twice counts twice."""
         return self._bytes_read
 
     @property
     def problems(self) -> list[str]:
-        """One line for each tensor with values that cannot be."""
+        """One line for each tensor with damaged values."""
         return [f"{name}: {what}" for name, what in sorted(self._found.items())]
 
     def fill(self, out: np.ndarray, path: str, region: Sequence[slice]) -> None:
@@ -65,7 +64,7 @@ class Assembler:
                 pass
 
     def tensor(self, path: str, piece: TensorPiece) -> np.ndarray:
-        """One whole piece as Hugging Face has it, ``[out, in]``, in the parameter's dtype."""
+        """Return one whole piece in Hugging Face's layout ``[out, in]``, in the parameter's dtype."""
         info = self.names.parameters[path]
         shape = piece.shape(info.shape)
         out = np.empty(shape, info.dtype)
@@ -77,7 +76,7 @@ class Assembler:
         return out
 
     def _fill_piece(self, out: np.ndarray, path: str, piece: TensorPiece, region: Sequence[slice]) -> None:
-        """One piece's share of ``out``, in the orientation of the Hugging Face tensor."""
+        """Set the part of ``out`` that one piece covers."""
         kept = [part for part, at in zip(region, piece.index, strict=True) if isinstance(at, slice)]
         place = tuple(
             at if isinstance(at, slice) else at - part.start for part, at in zip(region, piece.index, strict=True)
@@ -107,7 +106,7 @@ class Assembler:
     def _strips(
         self, path: str, name: str, rows: slice, columns: slice, dtype: np.dtype
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """(first row, values in ``dtype``) of consecutive strips that cover ``[rows, columns]`` of a tensor."""
+        """Yield (first row, values in ``dtype``) of consecutive strips of ``tensor[rows, columns]``."""
         if scaled_weight(path, self.names.parameters) is not None:
             yield from self._scale_strips(name, rows, columns)
             return
@@ -130,7 +129,7 @@ class Assembler:
             yield start, block.astype(dtype, copy=False)
 
     def _scale_strips(self, name: str, rows: slice, columns: slice) -> Iterator[tuple[int, np.ndarray]]:
-        """Block scales: the checkpoint's own, or those that quantising its weight gives. Rows and columns are blocks."""
+        """Yield block scales: the checkpoint's, or those of quantising its weight. Rows and columns count blocks."""
         weight_name = name.removesuffix(SCALE_SUFFIX)
         weight = self.tensors[weight_name]
         if weight.dtype == FP8:
@@ -144,7 +143,7 @@ class Assembler:
             yield start // BLOCK, block_scales(block)
 
     def _read(self, name: str, rows: slice, columns: slice) -> Iterator[tuple[int, np.ndarray]]:
-        """(first row, values as they are stored) of strips that end where blocks end; all values are checked."""
+        """Yield (first row, stored values) of strips that end at borders of blocks, and check the values."""
         tensor = self.tensors[name]
         in_memory = isinstance(tensor, np.ndarray)
         row_bytes = max((columns.stop - columns.start) * tensor.dtype.itemsize, 1)
@@ -171,7 +170,7 @@ class Assembler:
         return scale
 
     def _check(self, name: str, values: np.ndarray) -> None:
-        """Look at values that were read: all are, once each."""
+        """Count the bytes of values that were read, and report those that are not finite."""
         with self._lock:
             self._bytes_read += values.nbytes
         if not all_finite(values) or (
@@ -185,7 +184,7 @@ class Assembler:
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Whether no value is NaN or infinite, for the dtypes of checkpoints."""
+    """Whether all values are finite, for the dtypes of checkpoints."""
     if values.dtype.name in _EXPONENTS:
         unsigned, mask = _EXPONENTS[values.dtype.name]
         return not ((values.view(unsigned) & unsigned(mask)) == mask).any()

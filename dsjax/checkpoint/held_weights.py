@@ -128,8 +128,8 @@ class HeldWeights:
         on_host: whether shards are host memory, as on the CPU platform; None: as the devices are.
 
     Attributes:
-        identity: of the checkpoint and of the form of its parameters; parameters of another identity are not used.
-        name: of this engine, on all its meshes; processes with experts tell attention sides apart by it.
+        identity: names the checkpoint and the form of its parameters; parameters of another identity are not used.
+        name: names this engine on all its meshes, so that expert processes can tell attention sides apart.
     """
 
     def __init__(self, on_host: bool | None = None):

@@ -1,8 +1,7 @@
-"""Hugging Face's tensor names and our parameter paths: one table, read in both directions.
+"""Hugging Face's tensor names and our parameter paths, in one table for reading and writing.
 
-A parameter of ours is put together from *pieces*: each is one Hugging Face tensor, its place in the parameter (layer,
-physical expert, gate or up), and whether it lies transposed there (``torch.nn.Linear`` keeps ``[out, in]``, we keep
-``[in, out]``). Everything else, reading, checking, writing back, is a walk over the pieces.
+A parameter consists of *pieces*: one Hugging Face tensor each, with its place in the parameter (layer, physical expert, gate or up).
+``torch.nn.Linear`` keeps ``[out, in]`` and dsjax ``[in, out]``, so most pieces are transposed.
 """
 
 from __future__ import annotations

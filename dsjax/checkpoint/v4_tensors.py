@@ -1,7 +1,7 @@
-"""DeepSeek-V4's tensors: names in a layer, and how a checkpoint under DeepSeek's own names, or as transformers saves it, is given these.
+"""DeepSeek-V4's tensor names, and their translation from checkpoints under DeepSeek's names or saved by transformers.
 
-Names here are those of transformers' class, with experts one by one under DeepSeek's names, as transformers saves and reads them, and the
-MTP module's layer behind the model's, as V3 has it.
+The names used here are those of transformers' class, with one tensor an expert under DeepSeek's names. As in V3, the MTP module's layer
+follows the model's layers.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _FUSED = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 
 
 def renamed(name: str, layers: int) -> str:
-    """The name that a tensor has here; itself if it has it already. layers: of the model, behind which MTP modules' come."""
+    """Translate a tensor's name; a name used here stays. layers: number of the model's layers, which those of MTP modules follow."""
     for pattern, replacement in _RENAMED:
         name = pattern.sub(replacement, name)
     module = _MODULE.match(name)
@@ -93,7 +93,7 @@ def renamed(name: str, layers: int) -> str:
 
 
 def lost_names(names: Iterable[str], layers: int, experts: int) -> set[str]:
-    """The names here of tensors that a damaged file has lost. A scale's name follows from its matrix's dtype: a lost one has both."""
+    """Translate the names of a damaged file's tensors. A lost scale gets both names, since its matrix's dtype is unknown."""
     found = set()
     for name in (renamed(name, layers) for name in names):
         if fused := _EXPERTS.fullmatch(name):
@@ -112,9 +112,9 @@ def _matrix_of(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class V4Tensors(Mapping):
-    """A checkpoint's tensors under the names that they have here: scales as of V3, and experts one by one.
+    """A checkpoint's tensors under the names used here, with V3's names of scales and one tensor an expert.
 
-    kept: the checkpoint's own name of each, and where it is a part of a tensor ``[E, rows, columns]``: expert, first row, rows.
+    kept: the checkpoint's name of each tensor; of a part of a tensor ``[E, rows, columns]`` also its expert, first row and number of rows.
     """
 
     tensors: Mapping[str, object]

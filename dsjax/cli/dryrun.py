@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dsjax.cli.options import options_of, prepare_devices
 from dsjax.cli.output import report_console, write_json
-from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.args import EXECUTOR_OPTIONS, EngineArgs
 from dsjax.errors import UserError
 from dsjax.options import Checked, check_place, option
 from sharding import MeshSpec
@@ -48,7 +48,7 @@ class DryRunOptions(Checked):
     json_file: str | None = option(None, "Write JSON to this file instead; - for standard output.", flag="--json")
 
 
-@options_of(lambda kind: None, args=EngineArgs, options=DryRunOptions)
+@options_of(lambda kind: None, EXECUTOR_OPTIONS, args=EngineArgs, options=DryRunOptions)
 def dryrun(args: EngineArgs, options: DryRunOptions) -> None:
     """Compile the serving step at full size for machines that are not there; read memory, collectives and costs."""
     # The compilers of accelerators that are not there run beside JAX's CPU backend; a GPU that is there must stay untouched.
@@ -66,13 +66,6 @@ def dryrun(args: EngineArgs, options: DryRunOptions) -> None:
         raise UserError("--mla is of one kind of rows, and a mixed step has both; give --mla-decode and --mla-prefill")
     if options.mla is not None and options.step in ("decode", "prefill"):  # any other word is refused below
         args = dataclasses.replace(args, **{f"mla_{options.step}": options.mla})
-    if args.separated:
-        raise UserError("a dry run is of one mesh; give --mesh, once for prefill's and once for decode's")
-    if args.is_side:
-        raise UserError(
-            f"--disaggregation-mode {args.disaggregation_mode} changes no step that a dry run looks at; leave it out, and give --step "
-            "prefill or --step decode"
-        )
     if options.expert_target is not None and args.expert_mesh is None:
         raise UserError("--expert-target is of --attention-mesh and --expert-mesh; give these too")
     if args.expert_mesh is not None:
@@ -120,10 +113,6 @@ def _apart(args: EngineArgs, options: DryRunOptions) -> None:
     for flag, given in zip(("--fit", "--reductions", "--against", "--timeline-picture"), of_one_mesh, strict=True):
         if given:
             raise UserError(f"{flag} is of one mesh, and --expert-mesh makes two; leave one of the two out")
-    if args.afd_role != "both":
-        raise UserError(
-            f"--afd-role {args.afd_role} is of a process, and a dry run compiles both sides; leave it and --afd-address out"
-        )
     if options.target == "cpu":
         from dsjax.engine.afd.options import expert_spec
         from sharding.emulation import emulate_devices

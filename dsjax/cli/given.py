@@ -12,7 +12,7 @@ import typer
 from dsjax.cli.other_engines import Row, accepted, advice, translate
 from dsjax.errors import UserError, why_unreadable
 
-_COMPOSED, _SIZED = ("dp", "ep", "pp", "tp", "host", "port"), ("pages", "tokens")
+_COMPOSED, _SIZED = ("dp", "ep", "pp", "tp", "host", "port"), ("pages",)
 """Translations that set a part of a value, and those that ask for the page size: they come after all others, in this order."""
 
 

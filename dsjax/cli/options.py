@@ -44,7 +44,7 @@ def options_of(
     typer reads a function's signature; the decorated one has the fields in place of those parameters, and `--config` beside the engine's.
 
     title: heading in `--help` of a dataclass's fields that name none, its docstring's first line unless another is given; None for the
-        heading of a command's own options. only: the fields that the command takes; None: all.
+        heading of a command's own options. only: the engine's options that the command takes; None: all.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -55,7 +55,7 @@ def options_of(
             _parameter(field, hints(kind)[field.name], title(kind))
             for kind in kinds.values()
             for field in dataclasses.fields(kind)
-            if (only is None or field.name in only)
+            if (kind is not EngineArgs or only is None or field.name in only)
             and ("choices" in field.metadata or "classes" not in field.metadata)  # a class alone has no name to type
         ]
         if EngineArgs in kinds.values():

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from dsjax.addresses import join_address, split_address
+from dsjax.engine.setup.args import DEFAULT_PAGE
 from dsjax.errors import UserError
 from dsjax.toml_files import bundled_text
 
@@ -63,10 +64,13 @@ def _coordinator(given: Mapping[str, str]) -> tuple[str, int]:
     return split_address(given.get("--coordinator-address", "127.0.0.1:8476"))
 
 
+def _page(given: Mapping[str, str]) -> int:
+    return int(given.get("--page-size", DEFAULT_PAGE))
+
+
 TRANSLATIONS: dict[str, Translation] = {
     **{axis: _axis(axis) for axis in ("dp", "ep", "pp", "tp")},
-    "pages": lambda text, given: str(int(text) * int(given["--page-size"])),
-    "tokens": lambda text, given: str(int(text) // int(given["--page-size"]) * int(given["--page-size"])),
+    "pages": lambda text, given: str(int(text) * _page(given)),
     "GiB": lambda text, given: str(round(float(text) * 2**30)),
     "host": lambda text, given: join_address(text, _coordinator(given)[1]),
     "port": lambda text, given: join_address(_coordinator(given)[0], int(text)),

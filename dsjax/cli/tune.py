@@ -12,8 +12,8 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.progress import in_turn
 
-_USED = """model mesh dtype weights activation_scheme kv_cache_dtype page_size prefill_chunk speculative_config redundant_experts
-    moe_dense_tp_size enable_dp_lm_head"""
+_USED = """model mesh dtype weights activation_scheme kv_cache_dtype page_size max_num_batched_tokens prefill_chunk speculative_config
+    redundant_experts moe_dense_tp_size enable_dp_lm_head"""
 """The engine's options that change which products a device computes."""
 
 
@@ -34,9 +34,9 @@ def tune(
     counts = _numbers(tokens)
     if not seconds > 0:
         raise UserError(f"--seconds is {seconds:g}; expected more than 0")
-    if context < args.prefill_chunk:
+    if context < args.chunk_tokens:
         raise UserError(
-            f"--context is {context}, less than --prefill-chunk {args.prefill_chunk}; expected at least as many positions"
+            f"--context is {context}, less than --prefill-chunk {args.chunk_tokens}; expected at least as many positions"
         )
     import jax
 
@@ -69,9 +69,9 @@ def tune(
     todo = tuning.find_products(config, infos, spec, rules, counts, n_physical=n_physical, quantises=scheme.dynamic)
     cache_dtype = assembly.cache_dtype(args, dtype)
     heads = config.num_attention_heads // spec.tp_size
-    setting = tuning.AttentionSetting(config, heads, cache_dtype, args.page_size, context)
+    setting = tuning.AttentionSetting(config, heads, cache_dtype, args.page_size_of(config), context)
     drafts = args.num_drafts
-    todo += setting.find(counts, args.prefill_chunk, drafts)
+    todo += setting.find(counts, args.chunk_tokens, drafts)
     table = TileTable.read(output) if output.exists() else TileTable(device.device_kind)
     if table.device != device.device_kind:
         raise UserError(

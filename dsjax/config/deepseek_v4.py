@@ -22,7 +22,6 @@ KINDS = {
 beside it all entries without overlap."""
 RATES = (4, 128)
 REFUSED = {
-    "batch_invariant": "its attention has no kernels",
     "mla_prefill": "it has no MLA",
     "mla_decode": "it has no MLA",
     "index_scores": "its index keys are scored in the dtype of computation",

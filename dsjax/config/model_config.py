@@ -180,7 +180,7 @@ class ModelConfig:
 
     @property
     def residual(self) -> str:
-        """How layers add to what passes through them: a name in `dsjax.model.residual.RESIDUALS`."""
+        """How layers add to what passes through them: a name in `dsjax.model.transformer.RESIDUALS`."""
         return "addition" if self.v4 is None else "streams"
 
     @property

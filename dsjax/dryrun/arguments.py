@@ -67,16 +67,16 @@ class DryRunArgs:
         """Rows of prompts of a DP rank; None in a step without any."""
         if self.step == "decode":
             return None
-        return Rectangle(self.rows if self.step == "prefill" else self._prompts, self.engine.prefill_chunk)
+        return Rectangle(self.rows if self.step == "prefill" else self._prompts, self.engine.chunk_tokens)
 
     @property
     def _prompts(self) -> int:
-        return max(1, self.engine.max_num_batched_tokens // self.engine.prefill_chunk)
+        return max(1, self.engine.max_num_batched_tokens // self.engine.chunk_tokens)
 
     @property
     def chunk(self) -> int:
         """Tokens of a row in this step, in a mixed one of its decodes."""
-        return self.engine.prefill_chunk if self.step == "prefill" else 1 + self.drafts
+        return self.engine.chunk_tokens if self.step == "prefill" else 1 + self.drafts
 
     @property
     def drafts(self) -> int:
@@ -112,7 +112,7 @@ class DryRunArgs:
         Raises:
             TooLarge: more slots than a program can number.
         """
-        page = self.engine.page_size
+        page = self.engine.page_size_of(config)
         pages_of_a_row = -(-self.row_tokens // page)
         rows = sum(rectangle.rows for rectangle in (self.decode, self.prefill) if rectangle)
         wanted = -(-self.engine.cache_tokens // page) if self.engine.cache_tokens else rows * pages_of_a_row

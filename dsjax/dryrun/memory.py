@@ -138,7 +138,7 @@ def fit(
     exchange: the programs that move experts, compiled before.
     """
     room, compilations = int(memory_bytes * args.engine.gpu_memory_utilization), 0
-    page = args.engine.page_size
+    page = args.engine.page_size_of(config)
 
     def total(changed: DryRunArgs) -> float:
         nonlocal compilations

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Sequence
 
-from dsjax.engine.contract.executor import Executor, Progress
+from dsjax.engine.contract.executor import CompileRest, Executor, Progress
 from dsjax.engine.core import EngineCore
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.draft_choice import DraftChoice
@@ -80,19 +80,23 @@ class EngineParts:
         """Number of DP ranks of the mesh."""
         return len(self.core.scheduler.ranks)
 
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile every shape. With prefill engines, labels begin with the engine's name and `ENGINE_END`."""
+    def warm_up(self, progress: Progress | None = None, lazily: bool = False) -> CompileRest | None:
+        """Compile every shape, or with `lazily` those that a server needs first, and return what compiles the rest.
+
+        With prefill engines, labels begin with the engine's name and `ENGINE_END`.
+        """
 
         def progress_of(kind: str) -> Progress | None:
             if progress is None or not self.prefills:
                 return progress
             return lambda done, total, label: progress(done, total, f"{kind} engine{ENGINE_END}{label}")
 
-        self.core.executor.warm_up(progress_of("decode"))
+        rest = self.core.executor.warm_up(progress_of("decode"), lazily)
         for link in self.prefills:
             link.warm_up(progress_of("prefill"))
         if self.core.generations is not None:
             self.core.generations.has_warmed_up()
+        return rest
 
 
 def mesh_changer_of(core: EngineCore) -> MeshChanger:

@@ -26,6 +26,9 @@ TARGETS = (
     "absorbed_attention",
     "expanded_attention",
     "index_choice",
+    "compressed_attention",
+    "streams",
+    "streams_after",
     "exchange",
 )
 HIDDEN_FORMATS = ("float32", "fp8", "nvfp4")
@@ -161,11 +164,13 @@ class NativeKernels:
         *,
         pieces: int = 1,
         transposed: bool = False,
+        grouped: bool = False,
     ) -> Float[Array, "N *columns"]:
         """Rows times one layer's matrix, in float32: a row's result is the same to the bit whatever the other rows and columns are.
 
         weight: ``[L, K, J]`` or ``[L, K, 2, J]`` in float32, or as the bits of bfloat16 or e4m3; transposed ``[L, J, K]``, not in e4m3.
         scale: of e4m3, one for each block of 128 × 128. pieces: into how many the sum over K is cut (``sharding.sums``).
+        grouped: rows ``[N, G, K]`` times ``[L, K, G, J]``, each group's values times its own columns, give ``[N, G, J]``.
         """
         columns = (weight.shape[1],) if transposed else weight.shape[2:]
         out = jax.ShapeDtypeStruct((rows.shape[0], *columns), jnp.float32)
@@ -178,6 +183,7 @@ class NativeKernels:
             threads=np.int64(self.threads),
             pieces=np.int64(pieces),
             transposed=transposed,
+            grouped=grouped,
         )[0]
 
     def norm(
@@ -331,6 +337,81 @@ class NativeKernels:
             threads=np.int64(self.threads),
             scale=np.float32(scale),
         )[0]
+
+    def compressed_attention(
+        self,
+        query: Float[Array, "R C H M"],
+        sink: Float[Array, "H"],
+        window: Float[Array, "L W G M"],
+        entries: Float[Array, "L P E M"] | None,
+        layers: tuple[Int[Array, ""], Int[Array, ""]],
+        positions: Int[Array, "R C"],
+        ring: Int[Array, "R Pw"],
+        tables: Int[Array, "R Pr"],
+        filled: Bool[Array, "W G"] | None,
+        chosen: Int[Array, "R C k"] | None,
+        count: Int[Array, "R C"],
+        *,
+        span: int,
+        scale: float,
+    ) -> Float[Array, "R C H M"]:
+        """Attention of one key-value head, whose vectors are key and value (``dsjax/model/compressed``): to a sink, a window, and entries.
+
+        layers: of ``window`` and of ``entries``. positions: a query at −1 gives zeros. ring: position ``p`` lies on window page
+        ``p // G % Pw`` of its row. tables: pages of entries. filled: as of ``attention``, of the window. chosen: entries that a query
+        attends to, ascending; None: the first. count: how many entries.
+        """
+        out, none = jax.ShapeDtypeStruct(query.shape, jnp.float32), jnp.zeros((1,), jnp.int32)
+        return self._call("compressed_attention", out, query.shape[2:])(
+            query,
+            sink,
+            window,
+            jnp.zeros((1,), jnp.float32) if entries is None else entries,
+            *(layer.astype(jnp.int32) for layer in layers),
+            positions.astype(jnp.int32),
+            ring.astype(jnp.int32),
+            tables.astype(jnp.int32),
+            jnp.ones((1,), jnp.uint8) if filled is None else filled.astype(jnp.uint8),
+            none if chosen is None else chosen,
+            count.astype(jnp.int32),
+            threads=np.int64(self.threads),
+            span=np.int64(span),
+            scale=np.float32(scale),
+        )[0]
+
+    def streams(
+        self,
+        x: Float[Array, "N n D"],
+        weight: Float[Array, "nD w"],
+        base: Float[Array, "w"],
+        scale: Float[Array, "_"],
+        *,
+        rounds: int,
+        norm_eps: float,
+        eps: float,
+    ) -> list[Array]:
+        """What a block reads of a token's streams ``[N, D]``, how its result is spread ``[N, n]``, and how they are mixed ``[N, n, n]``.
+
+        With n columns of weights the first alone, which is what leaves the streams. rounds: of Sinkhorn and Knopp.
+        """
+        (N, n, D), w = x.shape, weight.shape[1]
+        shapes = ((N, D), (N, n), (N, n, n))[: 1 if w == n else 3]
+        settings = {"rounds": np.int64(rounds), "norm_eps": np.float32(norm_eps), "eps": np.float32(eps)}
+        outs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        return self._call("streams", outs, (n, D, w))(
+            x, weight, base, scale, threads=np.int64(self.threads), **settings
+        )[:-1]
+
+    def streams_after(
+        self,
+        x: Float[Array, "N n D"],
+        spread: Float[Array, "N n"],
+        mixing: Float[Array, "N n n"],
+        y: Float[Array, "N D"],
+    ) -> Float[Array, "N n D"]:
+        """The streams after a block that gave ``y``: ``spread ⊗ y + mixingᵀ x``."""
+        out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+        return self._call("streams_after", out, ())(x, spread, mixing, y, threads=np.int64(self.threads))[0]
 
     def _call(self, kernel: str, out: jax.ShapeDtypeStruct | list[jax.ShapeDtypeStruct], sizes: tuple[int, ...]):
         """The custom call ``kernel``, whose last result is its working memory."""

@@ -19,7 +19,9 @@ from dsjax.kernels.pallas.shared_memory import Cores
 from dsjax.kernels.pallas.tile_table import TileTable
 from sharding.cores import most_threads
 
-OPERATIONS = ("decode attention", "prefill attention", "index choice", "router", "experts", "other products")
+OPERATIONS = (
+    "decode attention", "prefill attention", "index choice", "hyper-connections", "router", "experts", "other products",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,11 @@ class Implementation:
 
 TABLE = (
     Implementation("decode attention", "plain", None, "JAX, blocks of the context gathered from their pages"),
-    Implementation("decode attention", "native", ("cpu",), "C++, absorbed MLA, pages read in place"),
+    Implementation("decode attention", "native", ("cpu",), "C++, absorbed MLA or DeepSeek-V4's, pages read in place"),
     Implementation("decode attention", "pallas", ("gpu",), "Triton, absorbed MLA, pages read in place"),
     Implementation("decode attention", "pallas", ("tpu",), "Mosaic, absorbed MLA, pages read in place"),
     Implementation("prefill attention", "plain", None, "JAX, blocks of the context gathered from their pages"),
-    Implementation("prefill attention", "native", ("cpu",), "C++, keys and values expanded by block"),
+    Implementation("prefill attention", "native", ("cpu",), "C++, keys and values expanded by block, or DeepSeek-V4's"),
     Implementation("prefill attention", "pallas", ("gpu",), "Triton, absorbed MLA, causal tiles"),
     Implementation("prefill attention", "pallas", ("tpu",), "Mosaic, absorbed MLA, causal tiles"),
     Implementation(
@@ -50,6 +52,8 @@ TABLE = (
     Implementation("index choice", "native", ("cpu",), "C++, of sparse attention: index keys read in place"),
     Implementation("index choice", "pallas", ("gpu",), "Triton, index scores of sparse attention; the highest in JAX"),
     Implementation("index choice", "pallas", ("tpu",), "Mosaic, index scores of sparse attention; the highest in JAX"),
+    Implementation("hyper-connections", "plain", None, "JAX, of DeepSeek-V4"),
+    Implementation("hyper-connections", "native", ("cpu",), "C++, of DeepSeek-V4: each token by itself"),
     Implementation("router", "plain", None, "JAX: scores and the best experts of the best groups"),
     Implementation(
         "router", "native", ("cpu",), "C++, the choice among scores: greedy, group_limited_greedy, noaux_tc"

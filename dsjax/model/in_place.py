@@ -16,15 +16,16 @@ import numpy as np
 from einops import rearrange
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from dsjax.config import ModelConfig
 from dsjax.kernels.pallas import activations, products, tpu_products
 from dsjax.kernels.pallas.heads import takes as takes_by_head
 from dsjax.kernels.table import Kernels
 from dsjax.model.fp8_product import ActivationScheme, block_product
-from dsjax.model.norm import LayerNorm, RMSNorm
-from dsjax.model.parameters import Matrix, Multiply, ParameterInfo, reinterpret, value_of
+from dsjax.model.norm import HeadNorm, LayerNorm, RMSNorm
+from dsjax.model.parameters import GroupedMatrix, Matrix, Multiply, ParameterInfo, reinterpret, value_of
+from dsjax.model.residual import Residual
 from dsjax.model.transformer import Transformer
 from sharding import MeshSpec, Rules, fp8
 from sharding.on_ranks import OneRank, on_ranks
@@ -113,6 +114,8 @@ class MatricesInPlace:
 
         def in_stack(matrix: Matrix, x: Array) -> Array:
             info, weight, kept_fp8 = matrix.weight.info, matrix.weight[...], hasattr(matrix, "scale")
+            if isinstance(matrix, GroupedMatrix):
+                return self._grouped(matrix, x) if self.native else matrix.product(x)
             if self.native:
                 return self._ordered(matrix, index, x, split_tokens=split_tokens, by_data=by_data)
             sliced = weight.ndim < len(info.shape)
@@ -164,6 +167,20 @@ class MatricesInPlace:
             return out.reshape(*x.shape[:-1], *out.shape[2:])
 
         return in_stack
+
+    def _grouped(self, matrix: GroupedMatrix, x: Array) -> Array:
+        """``GroupedMatrix.product`` of one layer's matrix by the native kernel. A group is whole on its device."""
+        weight = matrix.value(x.dtype) if hasattr(matrix, "scale") else matrix.weight[...]
+        columns, batch = self.rules.spec(matrix.weight.info.logical_axes)[-1], self.spec.batch_axes
+
+        def local(weight, x):
+            grouped = rearrange(weight, "k (g w) -> 1 k g w", w=matrix.width)
+            return self.kernels.native.dense(grouped, None, jnp.int32(0), x[0], grouped=True)[None]
+
+        by_group = P(batch, None, columns)
+        run = on_ranks(local, self.mesh, (P(None, columns), by_group), by_group)
+        out = run(weight, rearrange(x, "b ... g k -> b (...) g k"))
+        return out.reshape(*x.shape[:-1], matrix.width)
 
     def _scattered(self, matrix: Matrix, spec: P, x: Array) -> Array:
         """``Matrix.product`` with one layer's matrix, whose sum over ``tp`` is scattered over the tokens."""
@@ -239,8 +256,17 @@ class MatricesInPlace:
             transposed=transposed,
         )
 
-    def normalise(self, norm: RMSNorm | LayerNorm, x: Array, *, by_data: bool = False) -> Array:
+    def residual(self, residual: Residual, *, by_data: bool = False) -> Residual:
+        """The residual connection, by kernels where it has some. by_data: as of ``normalise``."""
+        if self.kernels.name("hyper-connections") != "native":
+            return residual
+        tokens = P(self.spec.batch_axes, self.spec.head_axes if by_data else None)
+        return residual.with_kernels(self.kernels.native, self.mesh, tokens)
+
+    def normalise(self, norm: RMSNorm | LayerNorm | HeadNorm, x: Array, *, by_data: bool = False) -> Array:
         """The norm, by the native kernel where products are native. by_data: tokens are split over ``tp``."""
+        if self.native and isinstance(norm, HeadNorm):
+            return self._normalise_heads(norm, x)
         if not self.native:
             return norm(x)
 
@@ -252,6 +278,12 @@ class MatricesInPlace:
         scale = value_of(norm.scale).astype(x.dtype)
         bias = value_of(norm.bias).astype(x.dtype) if isinstance(norm, LayerNorm) else None
         return run(rearrange(x, "b ... k -> b (...) k"), scale, bias).reshape(x.shape)
+
+    def _normalise_heads(self, norm: HeadNorm, x: Float[Array, "B T H W"]) -> Float[Array, "B T H W"]:
+        ones = jnp.ones(x.shape[-1:], x.dtype)
+        by_head = P(self.spec.batch_axes, None, self.rules.spec(("heads",))[0])
+        local = lambda x: self.kernels.native.norm(x.reshape(-1, x.shape[-1]), ones, norm.eps).reshape(x.shape)  # noqa: E731
+        return on_ranks(local, self.mesh, (by_head,), by_head)(x)
 
 
 def _stored_head(model: Transformer) -> tuple[Array, bool]:

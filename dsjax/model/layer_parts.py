@@ -84,7 +84,7 @@ class LayerParts:
 
     def _project(self, of: Layer, x: Float[Array, "B T *n D"]) -> tuple[Any, Projections]:
         of, tokens, normalise = of.here(), of.tokens, self.products.normalise
-        read, mix = of.block.attn_residual.pre(x)
+        read, mix = self.products.residual(of.block.attn_residual).pre(x)
         normed = self.sharding.whole(normalise(of.block.attn_norm, read))
         products = {"multiply": self.products.multiply(of.index), "normalise": normalise}
         forms = [group.shape.form for group in tokens.groups]
@@ -146,24 +146,24 @@ class LayerParts:
             outs.append(out.reshape(B, R * C, -1))
         attended = jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
         attended = (self.sharding.split if by_data else self.sharding.whole)(attended)
-        x = of.block.attn_residual.post(x, mix, attended)
+        x = self.products.residual(of.block.attn_residual, by_data=by_data).post(x, mix, attended)
         return self.sharding.split(x) if by_data else x
 
     def multiply_dense(self, of: Layer, x: Float[Array, "B T *n D"]) -> Float[Array, "B T *n D"]:
         """The tokens after a dense layer's MLP: what follows attention there in place of the other three parts."""
 
         def multiplied() -> Float[Array, "B T *n D"]:
-            here, multiply = of.here(), self.products.multiply(of.index, by_data=self.by_data(of, x))
+            here, by_data = of.here(), self.by_data(of, x)
             normed, mix = self._normed(here, x)
-            y = here.block.mlp(normed, multiply)
-            return self.sharding.whole(here.block.mlp_residual.post(x, mix, y))
+            y = here.block.mlp(normed, self.products.multiply(of.index, by_data=by_data))
+            return self.sharding.whole(self.products.residual(here.block.mlp_residual, by_data=by_data).post(x, mix, y))
 
         return self.sharding.if_any(of.tokens.active, multiplied, lambda: x)
 
     def _normed(self, of: Layer, x: Float[Array, "B T *n D"]) -> tuple[Float[Array, "B T D"], Any]:
         """What attention left, normalised for the MLP or the experts; and what ``Residual.post`` is given."""
         by_data = self.by_data(of, x)
-        read, mix = of.block.mlp_residual.pre(x)
+        read, mix = self.products.residual(of.block.mlp_residual, by_data=by_data).pre(x)
         normed = self.products.normalise(of.block.mlp_norm, read, by_data=by_data)
         return (self.sharding.split(normed) if by_data else self.sharding.whole(normed)), mix
 
@@ -259,7 +259,8 @@ class LayerParts:
             y, report = exchange.add(computed.transit, experts)
         x, by_data = computed.x, self.by_data(of, computed.x)
         y = self.add_shared(rearrange(y, "(b t) d -> b t d", b=len(x)), computed.shared, by_data=by_data)
-        return self.sharding.whole(of.block.mlp_residual.post(x, computed.mix, y)), report or {}
+        residual = self.products.residual(of.block.mlp_residual, by_data=by_data)
+        return self.sharding.whole(residual.post(x, computed.mix, y)), report or {}
 
     def add_shared(
         self, y: Float[Array, "B T D"], shared: Float[Array, "B T D"] | None, *, by_data: bool = False

@@ -9,10 +9,8 @@ from typing import Any
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from dsjax.model.compressed.rotations import Rotations
-from dsjax.model.rope import Rotation
 from dsjax.model.rows import RowGroup
-from dsjax.model.transformer import DecoderLayer, Projections
+from dsjax.model.transformer import AnyRotation, DecoderLayer, Projections
 from sharding.dispatch import Transit
 from sharding.placement import CopyTables
 
@@ -29,7 +27,7 @@ class Tokens:
     ids: Int[Array, "B T"]
     active: Bool[Array, "B T"]
     slots: Int[Array, "B T"]
-    rotation: Rotation | Rotations
+    rotation: AnyRotation
     filled: Bool[Array, "P G"] | None = None
     window_slots: Int[Array, "B T"] | None = None
 

@@ -20,8 +20,8 @@ from jaxtyping import Array, Float, Int
 from dsjax.kernels.native_calls import NativeKernels
 from dsjax.model.forms import FORMS
 from dsjax.model.in_place import SHARED_DEPTHS
-from dsjax.model.norm import LayerNorm, RMSNorm
-from dsjax.model.parameters import Matrix, value_of
+from dsjax.model.norm import HeadNorm, LayerNorm, RMSNorm
+from dsjax.model.parameters import GroupedMatrix, Matrix, value_of
 from dsjax.model.transformer import (
     MLA,
     ExpertRouter,
@@ -51,12 +51,16 @@ class NativeProducts:
 
     def multiply(self, matrix: Matrix | ExpertRouter, x: Float[Array, "*b K"]) -> Float[Array, "*b *columns"]:
         """``Matrix.product``."""
+        if isinstance(matrix, GroupedMatrix):
+            return matrix.product(x)
         weight = matrix.value(jnp.float32) if isinstance(matrix, Matrix) else value_of(matrix.weight)
         axes = [axis for axis in matrix.weight.info.logical_axes if axis != "layers"]
         return self._product(x, weight.astype(jnp.float32), pieces_of(x.shape[-1]) if axes[0] in SHARED_DEPTHS else 1)
 
-    def normalise(self, norm: RMSNorm | LayerNorm, x: Float[Array, "*b W"]) -> Float[Array, "*b W"]:
+    def normalise(self, norm: RMSNorm | LayerNorm | HeadNorm, x: Float[Array, "*b W"]) -> Float[Array, "*b W"]:
         """The norm."""
+        if isinstance(norm, HeadNorm):
+            return norm(x)
 
         def native(x, scale, *bias):
             return self.kernels.norm(x.reshape(-1, x.shape[-1]), scale, norm.eps, *bias).reshape(x.shape)

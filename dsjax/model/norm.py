@@ -1,6 +1,7 @@
 """RMSNorm, and LayerNorm."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,17 @@ def unweighted(x: Float[Array, "*batch width"], eps: float) -> Float[Array, "*ba
     """``x / sqrt(mean(x²) + eps)`` over the last dimension, computed in float32; keeps the dtype of ``x``."""
     x_f32 = x.astype(jnp.float32)
     return (x_f32 * jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """``unweighted`` norms of each head's values ``[..., H, W]``, whose heads may be split over ``tp``."""
+
+    eps: float
+
+    def __call__(self, x: Float[Array, "*b H W"]) -> Float[Array, "*b H W"]:
+        """Normalise; keeps the dtype of ``x``."""
+        return unweighted(x, self.eps)
 
 
 class LayerNorm(nnx.Module):

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from einops import rearrange
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from dsjax.config.weights import WEIGHT_FORMATS, WeightFormat
 from sharding import Rules
@@ -201,6 +202,19 @@ class Matrix(nnx.Module):
         """``x [..., in]`` times the matrix: ``[..., out]``, or ``[..., 2, out]``."""
         weight = self.value(x.dtype)
         return x @ weight if weight.ndim == 2 else jnp.einsum("...d,dgf->...gf", x, weight)
+
+
+class GroupedMatrix(Matrix):
+    """A matrix ``[in, groups × out]``, of which each group of columns multiplies values of its own."""
+
+    def __init__(self, declare: Declaration, groups: int, depth: int, width: int, axes: tuple[str | None, str | None]):
+        super().__init__(declare, (depth, groups * width), axes)
+        self.width = width
+
+    def product(self, x: Float[Array, "*b G K"]) -> Float[Array, "*b G W"]:
+        """Each group's values times its columns."""
+        weight = rearrange(self.value(x.dtype), "k (g w) -> g k w", w=self.width)
+        return jnp.einsum("...gk,gkw->...gw", x, weight)
 
 
 Multiply = Callable[[Matrix, Array], Array]

@@ -78,7 +78,7 @@ class ModelStep(StepDescription):
 
     def final(self, owner: Transformer | MTP, x: Float[Array, "B T *n D"]) -> Float[Array, "B T D"]:
         """What the head multiplies, of the last layer of the model or of an MTP module."""
-        left = self.sharding.whole(owner.residual.leave(x))
+        left = self.sharding.whole(self.in_place.residual(owner.residual).leave(x))
         return self.sharding.whole(self.in_place.normalise(owner.final_norm, left))
 
     def logits(

@@ -105,9 +105,9 @@ class StepDescription:
     def forms_by_kind(self) -> bool:
         """Whether a token's MLA form depends on whether it is prompt or answer, and not on the row group that computes it.
 
-        True where sums are exact and the two forms differ.
+        True where sums are exact and the two forms differ; attention without MLA has one, whatever the two are called.
         """
-        return self.is_exact and self.prefill_form != self.decode_form
+        return self.is_exact and self.prefill_form != self.decode_form and self.config.v4 is None
 
     @property
     def implementations(self) -> dict[str, str]:
@@ -120,7 +120,7 @@ class StepDescription:
     def attention(self) -> AttentionFamily:
         """Attention against this step's cache."""
         if self.config.v4 is not None:
-            return Compressed(self.mesh, self.rules, self.config, self.cache_dtype, self.drafts)
+            return Compressed(self.mesh, self.rules, self.config, self.cache_dtype, self.drafts, self.kernels)
         layout = common_layout(self.prefill_form, self.decode_form)
         where = self.mesh, self.rules, self.config, layout, self.cache_dtype, self.block_tokens, self.kernels
         return PagedMLA(*where) if self.config.mla.indexer is None else Chosen(*where, self.index_scores)

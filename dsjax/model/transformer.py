@@ -24,15 +24,19 @@ from dsjax.config.layers import LayerKind, stacks
 from dsjax.kernels.gate import gated
 from dsjax.model.compressed.attention import CompressedAttention
 from dsjax.model.compressed.rotations import Rotations
+from dsjax.model.compressed.streams import Streams
 from dsjax.model.fp4_matrix import FP4Matrix
 from dsjax.model.norm import LATENT_EPS, Normalise, RMSNorm, normalise
 from dsjax.model.parameters import Declaration, Matrix, Multiply, multiply, value_of
-from dsjax.model.residual import RESIDUALS
+from dsjax.model.residual import Residual
 from dsjax.model.rope import Rotation
 from dsjax.model.router import ExpertRouter, HashRouter, Routing
 from dsjax.model.sparse.choose import choose, index_scores
 from dsjax.model.sparse.indexer import Indexer, IndexProjections
 
+RESIDUALS: dict[str, type[Residual]] = {"addition": Residual, "streams": Streams}
+"""By ``ModelConfig.residual``."""
+AnyRotation = Rotation | Rotations
 QUERY_BLOCK = 128  # queries that attend together: few enough that a block skips most keys behind it
 
 
@@ -178,9 +182,9 @@ def with_rotary(k_nope: Float[Array, "*n H N"], k_rope: Float[Array, "*n O"]) ->
     return jnp.concatenate([k_nope, shared], axis=-1)
 
 
-Observe = Callable[[Projections, slice, Bool[Array, "*B Q S"], Float[Array, "B H Q S"]], Float[Array, ""]]
-"""A number for a block of queries, summed over a layer's: of all tokens' projections, which queries these are, which of the first S
-positions each of them sees, and the probabilities of its heads."""
+Observe = Callable[[IndexProjections | None, slice, Bool[Array, "*B Q S"], Float[Array, "B H Q S"]], Float[Array, ""]]
+"""A number for a block of queries, summed over a layer's: of what the indexer made of all tokens, which queries these are, which of the
+first S positions each of them sees, and the probabilities of its heads."""
 
 
 def attend(
@@ -203,7 +207,7 @@ def attend(
         probs = jax.nn.softmax(scores, axis=-1).astype(p.latent.dtype)
         heads.append(jnp.einsum("bhqk,bhku->bhqu", probs, values[:, :, :end]))
         if observe is not None:
-            observed.append(observe(p, slice(start, end), seen, probs))
+            observed.append(observe(p.index, slice(start, end), seen, probs))
     out = rearrange(jnp.concatenate(heads, axis=2), "b h s u -> b s h u")
     return out, None if observe is None else sum(observed)
 
@@ -461,7 +465,7 @@ def first_module(stack: MTP) -> MTP:
     return nnx.merge(graph, experts, jax.tree.map(lambda array: array[0], weights))
 
 
-def rotation_at(config: ModelConfig, positions: Int[Array, "*b"]) -> Rotation | Rotations:
+def rotation_at(config: ModelConfig, positions: Int[Array, "*b"]) -> AnyRotation:
     """What a model's attention rotates tokens at ``positions`` with."""
     if config.v4 is not None:
         return Rotations.at(positions, config)

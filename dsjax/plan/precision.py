@@ -14,7 +14,7 @@ from dsjax.fp4.formats import INT4, MXFP4, NVFP4, UNQUANTISED, PackedFormat
 from dsjax.hardware import Hardware
 from dsjax.model import cache_groups
 from dsjax.model.cache_groups import CacheGroup
-from dsjax.model.compressed.groups import compressed_groups
+from dsjax.model.layer_costs import smallest_pages
 from dsjax.plan.rules import refuse
 from sharding import fp8
 
@@ -55,15 +55,13 @@ class Precision:
         return self.expert if self.mlp_bytes is None else self.mlp_bytes
 
     def cache_groups(self, config: ModelConfig, layers: Iterable[int]) -> tuple[CacheGroup, ...]:
-        """The cache groups of these layers, with one token a page; of a DeepSeek-V4 with the tokens of its smallest page.
+        """The cache groups of these layers, with the tokens of the smallest page.
 
         One byte a value is FP8 with one scale for all values.
         """
         dtypes = {FP8_CACHE: fp8.E4M3, 1.0: np.uint8, BF16: cache_groups.BF16, 4.0: np.float32}
         dtype, fp8_index = np.dtype(dtypes[self.cache]), self.cache < BF16
-        if config.v4 is not None:
-            return compressed_groups(config, layers, dtype, config.page_tokens)
-        return cache_groups.cache_groups(config, layers, dtype, fp8_index=fp8_index)
+        return smallest_pages(config, layers, dtype, fp8_index=fp8_index)
 
     @property
     def blocks(self) -> dict[str, int | None]:

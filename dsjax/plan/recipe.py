@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.args import PREFILL_CHUNK, EngineArgs
 from dsjax.engine.setup.side_options import PrefillConfig
 from dsjax.errors import UserError
 from dsjax.options import flag_of
@@ -28,7 +28,7 @@ _MOST = 0.98
 """Share of a device's memory that an engine may be given: about 2 % are a CUDA context and communication buffers."""
 _EXPERTS_AT = "EXPERTS"
 """In a recipe: the host of a process with experts, with a number behind it where there are several."""
-_BESIDE_DECODES = EngineArgs.prefill_chunk
+_BESIDE_DECODES = PREFILL_CHUNK
 """Prompt tokens that a step of a decode worker has room for: the end of a prompt, at most a page, or a chunk where prefill is lost. What a
 larger one needs while it runs would be missing from the cache, and was not priced."""
 

@@ -1,6 +1,6 @@
-"""Outputs made into an answer of `/v1/completions`, whole or as the chunks of a stream; `chat.py` has those of chat.
+"""Answers of `/v1/completions`, whole or as the chunks of a stream; `chat.py` has those of chat.
 
-What both need is here: completions that failed, usage, and log-probabilities in OpenAI's and vLLM's shapes.
+Both share the code here for failed completions, usage, and log-probabilities in OpenAI's and vLLM's shapes.
 """
 
 import codecs
@@ -24,7 +24,7 @@ from dsjax.serve.sampling_fields import CompletionRequest, SamplingFields
 from dsjax.serve.schemas import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
 from dsjax.serve.serving import Serving
 
-# JSON has no -inf. OpenAI's clients know this number, which vLLM also sends.
+# JSON has no -inf. OpenAI and vLLM send this number instead.
 _LEAST_LOGPROB = -9999.0
 
 
@@ -38,11 +38,11 @@ async def gather(stream: OutputStream) -> list[RequestOutput]:
 
 
 def refuse_failed(completion: CompletionOutput) -> None:
-    """Raise for a completion that did not end by itself: OpenAI's API has no finish reason for that."""
+    """Raise `ApiError` for a completion that failed or was aborted, for which OpenAI's API has no finish reason."""
     if completion.finish_reason is FinishReason.ERROR:
         if completion.error is ErrorKind.NON_FINITE:
             raise ApiError(500, str(completion.stop_reason), type="server_error", code=completion.error)
-        # What the request asked for came to nothing. Clients repeat a 5xx by themselves, which would not help here.
+        # 400, because clients repeat a request after a 5xx, which would not help here.
         param = "structured_outputs" if completion.error is ErrorKind.STRUCTURED_OUTPUT else None
         raise ApiError(400, str(completion.stop_reason), param=param, code=completion.error)
     if completion.finish_reason is FinishReason.ABORT:
@@ -51,7 +51,7 @@ def refuse_failed(completion: CompletionOutput) -> None:
 
 @contextmanager
 def naming_the_form(field: str | None, instead_of: str = "structured_outputs") -> Iterator[None]:
-    """Have an error about the form of the text name the field of the request that asks for it. None: `instead_of`, as it does.
+    """Let an error about the form of the text name the request's `field` in place of `instead_of`. None: change nothing.
 
     Raises:
         SamplingError: as in the block.
@@ -65,20 +65,18 @@ def naming_the_form(field: str | None, instead_of: str = "structured_outputs") -
 
 
 class TextEvent:
-    """The event of a stream's chunks that differ in their text alone. What is around the text is encoded once.
-
-    Most tokens of a stream make such a chunk.
+    """A template for the events of a stream whose chunks differ only in their text, as most do. It encodes the rest once.
 
     Args:
-        chunk: one of them, its text empty.
-        names: under which its JSON has the text, in this order.
+        chunk: such a chunk with an empty text.
+        names: the fields of its JSON that hold the text, in their order.
     """
 
     def __init__(self, chunk: Mapping[str, Any], *names: str):
         self._around: list[bytes] = []
         rest = event_of(chunk)
         for name in names:
-            # No string within JSON can hold this, as it escapes its quotes.
+            # Cannot occur inside a JSON string, where quotes are escaped.
             empty = b'"%b":""' % name.encode()
             before, _, rest = rest.partition(empty)
             self._around.append(before + empty[:-2])
@@ -90,7 +88,7 @@ class TextEvent:
 
 
 class UsageCounter:
-    """Counts the tokens of a request while its outputs go by: each output's tokens are counted once."""
+    """Counts the tokens of a request, output by output."""
 
     def __init__(self):
         self._prompts: dict[int, int] = {}
@@ -99,22 +97,22 @@ class UsageCounter:
         self._reasoning_tokens: dict[int, int] = {}
 
     def expect(self, index: int, prompt_tokens: int) -> None:
-        """Enter the length of prompt `index`, which has no output yet."""
+        """Set the length of prompt `index` before its first output."""
         self._prompts[index] = prompt_tokens
 
     def count(self, index: int, output: RequestOutput) -> None:
-        """Enter an output of prompt `index`, whose completions hold tokens not yet counted."""
+        """Add an output of prompt `index`, with tokens that have not been counted yet."""
         self._prompts[index] = len(output.prompt_token_ids)
         self._cached[index] = output.num_cached_tokens or 0
         for completion in output.outputs:
             self._completion_tokens += len(completion.token_ids)
 
     def count_reasoning(self, completion: int, tokens: int) -> None:
-        """Enter how many tokens of a completion are reasoning by now."""
+        """Set the number of a completion's reasoning tokens so far."""
         self._reasoning_tokens[completion] = tokens
 
     def usage(self) -> Usage:
-        """Return the sums."""
+        """Return the usage so far."""
         prompt = sum(self._prompts.values())
         return {
             "prompt_tokens": prompt,
@@ -131,29 +129,30 @@ def finite(logprob: float) -> float:
 
 
 def prompt_logprobs_body(entries: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
-    """Write a prompt's log-probabilities in vLLM's shape: for each token but the first, token id to value, rank and text."""
+    """Return a prompt's log-probabilities in vLLM's shape: by token id, for each token but the first."""
     return [
         entry
         and {
-            str(token_id): {"logprob": finite(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token}
-            for token_id, one in entry.items()
+            str(token_id): {"logprob": finite(score.logprob), "rank": score.rank, "decoded_token": score.decoded_token}
+            for token_id, score in entry.items()
         }
         for entry in entries
     ]
 
 
 def most_probable(entries: Sequence[TokenLogprobs | None], count: int) -> list[TokenLogprobs | None]:
-    """Keep of each entry the token taken and the `count` most probable ones."""
+    """Reduce each entry to the sampled token and the `count` most probable ones."""
     return [
-        entry and {token: one for place, (token, one) in enumerate(entry.items()) if place == 0 or one.rank <= count}
+        entry
+        and {token: score for place, (token, score) in enumerate(entry.items()) if place == 0 or score.rank <= count}
         for entry in entries
     ]
 
 
 def token_name(tokenizer: Tokenizer, token_id: int) -> str:
-    """Write a token's text where it stands alone, as OpenAI writes it.
+    """Return a single token's text as OpenAI writes it.
 
-    A token that is no whole characters is written as its bytes, `bytes:\\xe2\\x80`, so that two are never taken for one.
+    A token that is not valid UTF-8 by itself is written as its bytes, `bytes:\\xe2\\x80`, so that no two tokens have the same name.
     """
     raw = tokenizer.token_bytes(token_id)
     try:
@@ -163,12 +162,12 @@ def token_name(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 class CompletionLogprobLists:
-    """The log-probabilities of a `/v1/completions` choice as lists over its tokens, the prompt's too with `echo`.
+    """The log-probabilities of a `/v1/completions` choice as lists over its tokens, with `echo` over the prompt's too.
 
-    A stream makes them piece by piece: `text_offset` goes on where the last piece ended.
+    In a stream, each piece continues `text_offset` where the last one ended.
 
     Args:
-        skip_special_tokens: whether the text is without special tokens, so that they take no place in it.
+        skip_special_tokens: whether special tokens are left out of the text and so have no length in it.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool):
@@ -180,10 +179,10 @@ class CompletionLogprobLists:
     def of(
         self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], prompt: str | None = None
     ) -> CompletionLogprobs:
-        """Make one entry a token; None, for the first token of a prompt, stays None.
+        """Return the lists for some tokens. An entry that is None, as of a prompt's first token, stays None.
 
-        prompt: the text that these tokens were made of. Special tokens that it spells take their place in it; a begin token that the
-            tokenizer put in front takes none.
+        prompt: the text of which these are the tokens. Special tokens that it contains have their length; a begin token that the
+            tokenizer added has none.
         """
         body: CompletionLogprobs = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         skips = self._skip_special_tokens if prompt is None else False
@@ -198,45 +197,45 @@ class CompletionLogprobLists:
         return body
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        """By text, most probable first; where two tokens have one text, the greater value is kept."""
+        """Return log-probabilities by text, the highest first. Two tokens of the same text keep the higher one."""
         top: dict[str, float] = {}
-        for token_id, one in sorted(entry.items(), key=lambda pair: -pair[1].logprob):
-            top.setdefault(token_name(self._tokenizer, token_id), finite(one.logprob))
+        for token_id, score in sorted(entry.items(), key=lambda pair: -pair[1].logprob):
+            top.setdefault(token_name(self._tokenizer, token_id), finite(score.logprob))
         return top
 
 
 class Answer:
-    """One request, from its body to its answer.
+    """A request and its answer.
 
-    `start` checks and queues it. Then `whole` gives the answer, or `first_chunks`, `chunks_of` and `last_chunks` a stream's.
+    `start` checks and queues the request. Then `whole` returns the answer, or `first_chunks`, `chunks_of` and `last_chunks` stream it.
 
     Args:
-        kind: `object` of a chunk.
-        body: with the fields of the endpoint.
+        kind: the chunks' field `object`.
+        body: the request's body.
     """
 
     def __init__(self, serving: Serving, body: SamplingFields, answer_id: str, kind: str):
         self.id = answer_id
-        self._request_id = f"{answer_id}~{new_id()[:8]}"  # clients may give an id twice
+        self._request_id = f"{answer_id}~{new_id()[:8]}"  # clients may use an id twice
         self._serving, self._body = serving, body
         model = serving.check_model(body.model)
         self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
         self._counter = UsageCounter()
 
     def without_effect(self) -> list[str]:
-        """Fields of the request that change nothing here."""
+        """Return the names of the request's fields that have no effect."""
         return self._body.without_effect()
 
     def usage(self) -> Usage:
-        """Return the tokens of a stream so far."""
+        """Return the usage so far."""
         return self._counter.usage()
 
     def last_chunks(self) -> list[dict[str, Any]]:
-        """Return a chunk with the usage, where the request asks for it."""
+        """Return a chunk with the usage if the request asks for it."""
         return [{**self._head, "choices": [], "usage": self.usage()}] if self._body.include_usage else []
 
     def _chunk_of(self, choice: Mapping[str, Any]) -> dict[str, Any]:
-        """Make a chunk of one choice, with the usage so far where the request asks for that."""
+        """Return a chunk of one choice, with the usage so far if the request asks for it."""
         chunk = {**self._head, "choices": [choice]}
         if self._body.continuous_usage:
             return {**chunk, "usage": self.usage()}
@@ -250,11 +249,11 @@ class CompletionAnswer(Answer):
 
     def __init__(self, serving: Serving, body: CompletionRequest, request_id: str):
         super().__init__(serving, body, f"cmpl-{request_id}", "text_completion")
-        self._begun: set[int] = set()  # choices that a chunk has had
+        self._begun: set[int] = set()  # choices with a chunk already
         self._lists: dict[int, CompletionLogprobLists] = {}
         self._only_text_changes = body.logprobs is None and not (body.return_token_ids or body.continuous_usage)
         self._text_events: dict[int, TextEvent] = {}  # by choice
-        # By prompt: a stream has them once, for all its choices.
+        # By prompt: a stream gets them once for all its choices.
         self._scores: dict[int, list[TokenLogprobs | None]] = {}
 
     async def start(self, place: RequestOptions) -> OutputStream:
@@ -271,7 +270,7 @@ class CompletionAnswer(Answer):
                 return await self._serving.engine.submit(self._request_id, prompts, params, options)
 
     async def whole(self, stream: OutputStream) -> CompletionResponse:
-        """Wait for all completions, and give the whole answer."""
+        """Wait for all completions and return the answer."""
         outputs = [self._scored_only(output) for output in await gather(stream)]
         choices = []
         for index, output in enumerate(outputs):
@@ -280,11 +279,11 @@ class CompletionAnswer(Answer):
         return {**self._head, "choices": choices, "usage": self.usage()}
 
     def first_chunks(self) -> list[CompletionResponse]:
-        """No chunk: nothing is sent before the first token."""
+        """Return no chunk: nothing is sent before the first token."""
         return []
 
     def chunks_of(self, prompt_index: int, whole_output: RequestOutput) -> list[CompletionResponse | bytes]:
-        """Return the chunks of one output, some as events already: one for each completion that has something new.
+        """Return one chunk, or its event in bytes, for each completion of an output that has something new.
 
         Raises:
             ApiError: a completion failed.
@@ -321,28 +320,28 @@ class CompletionAnswer(Answer):
         return bool(completion.text or completion.finished or completion.logprobs or ids)
 
     def _scored_only(self, output: RequestOutput) -> RequestOutput:
-        """Without the one token that was made although none was asked for."""
+        """Remove the token that the engine generates even for `max_tokens: 0`."""
         if self._body.max_tokens != 0:
             return output
         emptied = [
-            each
-            if each.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
+            completion
+            if completion.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
             else dataclasses.replace(
-                each,
+                completion,
                 text="",
                 token_ids=[],
-                logprobs=None if each.logprobs is None else [],
-                finish_reason=FinishReason.LENGTH if each.finished else None,
+                logprobs=None if completion.logprobs is None else [],
+                finish_reason=FinishReason.LENGTH if completion.finished else None,
                 stop_reason=None,
             )
-            for each in output.outputs
+            for completion in output.outputs
         ]
         return dataclasses.replace(output, outputs=emptied)
 
     def _choice(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, *, first: bool
     ) -> CompletionChoice:
-        """Make one choice, or what a chunk adds to it; the first piece has what belongs to the prompt."""
+        """Return a choice, or what a chunk adds to it. The first piece has the fields of the prompt."""
         body = self._body
         index = prompt_index * body.n + completion.index
         if output.prompt_logprobs is not None:
@@ -373,7 +372,7 @@ class CompletionAnswer(Answer):
     def _logprobs(
         self, index: int, output: RequestOutput, scores: list[TokenLogprobs | None] | None, completion: CompletionOutput
     ) -> CompletionLogprobs | None:
-        """Those of the completion's tokens, behind the prompt's where they are to be echoed."""
+        """Return the lists of the completion's tokens, with `echo` after those of the prompt."""
         if completion.logprobs is None:
             return None
         if index not in self._lists:

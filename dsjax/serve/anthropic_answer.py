@@ -1,4 +1,4 @@
-"""Anthropic's `/v1/messages`: a chat answer as a message of content blocks, or as the events that build it."""
+"""Answers of Anthropic's `/v1/messages`: content blocks, or the events that build them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ _NAMES = {"reasoning_effort": "output_config.effort"}
 
 
 class ContentBlocks:
-    """The content of one message, made from a chat message's deltas; each delta gives the events that tell of it."""
+    """The content blocks of one message, built from a chat message's deltas; each delta yields events."""
 
     def __init__(self):
         self.blocks: list[dict[str, Any]] = []
@@ -30,7 +30,7 @@ class ContentBlocks:
         self._call = -1
 
     def push(self, delta: Mapping[str, Any]) -> list[Event]:
-        """Enter a delta."""
+        """Add a delta and return its events."""
         events = []
         for kind, text in (("thinking", delta.get("reasoning_content")), ("text", delta.get("content"))):
             if text:
@@ -49,12 +49,14 @@ class ContentBlocks:
         return events
 
     def finish(self) -> list[Event]:
-        """Close what is open."""
+        """Close the open block."""
         if not self._is_open:
             return []
         self._is_open = False
         if self.blocks[-1]["type"] == "tool_use":
-            self.blocks[-1]["input"] = arguments_object(self._arguments)  # what was cut off is no JSON object
+            self.blocks[-1]["input"] = arguments_object(
+                self._arguments
+            )  # arguments that were cut off are no JSON object
             self._arguments = ""
         return [{"type": "content_block_stop", "index": len(self.blocks) - 1}]
 
@@ -69,7 +71,7 @@ class ContentBlocks:
 
 
 class MessagesAnswer(RetoldAnswer):
-    """One request on its way: a chat answer, told in the words of this API."""
+    """A chat answer in the form of this API."""
 
     def __init__(self, serving: Serving, body: MessagesRequest, request_id: str):
         super().__init__(serving, body, f"msg_{request_id}", request_id)
@@ -77,11 +79,11 @@ class MessagesAnswer(RetoldAnswer):
         self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None, "stop_details": None}
 
     def without_effect(self) -> list[str]:
-        """Fields of the request that change nothing here."""
+        """Return the names of the request's fields that have no effect."""
         return self._body.without_effect() + [_NAMES.get(name, name) for name in self._chat.without_effect()]
 
     def first_chunks(self) -> list[Event]:
-        """Give the message without its content."""
+        """Return the event of a message without content."""
         self._chat.first_chunks()
         return [{"type": "message_start", "message": self._built()}]
 
@@ -93,12 +95,12 @@ class MessagesAnswer(RetoldAnswer):
         return self._content.push(choice["delta"])
 
     def last_chunks(self) -> list[Event]:
-        """Close the content, and say how the message ended."""
+        """Return the events that close the content and the message."""
         ended = {"type": "message_delta", "delta": self._end, "usage": self._usage()}
         return [*self._content.finish(), ended, {"type": "message_stop"}]
 
     def failure(self, error: ApiError) -> Event:
-        """Make an event for an error after the stream has begun."""
+        """Return the event for an error after the stream has begun."""
         return anthropic_body(error)
 
     def _built(self) -> dict[str, Any]:
@@ -106,7 +108,7 @@ class MessagesAnswer(RetoldAnswer):
         return {**head, "content": self._content.blocks, **self._end, "usage": self._usage()}
 
     def _usage(self) -> dict[str, Any]:
-        """Count tokens as this API does: `input_tokens` are those that no cache held."""
+        """Return the usage in this API's form, in which `input_tokens` excludes cached tokens."""
         usage = self._chat.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {

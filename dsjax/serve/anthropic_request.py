@@ -1,4 +1,4 @@
-"""The bodies of Anthropic's `/v1/messages` and `/v1/messages/count_tokens`, and the chat request that means the same."""
+"""The bodies of Anthropic's `/v1/messages` and `/v1/messages/count_tokens`, and their conversion to a chat request."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -17,17 +17,17 @@ _NEEDED = {
     "tool_use": ("id", "name", "input"),
     "tool_result": ("tool_use_id",),
 }
-"""Fields of each kind of block."""
+"""Required fields by type of block."""
 
 
 class Part(StrictModel):
-    """A part of a request. Fields that say nothing to the model are passed over, such as `cache_control`: all prompts are cached."""
+    """A part of a request. Other fields, such as `cache_control`, are ignored: all prompts are cached."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 class Block(Part):
-    """A part of a message's content: text, reasoning, a call of an earlier answer, or what a called tool gave."""
+    """A block of a message's content: text, reasoning, a call of an earlier answer, or a tool's result."""
 
     type: Literal["text", "thinking", "tool_use", "tool_result"]
     text: str = ""
@@ -54,14 +54,14 @@ Content = text_or_list(Block, bounds.MAX_PARTS)
 
 
 class Message(Part):
-    """One turn, or what tools gave."""
+    """A message, which may hold tools' results."""
 
     role: Literal["user", "assistant", "system"]
     content: Content
 
 
 class MessagesTool(Part):
-    """A tool that the client runs; there are no others."""
+    """A tool that the client runs. There are no others."""
 
     type: Literal["custom"] | None = None
     name: FunctionName
@@ -71,7 +71,7 @@ class MessagesTool(Part):
 
 
 class MessagesToolChoice(StrictModel):
-    """Which tools must be called."""
+    """Whether, and which, tool must be called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None
@@ -92,7 +92,7 @@ class Thinking(ThinkingSwitch):
 
 
 class OutputFormat(StrictModel):
-    """A schema of the answer."""
+    """The JSON schema of the answer."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
@@ -119,15 +119,15 @@ class TokenCountRequest(StrictModel):
     output_config: OutputConfig | None = None
 
     def without_effect(self) -> list[str]:
-        """Name the fields that change nothing here."""
+        """Return the names of given fields that have no effect."""
         given = [name for name, value in self.model_extra.items() if value not in (None, "auto", "standard")]
         return for_header([name for name in given if name not in ("cache_control", "metadata")])
 
     def to_chat(self, **more: Any) -> ChatRequest:
-        """Make the chat request that means the same. more: its other fields.
+        """Return the chat request that means the same. more: further fields of it.
 
         Raises:
-            ApiError: more messages, or calls in one turn, than a conversation may have.
+            ApiError: too many messages, or calls in one turn.
         """
         choice, config, thinking = self.tool_choice, self.output_config or OutputConfig(), self.thinking
         if choice is not None and choice.type == "tool":
@@ -160,7 +160,8 @@ class TokenCountRequest(StrictModel):
             blocks = message.content if isinstance(message.content, list) else []
             results = [block for block in blocks if block.type == "tool_result"]
             messages += [
-                {"role": "tool", "tool_call_id": each.tool_use_id, "content": _text(each.content)} for each in results
+                {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
+                for block in results
             ]
             turn: dict[str, Any] = {"role": message.role, "content": _text(message.content)}
             if thought := "\n".join(block.thinking for block in blocks if block.type == "thinking"):
@@ -184,7 +185,7 @@ class MessagesRequest(TokenCountRequest):
     thread: Any = None
 
     def to_chat(self, **more: Any) -> ChatRequest:
-        """Make the chat request that means the same. more: its other fields."""
+        """Return the chat request that means the same. more: further fields of it."""
         if self.thread is not None:
             reason = "thread: this server keeps nothing between requests; send the whole conversation each time"
             raise ApiError(400, reason, param="thread", code=THREAD_UNSUPPORTED)

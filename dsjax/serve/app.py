@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, guards before them, and every exception as an error in OpenAI's shape."""
+"""The FastAPI application: routes, middlewares, and exceptions as errors in OpenAI's form."""
 
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(serving: Serving, before_routes: Callable[[ASGIApp], ASGIApp] | None = None) -> FastAPI:
-    """Make the application. `Server` starts the engine's thread once it is ready; the application ends it at its own end.
+    """Return the application. `Server` starts the engine's thread once it is ready; the application's shutdown ends it.
 
     before_routes: a middleware between the guards and the routes.
     """
@@ -36,7 +36,7 @@ def create_app(serving: Serving, before_routes: Callable[[ASGIApp], ASGIApp] | N
         yield
         await serving.engine.shutdown()
 
-    # The documentation pages of FastAPI load scripts from elsewhere; /docs is a page of our own, among the page's routes.
+    # FastAPI's documentation pages load scripts from other sites, so /docs is a page of our own.
     app = FastAPI(title="dsjax", version=package_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
     for kind in (ApiError, UserError, RequestValidationError, HTTPException, ClientGoneError, Exception):
         app.add_exception_handler(kind, _answer_error)
@@ -47,7 +47,7 @@ def create_app(serving: Serving, before_routes: Callable[[ASGIApp], ASGIApp] | N
     create_page_routes(app)
     if serving.metrics is not None:
         create_metrics_routes(app, serving)
-    # The last one added is the first to see a request: its id, its key, its body.
+    # The last middleware added is the outermost.
     app.add_middleware(UsualRequests, routes=usual.routes, answer_error=_answer_error)
     app.add_middleware(HeadRequests)
     if before_routes is not None:
@@ -67,7 +67,7 @@ def create_app(serving: Serving, before_routes: Callable[[ASGIApp], ASGIApp] | N
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientGoneError):
-        return Response(status_code=499)  # nobody reads it; nginx's number for the access log
+        return Response(status_code=499)  # nginx's number for the log; no client receives it
     answer = to_api_error(error)
     if answer.status == 405 and request.method == "OPTIONS":
         methods = answer.headers["Allow"]

@@ -1,7 +1,7 @@
-"""Bounds on what a request may hold, so that none can cost more than its tokens. Those of `serve`'s options are not here."""
+"""Limits of a request's fields, besides those that are options of `serve`."""
 
 MAX_COMPLETIONS = 128
-"""Largest `n`, as OpenAI's."""
+"""Largest `n`, as at OpenAI."""
 
 MAX_PROMPTS = 1024
 """Prompts of one request."""
@@ -27,14 +27,14 @@ MAX_CHOICES = 1024
 """Strings of a structured output's `choice`."""
 
 MAX_GRAMMAR_BYTES = 64 * 1024
-"""A JSON schema, regex or grammar, and all schemas of a request's tools together."""
+"""Limit of a JSON schema, regex or grammar, and of all schemas of a request's tools together."""
 
 MAX_METADATA = 16
-"""Entries of `metadata`, as OpenAI's."""
+"""Entries of `metadata`, as at OpenAI."""
 
 MAX_NAME_CHARACTERS = 256
 """Model names, users, salts, sessions."""
 
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_INTEGER = 2**31 - 1
-"""Counts reach devices and tables as int32."""
+"""Largest integer: counts are int32 on devices."""

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: a request checked and queued, and its outputs made into an answer or the chunks of a stream."""
+"""Answers of `/v1/chat/completions`, whole or as the chunks of a stream."""
 
 import dataclasses
 from abc import abstractmethod
@@ -32,13 +32,15 @@ class ChatAnswer(Answer):
             self._head["service_tier"] = "default"
         self._tokenizer = serving.engine.tokenizer
         self._section: Section | None = None
-        self._parsers: list[MessageParser] = []  # of a stream's choices
+        self._parsers: list[MessageParser] = []  # by choice of a stream
         self._prompt_is_sent = False
         self._only_text_changes = not (body.logprobs or body.return_token_ids or body.continuous_usage)
-        self._text_events: dict[tuple[int, tuple[str, ...]], TextEvent] = {}  # by choice, and what its text is
+        self._text_events: dict[
+            tuple[int, tuple[str, ...]], TextEvent
+        ] = {}  # by choice and names of the delta's fields
 
     def without_effect(self) -> list[str]:
-        """Fields of the request that change nothing here."""
+        """Return the names of the request's fields that have no effect."""
         return self._body.fields_without_effect(self._tokenizer.chat_template if self._tokenizer else None)
 
     async def start(self, place: RequestOptions) -> OutputStream:
@@ -64,7 +66,7 @@ class ChatAnswer(Answer):
         return stream
 
     def _form(self) -> dict[str, Any] | None:
-        """Choose the form that the answer must have: tool calls that must come, or the form asked for, or calls instead of it."""
+        """Return the form of the answer: forced tool calls, the requested form, or either that form or tool calls."""
         body, tool_format = self._body, self._serving.tool_format
         form, forced = self._serving.with_whitespace(body.form_of_text()), body.forced_tools
         if forced and (self._tokenizer is None or tool_format is None):
@@ -99,7 +101,7 @@ class ChatAnswer(Answer):
         )
 
     def _form_after(self, prompt: ChatPrompt) -> int | None:
-        """Give the token after which a form binds: reasoning is free, also where it is left in the content."""
+        """Return the token after which a form binds; reasoning is always free. None: from the first token."""
         reasoning = self._serving.reasoning
         if reasoning is None or reasoning.start_of(prompt.text, prompt.unfinished) is not Section.REASONING:
             return None
@@ -121,7 +123,7 @@ class ChatAnswer(Answer):
         return MessageParser(splitter, tools, self._body.include_reasoning is not False)
 
     async def whole(self, stream: OutputStream) -> ChatResponse:
-        """Wait for all completions, and give the whole answer."""
+        """Wait for all completions and return the answer."""
         (output,) = await gather(stream)
         choices: list[ChatChoice] = []
         self._counter.count(0, output)
@@ -147,7 +149,7 @@ class ChatAnswer(Answer):
         return answer
 
     def first_chunks(self) -> list[ChatResponse]:
-        """Give the first chunk of each choice, which tells its role."""
+        """Return the first chunk of each choice, with its role."""
         self._parsers = [self._parser() for _ in range(self._body.n)]
         first = {"role": "assistant", "content": "", "refusal": None}
         return [self._chunk_of(_delta(index, first)) for index in range(self._body.n)]
@@ -155,9 +157,9 @@ class ChatAnswer(Answer):
     def chunks_of(
         self, prompt_index: int, output: RequestOutput, *, as_events: bool = True
     ) -> list[ChatResponse | bytes]:
-        """Give the chunks of one output: one for each completion that has something new.
+        """Return the chunks of one output for the completions that have something new.
 
-        as_events: give those that add text and nothing else as events already.
+        as_events: return chunks that only add text as events in bytes.
 
         Raises:
             ApiError: a completion failed.
@@ -189,7 +191,7 @@ class ChatAnswer(Answer):
         return chunks
 
     def _text_event(self, index: int, delta: dict[str, str]) -> bytes:
-        """Make the event of a choice's text, which is content or reasoning."""
+        """Return the event that adds content or reasoning to a choice."""
         names = tuple(delta)
         event = self._text_events.get((index, names))
         if event is None:
@@ -198,7 +200,7 @@ class ChatAnswer(Answer):
         return event.with_text(delta[names[0]])
 
     def _chunk(self, completion: CompletionOutput, parser: MessageParser, delta: dict[str, Any]) -> ChatChoice | None:
-        """Make what a chunk says of a completion; None where there is nothing to say."""
+        """Return a chunk's choice; None if it would be empty."""
         ids = self._body.return_token_ids and completion.token_ids
         if not (delta or completion.finished or completion.logprobs or ids):
             return None
@@ -216,22 +218,22 @@ class ChatAnswer(Answer):
         return {"content": [self._token(entry) for entry in completion.logprobs]}
 
     def _token(self, entry: TokenLogprobs) -> dict[str, Any]:
-        """Describe the token taken, and the most probable ones: as many as asked for, the token taken only where it is one."""
+        """Return the sampled token and the requested number of most probable ones, which may include it."""
         count = self._body.top_logprobs or 0
-        ranked = [(token, one) for token, one in entry.items() if one.rank is not None and one.rank <= count]
+        ranked = [(token, score) for token, score in entry.items() if score.rank is not None and score.rank <= count]
         ranked.sort(key=lambda pair: pair[1].rank)
-        taken = next(iter(entry.items()))
-        return {**self._one(*taken), "top_logprobs": [self._one(*pair) for pair in ranked]}
+        sampled = next(iter(entry.items()))
+        return {**self._scored(*sampled), "top_logprobs": [self._scored(*pair) for pair in ranked]}
 
-    def _one(self, token_id: int, one: Logprob) -> dict[str, Any]:
+    def _scored(self, token_id: int, score: Logprob) -> dict[str, Any]:
         text = list(self._tokenizer.token_bytes(token_id))
-        return {"token": one.decoded_token, "logprob": finite(one.logprob), "bytes": text}
+        return {"token": score.decoded_token, "logprob": finite(score.logprob), "bytes": text}
 
 
 def _by_delta(
     completion: CompletionOutput, piece: MessagePiece, num_reasoning: int
 ) -> list[tuple[CompletionOutput, dict[str, Any]]]:
-    """Pair each delta with its tokens: those of the reasoning, of which there are `num_reasoning`, and the others with the last delta."""
+    """Pair each delta with its tokens: the first `num_reasoning` with the reasoning, the others with the last delta."""
     *first, last = piece.deltas()
     parts = []
     for delta in first:
@@ -244,7 +246,7 @@ def _by_delta(
 
 
 class RetoldAnswer(StreamedAnswer):
-    """A chat answer, told in the words of another API."""
+    """A chat answer in the form of another API."""
 
     def __init__(self, serving: Serving, body: Any, answer_id: str, request_id: str):
         self.id, self._body = answer_id, body
@@ -260,7 +262,7 @@ class RetoldAnswer(StreamedAnswer):
         return await self._chat.start(place)
 
     async def whole(self, stream: OutputStream) -> dict[str, Any]:
-        """Wait until all is done, and give the whole answer: what its events build."""
+        """Wait for the completion and return the answer, built from the same events as a stream."""
         self.first_chunks()
         async for index, output in stream:
             self.chunks_of(index, output)
@@ -268,7 +270,7 @@ class RetoldAnswer(StreamedAnswer):
         return self._built()
 
     def chunks_of(self, prompt_index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """Give the events of one output.
+        """Return the events of one output.
 
         Raises:
             ApiError: the completion failed.
@@ -278,11 +280,11 @@ class RetoldAnswer(StreamedAnswer):
 
     @abstractmethod
     def _retold(self, choice: ChatChoice) -> list[dict[str, Any]]:
-        """Give the events of what a chunk adds."""
+        """Return the events for a chunk's choice."""
 
     @abstractmethod
     def _built(self) -> dict[str, Any]:
-        """Give the answer as far as it has come."""
+        """Return the answer so far."""
 
 
 def _delta(index: int, delta: dict[str, Any]) -> ChatChoice:
@@ -290,7 +292,7 @@ def _delta(index: int, delta: dict[str, Any]) -> ChatChoice:
 
 
 def _end(completion: CompletionOutput, parser: MessageParser) -> dict[str, Any]:
-    """Say how a completion ended. One that called tools says so, unless it was cut off."""
+    """Return the finish reason: `tool_calls` if there are any and the completion was not cut off."""
     called = parser.has_calls and completion.finish_reason is FinishReason.STOP
     reason = "tool_calls" if called else completion.finish_reason
     return {"finish_reason": reason, "stop_reason": completion.stop_reason}

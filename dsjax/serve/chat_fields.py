@@ -1,4 +1,4 @@
-"""The body of `/v1/chat/completions`: messages, tools and the rest, checked one by one and against each other."""
+"""The body of `/v1/chat/completions`: messages, tools and other fields, and the checks between them."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -18,7 +18,7 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class TextPart(StrictModel):
-    """A piece of a message's content; only text has a meaning for this model. A refusal is what an assistant said, too."""
+    """A part of a message's content: text, or an assistant's refusal, which is read as text."""
 
     type: Literal["text", "refusal"]
     text: str
@@ -36,7 +36,7 @@ class TextPart(StrictModel):
 
 
 def refuse_other_kinds(kind: Any, kinds: Collection[str]) -> None:
-    """Raise for a part that is not of these kinds, which are those of text."""
+    """Raise a validation error for a part of another kind than these."""
     if isinstance(kind, str) and kind not in kinds:
         raise PydanticCustomError(
             "text_only", "found a part of type {kind}, but this model reads text only", {"kind": kind}
@@ -44,7 +44,7 @@ def refuse_other_kinds(kind: Any, kinds: Collection[str]) -> None:
 
 
 def text_or_list(part: Any, most: int) -> Any:
-    """Make the type of a text or a list of parts. The discriminator keeps an error about parts from being followed by one about text."""
+    """Return the type of a text or a list of parts. Thanks to the discriminator, an error names the branch that was meant."""
     return Annotated[
         Annotated[str, Tag("text")] | Annotated[list[part], Field(max_length=most), Tag("parts")],
         Discriminator(lambda content: "parts" if isinstance(content, list) else "text"),
@@ -62,7 +62,7 @@ class CalledFunction(StrictModel):
 
 
 class ToolCall(StrictModel):
-    """A tool call in an earlier answer of the conversation, as that answer had it."""
+    """A tool call of an earlier answer in the conversation."""
 
     id: Name | None = None
     type: Literal["function"] = "function"
@@ -71,7 +71,7 @@ class ToolCall(StrictModel):
 
 
 class ChatMessage(StrictModel):
-    """One message. The role `developer` is taken as `system`, as OpenAI's reasoning models take it."""
+    """One message. The role `developer` is treated as `system`, as by OpenAI's reasoning models."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -94,7 +94,7 @@ class ChatMessage(StrictModel):
         return "\n".join(part.text for part in self.content)
 
     def check(self, index: int) -> None:
-        """Raise for fields that do not go with the role."""
+        """Raise `ApiError` for fields that the role does not have."""
         where = f"messages[{index}]"
         if self.role != "assistant":
             for name in ("tool_calls", "reasoning_content", "reasoning", "prefix"):
@@ -116,7 +116,7 @@ class Function(StrictModel):
 
 
 class Tool(StrictModel):
-    """A tool as OpenAI writes it; functions are the only kind."""
+    """A tool in OpenAI's form. Functions are the only kind."""
 
     type: Literal["function"]
     function: Function
@@ -136,7 +136,7 @@ class ToolChoice(StrictModel):
 
 
 class ThinkingSwitch(StrictModel):
-    """DeepSeek's `thinking`; `adaptive`, Anthropic's, is the model's own way to reason, which is to do so."""
+    """DeepSeek's `thinking`. Anthropic's `adaptive` counts as enabled."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
@@ -149,18 +149,18 @@ class AllowedTools(StrictModel):
 
 
 class AllowedToolChoice(StrictModel):
-    """OpenAI's way to name several functions that may, or must, be called. The others are not shown to the model."""
+    """OpenAI's `allowed_tools`: functions that may or must be called. The others are not shown to the model."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
 
 THINKING_SWITCHES = ("thinking", "enable_thinking")
-"""Variables by which templates turn reasoning on or off: DeepSeek-V3.1's, and that of others."""
+"""Variables by which templates turn reasoning on or off: DeepSeek-V3.1's and other models'."""
 
 
 class PromptFields(StrictModel):
-    """What the prompt is made from. `/tokenize` takes it too."""
+    """The fields that make the prompt; `/tokenize` has them too."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=bounds.MAX_MESSAGES)
     tools: Annotated[list[Tool], Field(max_length=bounds.MAX_TOOLS)] | None = None
@@ -169,12 +169,12 @@ class PromptFields(StrictModel):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the model's own template")
 
     def check_prompt_fields(self) -> None:
-        """Raise for messages and tools that contradict each other or are too large."""
+        """Raise `ApiError` for messages and tools that contradict each other or are too large."""
         called: set[str | None] = set()
         for index, message in enumerate(self.messages):
             message.check(index)
             called.update(call.id for call in message.tool_calls or ())
-            # Either side may be without an id.
+            # The call or the answer may lack an id.
             known = called if None in {message.tool_call_id, *called} else called & {message.tool_call_id}
             if message.role == "tool" and not known:
                 reason = f"messages[{index}]: found a tool's answer to {message.tool_call_id!r}, which no message before it calls"
@@ -192,7 +192,7 @@ class PromptFields(StrictModel):
 
     @property
     def goes_on(self) -> bool:
-        """Whether the answer goes on inside the last message."""
+        """Whether the answer continues the last message."""
         return bool(self.continue_final_message or self.messages[-1].prefix)
 
     def template_variables(self, template: Template) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class PromptFields(StrictModel):
         return dict(self.chat_template_kwargs or {})
 
     def tool_dicts(self, named: Collection[str] | None = None) -> list[dict[str, Any]]:
-        """Return the tools, or those of these names, as templates and grammars read them."""
+        """Return the tools as dicts for templates and grammars. named: only these; None: all."""
         tools = (tool for tool in self.tools or () if named is None or tool.function.name in named)
         return [tool.model_dump(exclude_none=True) for tool in tools]
 
@@ -227,7 +227,7 @@ class ChatRequest(SamplingFields, PromptFields):
     function_call: Any = Field(None, description="older name of tool_choice; refused")
 
     def check(self) -> None:
-        """Raise for fields that do not go together."""
+        """Raise `ApiError` for fields that contradict each other."""
         self.check_stream_fields()
         self.check_prompt_fields()
         for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
@@ -236,11 +236,12 @@ class ChatRequest(SamplingFields, PromptFields):
         choice = self.tool_choice
         if choice not in (None, "none", "auto") and not self.tools:
             raise ApiError(400, "tool_choice wants tools, and there are none", param="tool_choice")
-        if unknown := sorted((self._choice[1] or set()) - {tool.function.name for tool in self.tools or ()}):
+        _, allowed = self._choice
+        if unknown := sorted((allowed or set()) - {tool.function.name for tool in self.tools or ()}):
             raise ApiError(400, f"tool_choice names {unknown[0]!r}, which is none of the tools", param="tool_choice")
 
     def template_variables(self, template: Template) -> dict[str, Any]:
-        """Return variables for a template: those given, and what `reasoning_effort` means to it."""
+        """Return the template's variables: those given, and those for `thinking` and `reasoning_effort`."""
         variables = dict(self.chat_template_kwargs or {})
         switch, effort = self.thinking and self.thinking.type, self.reasoning_effort
         if switch is not None or effort is not None:
@@ -251,7 +252,7 @@ class ChatRequest(SamplingFields, PromptFields):
         return variables
 
     def fields_without_effect(self, template: Template | None) -> list[str]:
-        """Name the fields without effect, for a model with this chat template."""
+        """Return the names of the fields that have no effect with this chat template."""
         unused_fields = self.without_effect()
         switches = template is not None and any(map(template.reads, THINKING_SWITCHES))
         if self.reasoning_effort is not None and not (switches or (template and template.reads("reasoning_effort"))):
@@ -265,28 +266,29 @@ class ChatRequest(SamplingFields, PromptFields):
 
     @property
     def _choice(self) -> tuple[bool, set[str] | None]:
-        """Whether a tool must be called, and the names of those that may be; None: all."""
+        """Whether a tool must be called, and the names of the allowed ones; None: all."""
         match self.tool_choice:
-            case ToolChoice(function=one):
-                return True, {one.name}
-            case AllowedToolChoice(allowed_tools=some):
-                return some.mode == "required", {one.function.name for one in some.tools}
+            case ToolChoice(function=function):
+                return True, {function.name}
+            case AllowedToolChoice(allowed_tools=allowed):
+                return allowed.mode == "required", {tool.function.name for tool in allowed.tools}
         return self.tool_choice == "required", None
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model is shown, and that this answer may call."""
-        named = self._choice[1] if isinstance(self.tool_choice, AllowedToolChoice) else None
-        return [] if self.tool_choice == "none" else self.tool_dicts(named)
+        """The tools that are shown to the model and may be called."""
+        _, allowed = self._choice
+        shown = allowed if isinstance(self.tool_choice, AllowedToolChoice) else None
+        return [] if self.tool_choice == "none" else self.tool_dicts(shown)
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
-        """The tools of which this answer must call one; empty where it may also be text."""
-        must, named = self._choice
-        return self.tool_dicts(named) if must else []
+        """The tools of which one must be called; empty if the answer may be text."""
+        is_forced, allowed = self._choice
+        return self.tool_dicts(allowed) if is_forced else []
 
     def token_limit(self) -> int | None:
-        """Give the most tokens of the answer: `max_completion_tokens`, or `max_tokens`, its older name.
+        """Return the most tokens of the answer: `max_completion_tokens`, or `max_tokens`, its older name.
 
         Raises:
             ApiError: both are given and differ.
@@ -301,7 +303,7 @@ class ChatRequest(SamplingFields, PromptFields):
         return limit
 
     def num_logprobs(self) -> int | None:
-        """Say how many of the most probable tokens to give beside each token; None where no log-probabilities are asked for.
+        """Return the number of most probable tokens to list for each token; None without log-probabilities.
 
         Raises:
             ApiError: `top_logprobs` without `logprobs`.
@@ -317,10 +319,10 @@ class ChatRequest(SamplingFields, PromptFields):
 
 
 def as_chat(fields: Mapping[str, Any], param: str) -> ChatRequest:
-    """Make a chat request of what another API's body means.
+    """Create the chat request that another API's body means.
 
     Raises:
-        ApiError: it has more messages, or calls in one turn, than a conversation may have. param: the field that it blames.
+        ApiError: too many messages, or calls in one turn. param: the field that the error names.
     """
     try:
         return ChatRequest.model_validate(fields)

@@ -1,4 +1,4 @@
-"""`ChatPrompt`: messages and tools to a prompt's text and tokens, through the model's own template."""
+"""`ChatPrompt`: the prompt of messages and tools, rendered by the model's template or encoder."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class ChatPrompt:
     """A rendered prompt.
 
     Attributes:
-        unfinished: the assistant's text that the prompt ends with, when it is to be continued; else None.
+        unfinished: the assistant's text at the end of the prompt that the answer continues; None: a new message.
     """
 
     text: str
@@ -34,14 +34,14 @@ class ChatPrompt:
 def render_prompt(
     tokenizer: Tokenizer | None, fields: PromptFields, tools: Sequence[Mapping[str, Any]], form: CallFormat | None
 ) -> ChatPrompt:
-    """Render messages and tools into a prompt, and tokenise it. A long conversation takes long: call it in a thread.
+    """Render messages and tools into a prompt and tokenise it. Call it in a thread if the conversation is long.
 
     Args:
         tools: the tools to offer to the model.
-        form: how tool calls are written; None where this server has no format for them.
+        form: how the model writes tool calls; None if the server has no format for them.
 
     Raises:
-        ApiError, ChatTemplateError: there is no template, or it refuses these messages.
+        ApiError, ChatTemplateError: there is no template, or it refuses the messages.
     """
     if tokenizer is None or tokenizer.chat_template is None:
         raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
@@ -67,10 +67,10 @@ def render_prompt(
 
 
 def conversation_prompt(tokenizer: Tokenizer, **fields: Any) -> EncodedPrompt:
-    """Make the prompt of a conversation given in Python, as `/v1/chat/completions` makes it. fields: those of `PromptFields`.
+    """Return the prompt that `/v1/chat/completions` makes of a conversation. fields: those of `PromptFields`.
 
     Raises:
-        UserError: messages or tools that cannot be.
+        UserError: the messages or tools are not valid.
     """
     try:
         body = PromptFields.model_validate(fields)
@@ -84,7 +84,7 @@ def conversation_prompt(tokenizer: Tokenizer, **fields: Any) -> EncodedPrompt:
 
 
 def _messages(messages: Sequence[ChatMessage], has_tool_calls: bool, form: CallFormat | None) -> list[dict[str, Any]]:
-    """Write messages as templates read them. Without a place for tool calls and answers these become text."""
+    """Return messages as templates read them. Tool calls and results become text if the template has no place for them."""
     rendered: list[dict[str, Any]] = []
     for message in messages:
         role = "system" if message.role == "developer" else message.role
@@ -121,7 +121,7 @@ def _needed(form: CallFormat | None) -> CallFormat:
 
 
 def _cut_after(text: str, final: str) -> str:
-    """Return the prompt up to the end of the last message's own text."""
+    """Return the prompt up to the end of the last message's text."""
     at = text.rfind(final.strip())
     if at < 0 or not final.strip():
         reason = "the model's template does not keep the last message's text as it is, so it cannot be continued"

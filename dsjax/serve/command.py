@@ -24,7 +24,8 @@ from dsjax.serve.options import (
     read_keys,
 )
 
-if TYPE_CHECKING:  # they bring JAX in, which `--help` does not need
+if TYPE_CHECKING:  # import JAX, which `--help` does not need
+    from dsjax.engine.contract.executor import CompileRest
     from dsjax.llm import LLM
     from dsjax.serve.metrics import Metrics
 
@@ -160,9 +161,9 @@ def serve_model(
     front_end_listeners: Sequence[socket.socket] = (),
     log_json: bool = False,
 ) -> int:
-    """Serve a loaded model until the end, listening while it warms up; give the process's exit code.
+    """Serve a loaded model until shutdown and return the exit code. It listens while it warms up.
 
-    front_end_listeners: one for each process that is to speak HTTP; none: this one does, on `listener`.
+    front_end_listeners: one for each front end process; empty: this process serves HTTP itself, on `listener`.
     """
     from dsjax.engine.engine_thread import AsyncEngine
     from dsjax.serve.front_ends.engine_server import EngineServer
@@ -171,14 +172,14 @@ def serve_model(
     from dsjax.serve.serving import Serving
     from dsjax.serve.startup_screen import show_facts, show_url, warm_up_bar
 
-    def warm_up(check_going_on: Callable[[], None]) -> None:
+    def warm_up(check_going_on: Callable[[], None]) -> "CompileRest | None":
         with warm_up_bar(console) as progress:
 
             def between_shapes(done: int, total: int, label: str) -> None:
                 check_going_on()
                 progress(done, total, label)
 
-            model.parts.warm_up(between_shapes)
+            return model.parts.warm_up(between_shapes, lazily=True)
 
     facts, options = model.facts, options or ServeOptions()
     show_facts(console, facts)
@@ -201,7 +202,7 @@ def serve_model(
     def prepare_end() -> None:
         engine.wait_for_no_mesh()
         if group is not None:
-            group.needs_all = True  # what runs is to end, and a change of the mesh would only keep it waiting
+            group.needs_all = True  # a change of the mesh would only delay the shutdown
 
     how = {
         "on_signal": prepare_end,
@@ -218,7 +219,7 @@ def serve_model(
 
 
 def metrics_of(model: "LLM", name: str) -> "Metrics":
-    """Make the metrics of a loaded model's work. name: as clients know it."""
+    """Create the metrics of a loaded model. name: the one that clients use."""
     from dsjax.engine.afd.messages import ExpertLinks
     from dsjax.engine.device.process import device_memory
     from dsjax.serve.metrics import Metrics

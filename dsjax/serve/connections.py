@@ -1,7 +1,7 @@
-"""What comes and goes over uvicorn's HTTP connections: heads within bounds in; JSON and server-sent events out.
+"""HTTP connections: limits on what is read, and answers as JSON or server-sent events.
 
-Everything that reaches into uvicorn's own modules is here: `BoundedConnection` and `BodyWriter`. It was checked with uvicorn 0.54, and
-pyproject.toml bounds the version.
+All code that uses uvicorn's internals is here (`BoundedConnection`, `BodyWriter`). It was checked with uvicorn 0.54; pyproject.toml bounds
+the version.
 """
 
 import asyncio
@@ -29,23 +29,23 @@ Answer = TypeVar("Answer")
 logger = logging.getLogger(__name__)
 
 CONNECTION_SEND = "connection_send"
-"""Key in a scope's state of the connection's own `send`, which no middleware sees."""
+"""Key in a scope's state of the connection's own `send`, which bypasses the middlewares."""
 MAX_HEAD_BYTES = 64 * 1024
 _UNWATCHED = "A request is computed to its end, whether or not its client is there."
 PROBES = frozenset({b"/health", b"/ready"})
-"""Paths that are answered on connections beyond the limit too."""
+"""Paths that are answered even on connections beyond the limit."""
 _MOST_PROBES = 64
-"""Connections beyond the limit that are read, because they may ask whether the server lives."""
+"""Most connections beyond the limit whose request is read, as it may be for one of `PROBES`."""
 _PROBE_SECONDS = 5.0
-"""Time for the head of a request on one of those."""
+"""Timeout for the head of a request on such a connection."""
 _OTHER_FILES = 256 + _MOST_PROBES
-"""Files that a process has open besides its clients' connections, with room to spare."""
+"""Upper estimate of a process's open files besides its clients' connections."""
 _RETRY_SECONDS = 2
 _UPGRADE_HEADERS = (b"upgrade", b"connection", b"http2-settings")
 
 
 def to_json(body: Any) -> bytes:
-    """Write compact JSON. A lone surrogate, which a client's escape can smuggle into an error message, becomes `?`."""
+    """Return compact JSON. A lone surrogate, which an error message may quote from a request, becomes `?`."""
     try:
         return pydantic_core.to_json(body)
     except ValueError:  # it refuses lone surrogates
@@ -53,7 +53,7 @@ def to_json(body: Any) -> bytes:
 
 
 def event_of(chunk: Mapping[str, Any]) -> bytes:
-    """Write a chunk as a server-sent event without a name."""
+    """Return a chunk as a server-sent event without a name."""
     return b"data: %b\n\n" % to_json(chunk)
 
 
@@ -63,17 +63,17 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Write the body's bytes."""
+        """Return the body."""
         return to_json(content)
 
 
 def note_error(scope: Scope, error: ApiError) -> None:
-    """Leave an error's code, or its type where it has no code, in the scope's state, where `RequestLog` reads it."""
+    """Store an error's code, or else its type, in the scope's state for `RequestLog`."""
     scope.setdefault("state", {})["error"] = error.code or error.type
 
 
 def error_response(scope: Scope, error: ApiError, *, close: bool = False) -> JsonResponse:
-    """Answer a request with an error; `close` ends the connection after it, because the rest of the request will not be read."""
+    """Return the answer for an error. close: end the connection, because the rest of the request will not be read."""
     note_error(scope, error)
     headers = {**(error.headers or {}), **({"Connection": "close"} if close else {})}
     body = anthropic_body(error) if scope["path"].startswith("/v1/messages") else error.body()
@@ -81,17 +81,17 @@ def error_response(scope: Scope, error: ApiError, *, close: bool = False) -> Jso
 
 
 class ClientGoneError(Exception):
-    """The client has closed its connection; nobody reads the answer."""
+    """The client has closed its connection."""
 
 
 class StreamedAnswer(Protocol):
-    """An answer that can be given in chunks, each a JSON body."""
+    """An answer that can be streamed as chunks, each a JSON body."""
 
     def first_chunks(self) -> Iterable[Mapping[str, Any]]:
         """Return the chunks that are sent before any output."""
 
     def chunks_of(self, prompt_index: int, output: RequestOutput) -> Iterable[Mapping[str, Any] | bytes]:
-        """Return the chunks of one output, those that are bytes as events already.
+        """Return the chunks of one output; those in bytes are complete events.
 
         Raises:
             ApiError: a completion failed.
@@ -102,7 +102,7 @@ class StreamedAnswer(Protocol):
 
 
 class BodyWriter:
-    """Writes pieces of a streamed body to uvicorn's connection, byte for byte as its `send` does, which is a coroutine."""
+    """Writes parts of a streamed body to uvicorn's connection, as its coroutine `send` does, byte for byte."""
 
     _STATE = ("chunked_encoding", "flow", "disconnected", "transport")
 
@@ -112,28 +112,28 @@ class BodyWriter:
 
     @classmethod
     def behind(cls, send: Send) -> "BodyWriter | None":
-        """Make a writer of a connection's own `send`; None for another one, or if this version of uvicorn keeps its state elsewhere."""
+        """Return a writer for a connection's own `send`; None for any other, or if uvicorn's internals differ."""
         cycle = getattr(send, "__self__", None)
         known = isinstance(cycle, RequestResponseCycle) and all(hasattr(cycle, name) for name in cls._STATE)
         return cls(cycle) if known else None
 
     @property
     def is_ready(self) -> bool:
-        """Whether `send` would not wait for the client to read what was written before."""
+        """Whether `send` would write at once, without waiting for the client to read earlier parts."""
         return self._cycle.chunked_encoding is True and not self._flow.write_paused
 
     def write(self, body: bytes) -> None:
-        """Write a piece, which is not empty; nothing once the client has left."""
+        """Write a part, which must not be empty; do nothing once the client has left."""
         if not self._cycle.disconnected:
             self._write_bytes(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class EventStream(StreamingResponse):
-    """An answer's chunks as server-sent events, then `[DONE]`; an error in between is an `error` event before it.
+    """An answer's chunks as server-sent events, followed by `[DONE]`. An error becomes an `error` event before it.
 
-    What is ready at the same time is written at once, and past the middlewares, which look at an answer's start and end alone: hundreds
-    of streams have an event in every step. For as long as the client keeps up that happens without waking this answer's task.
-    However the response ends, also when the client left before its first byte, `resources` are closed.
+    Hundreds of streams have an event in every step. So events that are ready together are written together and bypass the middlewares,
+    which only look at an answer's start and end; while the client keeps up, this answer's task is not woken. `resources` are closed
+    however the response ends, even if the client left before its first byte.
     """
 
     _END = b"data: [DONE]\n\n"
@@ -159,7 +159,7 @@ class EventStream(StreamingResponse):
         self._send_events = scope["state"].get(CONNECTION_SEND, send)
         self._writer = BodyWriter.behind(self._send_events)
         with self._resources:
-            watch = asyncio.ensure_future(self._watch(receive))  # it contains its failures
+            watch = asyncio.ensure_future(self._watch(receive))  # handles its own failures
             try:
                 await self._send_answer(send)
             finally:
@@ -171,7 +171,7 @@ class EventStream(StreamingResponse):
                 self._outputs.fail(ClientGoneError())
 
     async def _send_answer(self, send: Send) -> None:
-        """Send the head, the events as they come, and the end; nothing more once the client has left."""
+        """Send the head, the events and the end; stop once the client has left."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             await self._send_all(self._answer.first_chunks())
@@ -180,14 +180,14 @@ class EventStream(StreamingResponse):
             last = self._events(self._answer.last_chunks())
         except ClientGoneError:
             return
-        except Exception as error:  # the status line is sent; an event is the only way left to tell
+        except Exception as error:  # the status has been sent, so an event has to tell
             answer = to_api_error(error)
             note_error(self._scope, answer)
             last = self._events([self._failure(answer)])
         await send({"type": "http.response.body", "body": last + self._END, "more_body": False})
 
     async def _send_each(self, outputs: list[tuple[int, RequestOutput]]) -> None:
-        """Send the events of some outputs; those before one that failed are sent in any case."""
+        """Send the events of some outputs, up to one that failed."""
         chunks: list[Mapping[str, Any] | bytes] = []
         try:
             for index, output in outputs:
@@ -196,7 +196,7 @@ class EventStream(StreamingResponse):
             await self._send_all(chunks)
 
     def _write_each(self, outputs: list[tuple[int, RequestOutput]]) -> bool:
-        """Send the events of some outputs without waiting; False, and nothing done, where that cannot be."""
+        """Send the events of some outputs without waiting. Return False, and send nothing, if that is not possible."""
         writer = self._writer
         if writer is None or not writer.is_ready:
             return False
@@ -220,15 +220,15 @@ class EventStream(StreamingResponse):
         return event_of(chunk)
 
     def _failure(self, error: ApiError) -> Mapping[str, Any]:
-        """Make the chunk that tells of an error after the head has been sent."""
+        """Return the chunk for an error after the head has been sent."""
         return error.body()
 
 
 async def unless_client_leaves(request: Request, work: Awaitable[Answer]) -> Answer:
-    """Wait for an answer, but no longer than the client does.
+    """Wait for an answer while the client stays connected.
 
     Raises:
-        ClientGoneError: it has closed the connection; `work` is cancelled.
+        ClientGoneError: the client has closed the connection; `work` is cancelled.
     """
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(request.receive))
@@ -239,13 +239,13 @@ async def unless_client_leaves(request: Request, work: Awaitable[Answer]) -> Ans
         await asyncio.wait({task})
         return task.result()
     finally:
-        for each in (task, watch):
-            each.cancel()
+        for future in (task, watch):
+            future.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> bool:
-    """Wait until the client has left, and say so; False, and at once, where that cannot be seen."""
+    """Return True once the client has left; False at once if that cannot be watched."""
     try:
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -264,16 +264,15 @@ class _TooManyConnectionsError(Exception):
 
 
 def too_many_connections() -> ApiError:
-    """Make the answer for a connection beyond the limit."""
+    """Return the error for a connection beyond the limit."""
     reason = "this server has as many connections as it takes; try again later"
     return ApiError(429, reason, type="rate_limit_error", code="too_many_connections", retry_after=_RETRY_SECONDS)
 
 
 def affordable_connections(wanted: int) -> int:
-    """Return how many connections a process can have, `wanted` at most; 0 where that is to have no limit.
+    """Return the most connections that a process can have, up to `wanted`; 0: no limit.
 
-    The process's own limit of open files is raised as far as the system lets it. Some are kept for the engine, and for connections that
-    ask whether the server lives.
+    It raises the process's limit of open files as far as the system allows, and reserves some files for the engine and for probes.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + _OTHER_FILES
@@ -298,23 +297,23 @@ def affordable_connections(wanted: int) -> int:
 def bounded_connections(
     head_timeout: float, most: int = 0, refuse: Callable[[], ApiError] = too_many_connections
 ) -> type[HttpToolsProtocol]:
-    """Make a protocol class for uvicorn, which makes one object a connection.
+    """Return a protocol class for uvicorn, which creates one object for each connection.
 
-    httptools, because of its price: h11 checks every event of every stream against its state machines.
+    It uses httptools, which is faster than h11: that checks every event of every stream against its state machines.
 
     Args:
-        most: open connections of a server; 0: no limit.
-        refuse: makes the answer for a connection beyond them.
+        most: most open connections; 0: no limit.
+        refuse: returns the error for a connection beyond the limit.
     """
 
     class BoundedConnection(HttpToolsProtocol):
-        """Closes a connection whose next request has begun to come, or whose first has not, for too long.
+        """Closes a connection whose first request, or whose later one once it has begun, has no complete head within `head_timeout`.
 
-        A connection beyond the limit has its request's head read, and is closed with a 429 unless it asks whether the server lives or
-        is ready. So many of those may be open at once; what comes after them is closed unread.
+        On a connection beyond the limit, only the head of the request is read; the answer is 429 unless the path is one of `PROBES`.
+        At most `_MOST_PROBES` of these are open at once; further ones are closed unread.
 
-        A head of more than `MAX_HEAD_BYTES` is refused before it is complete; headers that follow a chunked body count too. An
-        offer to speak another protocol is passed over, as HTTP allows: the parser alone would end such a request at its head.
+        A head of more than `MAX_HEAD_BYTES`, trailers of a chunked body included, is refused before it is complete. An offer to change
+        the protocol is ignored, as HTTP allows; the parser by itself would end such a request at its head.
         """
 
         _head_timer: asyncio.TimerHandle | None = None
@@ -334,7 +333,7 @@ def bounded_connections(
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
-            if self._head_timer is not None:  # the parser tells of a header when it is whole, which it may never be
+            if self._head_timer is not None:  # the parser reports a header only when it is complete
                 if self._head_bytes > MAX_HEAD_BYTES:
                     self.send_400_response("the request's head is too large")
                     return
@@ -374,7 +373,7 @@ def bounded_connections(
                 super().on_message_complete()
 
         def _stay(self, rest: bytes) -> None:
-            """Read the request once more, without the offer to speak another protocol."""
+            """Read the request again, without the offer to change the protocol."""
             method = self.parser.get_method()
             if method == b"CONNECT":
                 self.send_400_response("CONNECT asks for a proxy, which this server is not")
@@ -387,7 +386,7 @@ def bounded_connections(
             self._send_refusal(ApiError(400, msg))
 
         def _send_refusal(self, error: ApiError) -> None:
-            """Answer with an error past the application, and close."""
+            """Send an error, bypassing the application, and close the connection."""
             body = to_json(error.body())
             lines = [b"%b: %b\r\n" % (k.lower().encode(), v.encode()) for k, v in (error.headers or {}).items()]
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
@@ -395,7 +394,7 @@ def bounded_connections(
             self.transport.close()
 
         def _watch_head(self) -> None:
-            """The timer runs while a head is on its way; what has come is no reason to start it again."""
+            """Start the timer for a head, unless it runs: further bytes do not restart it."""
             if self._head_timer is None:
                 self._head_bytes = 0
                 seconds = min(head_timeout, _PROBE_SECONDS) if self._is_beyond else head_timeout

@@ -1,4 +1,4 @@
-"""Tool calls in DSML, DeepSeek-V3.2's and V4's markup: how they are written, the grammar of an answer that must be some, and their parser.
+"""Tool calls in DSML, the markup of DeepSeek-V3.2 and V4: their format, the grammar of forced calls, and their streaming parser.
 
 ::
 
@@ -17,25 +17,28 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.text.prompt_encoder import DSML, PromptEncoder, V4Encoder, V32Encoder, json_text
-from dsjax.engine.text.stop_strings import find_first, num_undecided
-from dsjax.engine.text.structured import COMPACT_JSON_OPTIONS, JSON_OPTIONS
+from dsjax.engine.text.stop_strings import FoundMarker, find_first, num_undecided
 from dsjax.engine.text.tokenizer import Tokenizer
-from dsjax.serve.tool_calls import CallParser, MessagePiece, closed_schema, head_rules
+from dsjax.serve.tool_calls import CallFormat, CallParser, MessagePiece, closed_schema
 
 _INVOKE, _INVOKE_END = f'<{DSML}invoke name="', f"</{DSML}invoke>"
 _PARAMETER, _PARAMETER_END = f'<{DSML}parameter name="', f"</{DSML}parameter>"
 _TAGS = (f"<{DSML}", f"</{DSML}")
 _HEAD = re.compile(r'(.*?)"\s+string="(true|false)"\s*>', re.DOTALL)
 _NOTES = frozenset({"type", "title", "description", "default", "examples"})
-"""Fields of a schema that leave a string's text free."""
+"""Fields of a schema that do not constrain a string."""
 _LISTED = _NOTES | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
-"""Fields of an object's schema that is a list of properties."""
+"""Fields of an object's schema that is no more than a list of properties."""
 
 
-class DsmlFormat:
-    """Tool calls as the prompts of an encoder have them."""
+class DsmlFormat(CallFormat):
+    """Tool calls as an encoder's prompts write them.
+
+    Each property of a function's schema is a parameter, in the schema's order. Where a call is forced, a string whose schema says more
+    than its type is written as JSON, so that the schema binds, and a schema that is more than a list of properties takes all arguments
+    as one JSON object.
+    """
 
     markers = (DSML,)
 
@@ -45,32 +48,20 @@ class DsmlFormat:
         self.openings = (f"<{DSML}{encoder.block}>", _INVOKE)
 
     def parser(self, most: int) -> "DsmlParser":
-        """Return a parser of one answer, which gives so many calls at most."""
+        """Return a parser of one answer, which returns at most that many calls."""
         return DsmlParser(self._encoder.block, most)
 
-    def grammar(
-        self,
-        tools: Sequence[Mapping[str, Any]],
-        tokenizer: Tokenizer,
-        *,
-        several: bool,
-        compact: bool = False,
-        instead: StructuredOutputs | None = None,
-    ) -> str:
-        """Write the grammar of calls, as `ToolFormat.grammar` does.
-
-        Each property of a function's schema is a parameter, in the schema's order. A string whose schema says more than its type is written
-        as JSON, so that the schema binds. A schema that is more than a list of properties takes all arguments as one JSON object.
-        """
+    def _rules(
+        self, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, several: bool, options: Mapping[str, Any]
+    ) -> tuple[str, list[str]]:
         token = tokenizer.token_id(DSML)
-        options = COMPACT_JSON_OPTIONS if compact else JSON_OPTIONS
         if token is None:
             rules = [f'text[suffix="</{DSML}parameter>\\n"]: /(?s:.*)/']
         else:
             rules = [f'text: TEXT <[{token}]> "parameter>\\n"', r"TEXT: /(?s:.*)<\//"]
 
         def written(text: str) -> str:
-            """A text that may have one tag, as terminals."""
+            """Return a text, which may contain one tag, as terminals."""
             before, _, after = text.partition(DSML)
             return json.dumps(text) if token is None else f"{json.dumps(before)} <[{token}]> {json.dumps(after)}"
 
@@ -80,7 +71,7 @@ class DsmlFormat:
         parameter_end, invoke_end = written(f"{_PARAMETER_END}\n"), written(f"{_INVOKE_END}\n")
 
         def value(schema: Any, definitions: Mapping[str, Any]) -> str:
-            """A parameter's attribute, its value and its end."""
+            """Return the rule of a parameter's attribute, value and end."""
             if isinstance(schema, dict) and schema.get("type") == "string" and schema.keys() <= _NOTES | {"enum"}:
                 choices = schema.get("enum")
                 if choices is None:
@@ -106,8 +97,7 @@ class DsmlFormat:
                 parts.append(as_json(schema) + r' "\n"')
             rules.append(f"call_{index}: {' '.join(parts)} {invoke_end}")
         begin, end = written(f"\n\n<{DSML}{self._encoder.block}>\n"), written(f"</{DSML}{self._encoder.block}>")
-        head = head_rules(f"{begin} call{'+' if several else ''} {end}", len(tools), instead)
-        return "\n".join([*head, *rules]) + "\n"
+        return f"{begin} call{'+' if several else ''} {end}", rules
 
 
 DSML_FORMATS = {
@@ -116,39 +106,39 @@ DSML_FORMATS = {
 
 
 class DsmlParser(CallParser):
-    """Takes an answer's text piece by piece. However it is cut, the pieces put together are the same.
+    """Parser of DSML. The result does not depend on where the text is cut.
 
-    Arguments become one JSON object. Text parameters are given as they come, JSON ones when they are whole: what a model marks as JSON
-    and is none becomes a string. A call whose body is a JSON object instead of parameters is read too. What is cut off inside a tag is
-    dropped; a parameter whose tag cannot be read is left out. block: name of the tag around all calls.
+    Arguments become one JSON object. A text parameter is passed on as it arrives, a JSON parameter once it is complete; if it is not
+    valid JSON, it becomes a string. A call whose body is a JSON object instead of parameters is read too. Text that is cut off inside a
+    tag is dropped, and so is a parameter whose tag cannot be read. block: name of the tag around all calls.
     """
 
     def __init__(self, block: str, most: int):
         super().__init__(most)
         begin, self._end = f"<{DSML}{block}>", f"</{DSML}{block}>"
         self._openings = (f"\n\n{begin}", begin, f"\n\n{_INVOKE}", _INVOKE)
-        self._ends = (_PARAMETER_END, _INVOKE_END, self._end)  # of a value; models leave some out
+        self._ends = (_PARAMETER_END, _INVOKE_END, self._end)  # any of them ends a value; models leave some out
         self._num_parameters = 0
 
     def _text(self, piece: MessagePiece, finished: bool) -> bool:
         markers = (*self._openings, *self._ends)
-        found = find_first(self._held, markers)
-        piece.content += self._take(found[0] if found else len(self._held) - self._num_undecided(markers, finished))
-        if found and found[1] in self._openings:
+        found = find_first(self._buffer, markers)
+        piece.content += self._take(found.at if found else len(self._buffer) - self._num_undecided(markers, finished))
+        if found and found.text in self._openings:
             self._step = self._between
-        elif found:  # it belongs to no call
-            self._take(len(found[1]))
+        elif found:  # not part of a call
+            self._take(len(found.text))
         return found is not None
 
     def _between(self, piece: MessagePiece, finished: bool) -> bool:
-        found = find_first(self._held, (_INVOKE, self._end))
+        found = find_first(self._buffer, (_INVOKE, self._end))
         if found:
-            self._take(found[0] + len(found[1]))
-            self._step = self._name if found[1] == _INVOKE else self._text
+            self._take(found.at + len(found.text))
+            self._step = self._name if found.text == _INVOKE else self._text
         return found is not None
 
     def _name(self, piece: MessagePiece, finished: bool) -> bool:
-        at = self._held.find(">")
+        at = self._buffer.find(">")
         if at < 0:
             return False
         tag = self._take(at + 1)
@@ -160,11 +150,11 @@ class DsmlParser(CallParser):
         return True
 
     def _body(self, piece: MessagePiece, finished: bool) -> bool:
-        self._held = self._held.lstrip()
-        if self._held.startswith("{") and not self._num_parameters:
+        self._buffer = self._buffer.lstrip()
+        if self._buffer.startswith("{") and not self._num_parameters:
             self._step = self._whole_arguments
             return True
-        found = find_first(self._held, (_PARAMETER, _INVOKE_END, _INVOKE, self._end))
+        found = find_first(self._buffer, (_PARAMETER, _INVOKE_END, _INVOKE, self._end))
         if not found:
             return False
         at, tag = found
@@ -177,9 +167,9 @@ class DsmlParser(CallParser):
         return True
 
     def _whole_arguments(self, piece: MessagePiece, finished: bool) -> bool:
-        end = find_first(self._held, (_INVOKE_END, _INVOKE, self._end))
+        end = find_first(self._buffer, (_INVOKE_END, _INVOKE, self._end))
         undecided = self._num_undecided((_INVOKE_END, _INVOKE, self._end), finished)
-        text = self._held[: end[0] if end else len(self._held) - undecided]
+        text = self._buffer[: end.at if end else len(self._buffer) - undecided]
         arguments = text.rstrip()
         self._take(len(text) if end else len(arguments))
         self._add(piece, arguments)
@@ -188,9 +178,9 @@ class DsmlParser(CallParser):
         return end is not None
 
     def _parameter(self, piece: MessagePiece, finished: bool) -> bool:
-        """Read a parameter's tag behind its name's opening quote."""
-        end = find_first(self._held, _TAGS)
-        head = _HEAD.match(self._held[: end[0] if end else len(self._held)])
+        """Read a parameter's tag after the opening quote of its name."""
+        end = find_first(self._buffer, _TAGS)
+        head = _HEAD.match(self._buffer[: end.at if end else len(self._buffer)])
         if head:
             self._take(head.end())
             self._add(piece, f"{', ' if self._num_parameters else '{'}{json_text(head[1])}: ")
@@ -204,23 +194,23 @@ class DsmlParser(CallParser):
         return bool(head or end)
 
     def _text_value(self, piece: MessagePiece, finished: bool) -> bool:
-        end = find_first(self._held, self._ends)
-        text = self._take(end[0] if end else len(self._held) - self._num_undecided(self._ends, finished))
+        end = find_first(self._buffer, self._ends)
+        text = self._take(end.at if end else len(self._buffer) - self._num_undecided(self._ends, finished))
         self._add(piece, json_text(text)[1:-1] + ('"' if end else ""))
         return self._end_value(end)
 
     def _json_value(self, piece: MessagePiece, finished: bool) -> bool:
-        end = find_first(self._held, self._ends)
+        end = find_first(self._buffer, self._ends)
         if end:
-            text = self._take(end[0])
+            text = self._take(end.at)
             self._add(piece, text.strip() if _is_json(text) else json_text(text))
         elif finished:
-            self._add(piece, self._take(len(self._held) - num_undecided(self._held, self._ends)))
+            self._add(piece, self._take(len(self._buffer) - num_undecided(self._buffer, self._ends)))
         return self._end_value(end)
 
-    def _end_value(self, end: tuple[int, str] | None) -> bool:
+    def _end_value(self, end: FoundMarker | None) -> bool:
         if end:
-            self._take(len(end[1]) if end[1] == _PARAMETER_END else 0)
+            self._take(len(end.text) if end.text == _PARAMETER_END else 0)
             self._step = self._body
         return end is not None
 
@@ -234,7 +224,7 @@ class DsmlParser(CallParser):
 
 
 def _is_json(text: str) -> bool:
-    """Whether a text is JSON, which has no NaN and no infinities."""
+    """Return whether a text is valid JSON, which has no NaN and no infinities."""
     try:
         json.loads(text, parse_constant=lambda name: float(f"no {name}"))
     except (ValueError, RecursionError):

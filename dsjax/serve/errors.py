@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in OpenAI's form, `{"error": {"message", "type", "param", "code"}}`, and in Anthropic's."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,17 +14,17 @@ from dsjax.engine.text.tokenizer import ChatTemplateError
 from dsjax.errors import UserError
 
 _MOST_PROBLEMS = 3
-# A message may quote what the client sent, which may be long.
+# Messages may quote long values of a request.
 _MOST_CHARACTERS = 1000
 _RETRY_SECONDS = 1
 THREAD_UNSUPPORTED = "thread_unsupported_request"
-"""Code by which Anthropic's client knows to send the whole conversation each time."""
+"""Code upon which Anthropic's client sends the whole conversation each time."""
 
 
 class ApiError(HTTPException):
-    """An answer that is an error. The message is for the client: it holds nothing internal.
+    """An answer with an error. The client sees the message, so it tells nothing internal.
 
-    `retry_after` are the seconds after which the same request may be answered; every 429 and 503 has some.
+    retry_after: seconds for `Retry-After`, which every 429 and 503 has.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class ApiError(HTTPException):
             self.headers = {"Retry-After": str(retry_after)}
 
     def body(self) -> dict[str, Any]:
-        """Make the JSON body."""
+        """Return the JSON body."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
-    """Make the JSON body of an error as Anthropic's clients read it, who know fewer fields."""
+    """Return the JSON body of an error in Anthropic's form."""
     body = error.body()
     body["error"]["type"] = "api_error" if error.type == "server_error" else error.type
     if error.code == THREAD_UNSUPPORTED:
@@ -60,7 +60,7 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Make what the client is sent for an exception. One that nobody foresaw is a 500 without details."""
+    """Return the error to send for an exception. An unexpected one becomes a 500 without details."""
     match error:
         case ApiError():
             return error
@@ -86,7 +86,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def _from_http(error: HTTPException) -> ApiError:
-    """Starlette's own errors: unknown paths and methods."""
+    """Convert Starlette's errors for unknown paths and methods."""
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
     message = {404: "there is no such path", 405: "the path does not take this method"}
     answer = ApiError(error.status_code, message.get(error.status_code, str(error.detail)), type=kind)
@@ -95,7 +95,7 @@ def _from_http(error: HTTPException) -> ApiError:
 
 
 def _from_validation(error: RequestValidationError) -> ApiError:
-    """400, as OpenAI has it, for a body whose fields are not those of the schema; the first problems are named."""
+    """Convert validation errors to a 400, as OpenAI has it, which names the first problems."""
     problems = error.errors()
     first = problems[0]
     location = _steps(first["loc"], error.body)
@@ -116,14 +116,14 @@ def _from_validation(error: RequestValidationError) -> ApiError:
 
 
 def _steps(location: Sequence[str | int], body: Any) -> list[str | int]:
-    """Take the steps into the body of a location. One that begins with a field that the body lacks begins with a kind of body."""
+    """Return a location's path within the body, without the name of a union's branch that may come first."""
     steps = [part for part in location if part != "body"]
     is_kind = location[0] == "body" and len(steps) > 1 and isinstance(body, dict) and steps[0] not in body
     return steps[1:] if is_kind else steps
 
 
 def _path(location: Sequence[str | int], body: Any, kind: str) -> str:
-    """Write where in the body a problem is. pydantic's location also names which branch of a union it tried; those are left out."""
+    """Return where in the body a problem is, without the branches of unions that pydantic names in a location."""
     parts, value = [], body
     steps = _steps(location, body)
     for at, part in enumerate(steps):

@@ -1,8 +1,8 @@
-"""What every request passes before its route, in this order: logged, counted, given an id, its key checked, its body read.
+"""ASGI middlewares that every request passes before its route: log, counter, request id, key, body.
 
-These are ASGI middlewares; `create_app` puts them around the application, and the server `RequestLog` around them all. The last one takes
-usual requests to their endpoints itself. Everything that relies on how FastAPI and Starlette route a request is here: `StrictRoute`,
-`UsualRequests`, and the route in a request's scope. It was checked with FastAPI 0.165 and Starlette 1.10; pyproject.toml bounds both.
+`create_app` puts them around the application, and `Server` puts `RequestLog` around all. The last one calls the endpoints of usual requests
+itself. All code that relies on how FastAPI and Starlette route a request is here (`StrictRoute`, `UsualRequests`, the route in a
+request's scope). It was checked with FastAPI 0.165 and Starlette 1.10; pyproject.toml bounds both.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from dsjax.serve.page.routes import PAGE_PATHS
 access_log = logging.getLogger("dsjax.access")
 
 _QUIET = frozenset({"/health", "/ready", "/metrics", "/get_load"})
-_CLIENT_LEFT = 499  # nginx's number; nobody gets it
+_CLIENT_LEFT = 499  # nginx's number for the log; no client receives it
 ADMIN_PATHS = frozenset(
     {
         "/flush_cache",
@@ -57,37 +57,36 @@ ADMIN_PATHS = frozenset(
     }
 )
 OPEN_PATHS = frozenset({"/health", "/ready"})
-"""Paths that a load balancer asks, which has no key."""
+"""Paths for load balancers, which have no key."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _ALLOWED = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARACTERS}}}")
-_random = random.Random()  # seeded by the system once; asking it each time is a system call
+_random = random.Random()  # not `secrets`, which makes a system call each time
 
 
 class Guard(ABC):
-    """An ASGI middleware: passes on the application's start and end, and sees every request."""
+    """An ASGI middleware for HTTP requests; other events pass through."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Take what the server sends."""
+        """Handle a request; pass on anything else."""
         await (self.handle if scope["type"] == "http" else self._app)(scope, receive, send)
 
     @abstractmethod
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Take a request: pass it on, or answer it."""
+        """Pass a request on, or answer it."""
 
 
 class RequestLog(Guard):
-    """The first to see a request. Writes when its answer has ended, in place of uvicorn's access log.
+    """The outermost middleware. It logs each request once its answer has ended, in place of uvicorn's access log.
 
-    Reads `request_id`, `completions` (the core's `Request`s) and `error` (an error's code) from the scope's state, where those who
-    handle the request put them. What is polled all the time is written at level debug, whatever the answer: `/ready` is 503
-    for as long as the server warms up.
+    It reads `request_id`, `completions` (the core's `Request`s) and `error` (an error's code) from the scope's state. Paths that are
+    polled are logged at level debug whatever the status, since `/ready` is 503 throughout the warm-up.
     """
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, then write its line, however it ended."""
+        """Pass a request on; log it however it ended."""
         begun = time.monotonic()
         status = _CLIENT_LEFT
         ended = False
@@ -114,9 +113,9 @@ class RequestLog(Guard):
 
 
 def of_completions(requests: Sequence[EngineRequest]) -> dict[str, Any]:
-    """Sum up tokens and times of a request's completions; empty where it has none.
+    """Return the log's fields about a request's completions; empty if it has none.
 
-    `output_tokens` counts what the model made, which may be a token or two more than a stop string let through.
+    `output_tokens` counts generated tokens, which may be a few more than the answer has before a stop string.
     """
     if not requests:
         return {}
@@ -148,7 +147,7 @@ def _fields(scope: Scope, status: int, seconds: float) -> dict[str, Any]:
 
 
 def _sentence(fields: dict[str, Any]) -> str:
-    """For people. A client chooses the path, so it is quoted: no request can begin a line of its own."""
+    """Return the log line for people. The path is quoted, so that no request can forge a line of its own."""
     request = f"{fields['method']} {json.dumps(fields['path'])} {fields['status']} in {fields['seconds'] * 1e3:.1f} ms"
     parts = [f"{fields['client']} {request}"]
     if "completions" in fields:
@@ -162,7 +161,7 @@ def _sentence(fields: dict[str, Any]) -> str:
 
 
 def beginning_with(message: Message, receive: Receive) -> Receive:
-    """Make a `receive` that gives this message first, then what the other one gives."""
+    """Return a `receive` that returns this message first, then those of `receive`."""
     messages = [message]
 
     async def receive_again() -> Message:
@@ -172,7 +171,7 @@ def beginning_with(message: Message, receive: Receive) -> Receive:
 
 
 class ResponseCounts(Guard):
-    """Counts every answer under its route's path; what no route answered is counted together."""
+    """Counts answers by the path of their route; those without a route are counted together."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics):
         super().__init__(app)
@@ -193,22 +192,22 @@ class ResponseCounts(Guard):
             await self._app(scope, receive, counted)
         except Exception:
             if not begun:
-                self._count(scope, 500)  # Starlette answers so, further out
+                self._count(scope, 500)  # Starlette answers with 500, further out
             raise
 
     def _count(self, scope: Scope, status: int) -> None:
         if scope.get("state", {}).get("forwarded"):
-            return  # the process that it went to counts it
+            return  # the engine's process counts it
         path = getattr(scope.get("route"), "path", "none")
-        method = scope["method"] if scope["method"] in _METHODS else "other"  # a client can make any up
+        method = scope["method"] if scope["method"] in _METHODS else "other"  # clients can invent methods
         self._metrics.on_response(path, method, status)
 
 
 class RequestIds(Guard):
-    """Sets `scope["state"]["request_id"]`, for answers and logs, and the header on every answer."""
+    """Sets `scope["state"]["request_id"]` for answers and logs, and `X-Request-ID` on every answer."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on under its id."""
+        """Pass a request on with its id."""
         given = Headers(scope=scope).get("x-request-id")
         usable = given is None or _ALLOWED.fullmatch(given) is not None
         request_id = given if given is not None and usable else new_id()
@@ -228,12 +227,12 @@ class RequestIds(Guard):
 
 
 def new_id() -> str:
-    """32 random hexadecimal digits. Nothing is guarded by them: a request is ended by its id with the admin key alone."""
+    """Return 32 random hexadecimal digits. They need not be secret: aborting a request by its id takes the admin key."""
     return f"{_random.getrandbits(128):032x}"
 
 
 def request_id_of(request: Request, field: str | None) -> str:
-    """Choose the id to answer under: the header's, else the body's field, else the one made up."""
+    """Return the id of the answer: the header's, else the body's field, else the generated one."""
     state = request.scope["state"]
     if field is not None and not state["request_id_given"]:
         state["request_id"] = field
@@ -241,10 +240,10 @@ def request_id_of(request: Request, field: str | None) -> str:
 
 
 class Keys(Guard):
-    """Refuses a request before its body is read, unless its key opens its path.
+    """Refuses requests without a valid key before their body is read.
 
-    Everything but `open_paths` wants a key once there are any; a path that does not exist too, so that nothing can be
-    probed. Sets `scope["state"]["admin"]`: whether the key is the admin's.
+    If the server has keys, all paths but `open_paths` need one, even paths that do not exist, so that nobody can probe for them. Sets
+    `scope["state"]["admin"]`: whether the key is the admin key.
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions, open_paths: Set[str] = OPEN_PATHS):
@@ -254,10 +253,10 @@ class Keys(Guard):
         self._keys = [key.encode() for key in options.api_keys]
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass an allowed request on."""
+        """Pass a request with a valid key on."""
         headers = Headers(scope=scope)
         given = _given_key(headers.get("authorization", ""), scope["method"])
-        given = given or headers.get("x-api-key", "").encode()  # Anthropic's clients
+        given = given or headers.get("x-api-key", "").encode()  # of Anthropic's clients
         scope.setdefault("state", {})["admin"] = self._admin is not None and hmac.compare_digest(given, self._admin)
         refusal = self._refusal(scope, given)
         await (self._app if refusal is None else error_response(scope, refusal))(scope, receive, send)
@@ -275,22 +274,22 @@ class Keys(Guard):
             return None
         else:
             accepted = [*self._keys, *([self._admin] if self._admin else [])]
-        # Every key is compared, each in constant time: how long it takes tells nothing about how near a guess was.
+        # Compare with every key in constant time, so that the time reveals nothing.
         matches = [hmac.compare_digest(given, key) for key in accepted]
         if given and any(matches):
             return None
         reason = "no valid key was given; send one as Authorization: Bearer KEY"
         refusal = ApiError(401, reason, type="authentication_error", code="invalid_api_key")
-        # A browser that is shown the page asks its user for the key as a password.
+        # With Basic, a browser asks its user for the key as a password.
         refusal.headers = {"WWW-Authenticate": 'Basic realm="dsjax"' if path in PAGE_PATHS else "Bearer"}
         return refusal
 
 
 def _given_key(authorization: str, method: str) -> bytes:
-    """Read the key that a header gives; empty for none.
+    """Return the key in an Authorization header; empty: none.
 
-    A browser cannot be told to send a bearer key with the page itself, so what only reads also takes the key as the password of
-    basic authentication. What changes something does not: a browser would send it along for any other site.
+    A browser cannot send a bearer key when it opens the page, so GET and HEAD also take the key as a basic password. Other methods do
+    not, because a browser would send the password with requests that other sites make.
     """
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() == "bearer":
@@ -302,9 +301,9 @@ def _given_key(authorization: str, method: str) -> bytes:
 
 
 class BodyLimits(Guard):
-    """Reads the whole body before anything else sees the request, within bounds of bytes and seconds.
+    """Reads the whole body, within limits of size and time, before passing the request on.
 
-    A body that is half sent therefore holds nothing but its own bytes. What comes after the body, a disconnect, is passed on.
+    So an unfinished body costs no more than its own bytes. A disconnect after the body is passed on.
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions):
@@ -313,19 +312,19 @@ class BodyLimits(Guard):
         self._seconds = options.request_timeout
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on whose body is here."""
+        """Pass a request on once its body is complete."""
         try:
             body = await self._read(scope, receive)
         except ApiError as error:
             await error_response(scope, error, close=True)(scope, receive, send)
             return
         if body is None:
-            return  # the client has gone
+            return  # the client has left
         message = {"type": "http.request", "body": body, "more_body": False}
         await self._app(scope, beginning_with(message, receive), send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """Read the body; None where the client leaves before its end."""
+        """Return the body; None if the client leaves before its end."""
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > self._most_bytes:
             raise self._too_large()
@@ -351,7 +350,7 @@ class BodyLimits(Guard):
 
 
 def strict_json(body: bytes) -> Any:
-    """Read what a body holds. NaN, half surrogate pairs and nesting beyond 200 levels are refused.
+    """Parse a body as JSON without NaN, lone surrogates and more than 200 levels.
 
     Raises:
         ValueError: it is not JSON.
@@ -360,7 +359,7 @@ def strict_json(body: bytes) -> Any:
 
 
 class StrictRequest(Request):
-    """A request whose body is read as `strict_json`."""
+    """A request whose body is parsed by `strict_json`."""
 
     async def json(self) -> Any:
         """Read the body.
@@ -375,10 +374,10 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route that reads its body as a `StrictRequest`."""
+    """A route that handles requests as `StrictRequest`s."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return FastAPI's handler, which is given the strict request."""
+        """Return FastAPI's handler, called with a `StrictRequest`."""
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
@@ -388,7 +387,7 @@ class StrictRoute(APIRoute):
 
 
 class HeadRequests(Guard):
-    """Has HEAD answered as GET; the server leaves the body out."""
+    """Lets GET endpoints answer HEAD; the server leaves the body out."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
@@ -397,23 +396,22 @@ class HeadRequests(Guard):
             return
         as_get = {**scope, "method": "GET"}
         await self._app(as_get, receive, send)
-        scope["route"] = as_get.get("route")  # under which it is counted
+        scope["route"] = as_get.get("route")  # for `ResponseCounts`
 
 
 class UsualRequests(Guard):
-    """The last before the routes. It calls the endpoint of a usual request itself, without FastAPI.
+    """The innermost middleware. It calls the endpoints of usual requests directly, without FastAPI.
 
-    FastAPI's router, exit stacks and reading of headers cost more processor time than all that the server itself does for a request
-    (docs/performance.md). A request that is unusual, or has a mistake in its headers or body, is passed on to FastAPI. So
-    only one place puts mistakes into words.
+    FastAPI's router, exit stacks and headers take more processor time than the server's own work for a request (docs/performance.md).
+    Unusual requests and those with an error in headers or body go to FastAPI, so that error messages come from one place.
 
     Args:
-        routes: of `openai_routes`. Only those for POST are used.
-        answer_error: makes an answer of what an endpoint raises.
+        routes: routes of `openai_routes`; only those for POST are used.
+        answer_error: returns the answer for an exception of an endpoint.
     """
 
     _ERRORS = (UserError, HTTPException, ClientGoneError)
-    """Exceptions that the application has an answer for; anything else is a defect, and passes on."""
+    """Exceptions that have an answer; any other is a defect and is raised."""
     _SESSION, _RANK = b"x-session-affinity", b"x-data-parallel-rank"
     _READ = frozenset({b"content-type", _SESSION, _RANK})
 
@@ -432,26 +430,27 @@ class UsualRequests(Guard):
         }
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a usual request; pass on any other."""
+        """Answer a usual request; pass any other on."""
         if scope["method"] != "POST" or scope["path"] not in self._endpoints:
             await self._app(scope, receive, send)
             return
         message = await receive()
         route, schema = self._endpoints[scope["path"]]
-        read = self._read(scope, message, schema)
-        if read is None:
+        usual = self._read(scope, message, schema)
+        if usual is None:
             await self._app(scope, beginning_with(message, receive), send)
             return
+        body, options = usual
         scope["route"] = route
         request = Request(scope, receive)
         try:
-            response = await route.endpoint(read[0], request, read[1])
+            response = await route.endpoint(body, request, options)
         except self._ERRORS as error:
             response = await self._answer_error(request, error)
         await response(scope, receive, send)
 
     def _read(self, scope: Scope, message: Message, schema: type[BaseModel]) -> tuple[BaseModel, RequestOptions] | None:
-        """Read a request's body and place; None unless it is usual and without a mistake. `BodyLimits` has made one message of its body."""
+        """Return a request's body and options; None if it is unusual or wrong. `BodyLimits` has made the body one message."""
         given = [(name, value) for name, value in scope["headers"] if name in self._READ]
         headers = dict(given)
         session, rank = headers.get(self._SESSION), headers.get(self._RANK)
@@ -464,7 +463,7 @@ class UsualRequests(Guard):
             return None
         try:
             body = schema.model_validate(strict_json(message.get("body", b"")))
-        except ValueError:  # not JSON, or not the schema's
+        except ValueError:  # not JSON, or not valid
             return None
         place = RequestOptions(
             session=session and session.decode("latin-1"), dp_rank=None if rank is None else int(rank)

@@ -1,4 +1,4 @@
-"""Servers without requests: what `dsjax serve` is in every process but the first of a group, and in those that have experts alone."""
+"""Processes of `dsjax serve` that take no requests: all but the first of a group, and processes with experts alone."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Probes:
     """`/health`, `/live`, `/ready` and `/metrics` of a process that takes no requests.
 
     Args:
-        http: options of the HTTP server; `/metrics` wants one of its API keys if it has any.
+        http: options of the HTTP server; `/metrics` needs one of its API keys if there are any.
 
     Attributes:
-        phase: what the process is doing; `ready` makes `/ready` say so.
-        work: what does it, once it is there.
+        phase: what the process does now; `/ready` answers 200 in phase `ready`.
+        work: the follower or the expert worker, once it exists.
     """
 
     title: str
@@ -51,17 +51,17 @@ class Probes:
 
     def _device_memory(self) -> Iterable[tuple[str, int, int]]:
         if self.phase not in ("warming up", "ready"):
-            return ()  # to ask for devices before they are arranged would start JAX without them
+            return ()  # asking for devices before they are set up would start JAX without them
         from dsjax.engine.device.process import device_memory
 
         return device_memory()
 
     def of_work(self, name: str) -> Callable[[], float]:
-        """Make a function that reads a number of `work`, 0 before it is there."""
+        """Return a function that reads a number of `work`; 0 before `work` exists."""
         return lambda: 0.0 if self.work is None else float(getattr(self.work, name))
 
     def listen(self, listener: socket.socket) -> str:
-        """Answer from now on, in a thread; give the URL."""
+        """Start to answer, in a thread; return the URL."""
         config = uvicorn.Config(
             self.app(),
             log_config=None,
@@ -76,10 +76,10 @@ class Probes:
         return self._http.url(host, port)
 
     def app(self) -> FastAPI:
-        """Make the application with the endpoints."""
+        """Return the application with the endpoints."""
         app = FastAPI(title=self.title, docs_url=None, redoc_url=None, openapi_url=None)
 
-        @app.get("/live")  # what Dynamo's operator asks for
+        @app.get("/live")  # for Dynamo's operator
         @app.get("/health")
         async def health() -> Response:
             return JsonResponse({"status": "ok"})
@@ -102,7 +102,7 @@ class Headless(Probes):
     """One process of a group that follows process 0.
 
     Attributes:
-        phase: what it is doing: rendezvous, loading, warming up, ready, shutting down.
+        phase: rendezvous, loading, warming up, ready or shutting down.
     """
 
     title = "dsjax follower"
@@ -125,7 +125,7 @@ class Headless(Probes):
         add_expert_link_metrics(registry, self._expert_links)
 
     def _expert_links(self) -> ExpertLinks | None:
-        """This process's own links to processes with experts, which it calls for the rows of its devices."""
+        """This process's links to the processes with experts, for the rows of its own devices."""
         executor = getattr(self.work, "executor", None)
         return None if executor is None else executor.extension(ExpertLinks)
 
@@ -135,14 +135,14 @@ class Headless(Probes):
 
     @property
     def phase(self) -> str:
-        """What this process does."""
+        """See the class."""
         return "rendezvous" if self.work is None else self.work.phase
 
     def serve(self, args: EngineArgs, listener: socket.socket, console: Console) -> None:
         """Join, load, and follow until process 0 ends.
 
         Raises:
-            UserError, GroupError: there is no group, or it has broken.
+            UserError, GroupError: the group cannot be joined, or it has failed.
         """
         url = self.listen(listener)
         console.print(
@@ -162,13 +162,13 @@ class Headless(Probes):
 
 
 class HeadlessExperts(Probes):
-    """A process with routed experts alone, which answers an attention side's calls (`--afd-role expert`).
+    """A process that has only routed experts and answers the attention side's calls (`--afd-role expert`).
 
     Args:
-        rank: which of the processes of `--afd-address` it is; the label `expert_process` of its metrics.
+        rank: its place in `--afd-address`, the label `expert_process` of its metrics.
 
     Attributes:
-        phase: what it is doing: loading, ready, shutting down.
+        phase: loading, ready or shutting down.
     """
 
     title = "dsjax experts"
@@ -187,7 +187,7 @@ class HeadlessExperts(Probes):
         registry.gauge("dsjax_experts_ready", "1 while this process answers.", lambda: float(self.phase == "ready"))
 
     def serve(self, args: EngineArgs, listener: socket.socket, console: Console) -> None:
-        """Load the experts, and answer until the process is told to end.
+        """Load the experts and answer calls until the process is stopped.
 
         Raises:
             UserError, MeshError: see `load_experts`.

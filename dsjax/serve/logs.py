@@ -1,4 +1,4 @@
-"""The process's log on stderr, as lines for people or as JSON. `RequestLog` in `guards.py` writes a line for each request."""
+"""The process's log on stderr, as text or JSON lines. `RequestLog` in `guards.py` logs requests."""
 
 import datetime
 import json
@@ -15,7 +15,7 @@ _OURS = ("dsjax", "sharding", "uvicorn")
 
 
 def configure_logging(level: str, *, as_json: bool = False) -> None:
-    """Send the whole process's log to stderr in one form. Our own and uvicorn's loggers take `level`, libraries' only warnings.
+    """Send the process's log to stderr. Our loggers and uvicorn's have the level `level`, other libraries' `warning`.
 
     Raises:
         UserError: no such level.
@@ -32,10 +32,10 @@ def configure_logging(level: str, *, as_json: bool = False) -> None:
 
 
 class JsonLines(logging.Formatter):
-    """`time` (ISO 8601, UTC), `level`, `logger`, `message`, the record's `fields`, and `exception` where there is one."""
+    """JSON with `time` (ISO 8601, UTC), `level`, `logger`, `message`, the record's `fields`, and `exception` if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Write one line, whatever the message holds."""
+        """Return one line, even for a message with line breaks."""
         created = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         line: dict[str, Any] = {
             "time": created.isoformat(timespec="milliseconds"),

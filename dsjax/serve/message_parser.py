@@ -1,4 +1,4 @@
-"""An assistant's text taken apart, as it comes, into reasoning, content and tool calls.
+"""Streaming parsers that split an assistant's text into reasoning, content and tool calls.
 
 `ReasoningSplitter` finds the reasoning, `ToolCallParser` (in `tool_calls.py`) the calls, and `MessageParser` is both together.
 """
@@ -14,32 +14,32 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class Section(enum.Enum):
-    """What the next character belongs to."""
+    """Part of the message that the next character belongs to."""
 
-    UNDECIDED = "undecided"  # the first characters show it: an opening tag, or the answer
+    UNDECIDED = "undecided"  # depends on whether the text begins with an opening tag
     REASONING = "reasoning"
     CONTENT = "content"
 
 
 class ReasoningSplitter:
-    """Takes an answer's text piece by piece; line breaks next to the tags are dropped, everything else is kept.
+    """Splits an answer's text into reasoning and content. The result does not depend on where the text is cut.
 
-    However the text is cut, the pieces put together are the same. An opening tag at the text's beginning is dropped: some models
-    write one although the prompt has it. A tool call that no closing tag follows ends the reasoning; before one it is a draft.
+    Line breaks next to the tags are dropped. So is an opening tag at the beginning, which some models write although the prompt has one.
+    A tool call ends the reasoning unless a closing tag follows later; then it is a draft within the reasoning.
 
     Args:
-        close_token_id: the closing tag as a token; None where it is none: the tokens that came together with it count as reasoning.
-        openings: markers with which a tool call begins, each with its token id or None.
+        close_token_id: token id of the closing tag; None if it is no token: then tokens that arrive with it count as reasoning.
+        openings: markers that begin a tool call, with their token ids or None.
 
     Attributes:
-        num_tokens: tokens of the reasoning so far, its closing tag included.
+        num_tokens: tokens of the reasoning so far, with its closing tag.
     """
 
     def __init__(
         self, start: Section, close_token_id: int | None = None, openings: Mapping[str, int | None] | None = None
     ):
         self._section, self._close, self._openings = start, close_token_id, openings or {}
-        self._held = ""
+        self._buffer = ""
         self._may_open = self._at_start = start is not Section.CONTENT
         self._had_reasoning = start is Section.REASONING
         self._ended_by_call = False
@@ -48,7 +48,7 @@ class ReasoningSplitter:
         self.num_tokens = 0
 
     def push(self, text: str, finished: bool = False, token_ids: Sequence[int] = ()) -> MessagePiece:
-        """Add text, and the tokens that it comes from; with `finished` nothing is held back any more."""
+        """Add text and its tokens; return what they add to the message. finished: the answer has ended; hold nothing back."""
         before = self._section
         split = self._split(text, finished)
         if before is not Section.CONTENT:
@@ -67,7 +67,7 @@ class ReasoningSplitter:
             self.num_tokens = self._num_before_call if ends_before else self._num_read
 
     def _split(self, text: str, finished: bool) -> MessagePiece:
-        self._held += text
+        self._buffer += text
         piece = MessagePiece()
         if self._may_open:
             self._take_opening_tag(finished)
@@ -75,13 +75,13 @@ class ReasoningSplitter:
             piece.reasoning = self._take_reasoning(finished)
         if self._section is Section.CONTENT:
             self._drop_leading_breaks()
-            piece.content, self._held = self._held, ""
+            piece.content, self._buffer = self._buffer, ""
         return piece
 
     def _take_opening_tag(self, finished: bool) -> None:
-        text = self._held.lstrip()
+        text = self._buffer.lstrip()
         if text.startswith(OPEN):
-            self._section, self._held, self._may_open = Section.REASONING, text[len(OPEN) :], False
+            self._section, self._buffer, self._may_open = Section.REASONING, text[len(OPEN) :], False
             self._had_reasoning = True
         elif finished or not OPEN.startswith(text):
             self._may_open = False
@@ -90,28 +90,28 @@ class ReasoningSplitter:
 
     def _take_reasoning(self, finished: bool) -> str:
         self._drop_leading_breaks()
-        before, tag, after = self._held.partition(CLOSE)
+        before, tag, after = self._buffer.partition(CLOSE)
         if tag:
-            self._section, self._held, self._at_start = Section.CONTENT, after, True
+            self._section, self._buffer, self._at_start = Section.CONTENT, after, True
             return before.rstrip("\n")
-        begun = find_first(self._held, tuple(self._openings))
-        keep = 0 if finished else num_undecided(self._held, (CLOSE, *self._openings))
-        ready = self._held[: begun[0] if begun else len(self._held) - keep]
+        begun = find_first(self._buffer, tuple(self._openings))
+        keep = 0 if finished else num_undecided(self._buffer, (CLOSE, *self._openings))
+        ready = self._buffer[: begun.at if begun else len(self._buffer) - keep]
         if begun or not finished:
             ready = ready.rstrip("\n")  # they go if a tag or a call comes next
-        self._held = self._held[len(ready) :]
+        self._buffer = self._buffer[len(ready) :]
         if begun and finished:
             self._section, self._ended_by_call, self._at_start = Section.CONTENT, True, True
         return ready
 
     def _drop_leading_breaks(self) -> None:
         if self._at_start:
-            self._held = self._held.lstrip("\n")
-            self._at_start = not self._held
+            self._buffer = self._buffer.lstrip("\n")
+            self._at_start = not self._buffer
 
 
 class ReasoningParser:
-    """Which section an answer to a rendered prompt begins with, and the token after which the answer itself begins."""
+    """Finds the section in which an answer begins, and the token that ends reasoning."""
 
     def __init__(self, close_token_id: int | None, always: bool):
         self.close_token_id = close_token_id
@@ -119,7 +119,7 @@ class ReasoningParser:
 
     @classmethod
     def choose(cls, name: str, tokenizer: Tokenizer | None) -> "ReasoningParser | None":
-        """Return the parser of this name; `auto`: one where the model has the closing tag as a token and a template that writes it."""
+        """Return the parser of a name. `auto`: a parser if the closing tag is a token and the template writes it, else None."""
         if name == "none" or tokenizer is None:
             return None
         close = tokenizer.token_id(CLOSE)
@@ -129,9 +129,9 @@ class ReasoningParser:
         return cls(close, always=name == "deepseek_r1")
 
     def start_of(self, prompt: str, unfinished: str | None = None) -> Section:
-        """Find the section that an answer begins with, read off the end of the prompt.
+        """Return the section in which an answer begins, judged by the end of the prompt.
 
-        `unfinished` is the assistant's text that the prompt ends with, if it is to be continued.
+        unfinished: the assistant's text at the end of the prompt that the answer continues; None: a new message.
         """
         if unfinished is not None:
             thinking = OPEN in unfinished and CLOSE not in unfinished
@@ -139,13 +139,13 @@ class ReasoningParser:
         end = prompt.rstrip()
         if end.endswith(OPEN):
             return Section.REASONING
-        # Behind a tool's output V3.1 and R1 go on in the same turn, without another opening tag.
+        # After a tool's output V3.1 and R1 continue the same turn, without another opening tag.
         goes_on = end.endswith((CLOSE, OUTPUT_END, OUTPUTS_END))
         return Section.REASONING if self._always and not goes_on else Section.UNDECIDED
 
 
 class MessageParser:
-    """Splits off the reasoning, then takes tool calls out of the rest; where either is None, text passes it unchanged."""
+    """Splits off the reasoning, then the tool calls. A parser that is None changes nothing."""
 
     def __init__(self, reasoning: ReasoningSplitter | None, tools: ToolCallParser | None, include_reasoning: bool):
         self._reasoning, self._tools = reasoning, tools
@@ -158,11 +158,11 @@ class MessageParser:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of the reasoning so far, its closing tag included."""
+        """Number of reasoning tokens so far, with the closing tag."""
         return 0 if self._reasoning is None else self._reasoning.num_tokens
 
     def push(self, text: str, finished: bool = False, token_ids: Sequence[int] = ()) -> MessagePiece:
-        """Add text, and the tokens that it comes from; with `finished` nothing is held back any more."""
+        """Add text and its tokens; return what they add to the message. finished: the answer has ended; hold nothing back."""
         piece = self._reasoning.push(text, finished, token_ids) if self._reasoning else MessagePiece(content=text)
         if not self._include_reasoning:
             piece.reasoning = ""

@@ -1,7 +1,7 @@
-"""`Metrics`: what the engine does, counted under vLLM's names and ours. docs/observability.md lists them all.
+"""`Metrics`: the server's metrics under vLLM's names and ours, which docs/observability.md lists.
 
-`CompletionMetrics` has tokens and latencies of each completion, from the updates that the event loop receives; `History` what the server
-did in the last minutes, for a page that is opened late.
+`CompletionMetrics` counts tokens and latencies of completions from the updates that the event loop receives. `History` keeps the sums of
+the last minutes, for a page that is opened late.
 """
 
 import time
@@ -24,7 +24,7 @@ from dsjax.serve.metrics_families import Counter, Family, Histogram, Labels, Reg
 from dsjax.serve.metrics_links import Links, add_expert_link_metrics, add_link_metrics
 from dsjax.serve.schemas import HistoryBody
 
-if TYPE_CHECKING:  # it brings JAX in
+if TYPE_CHECKING:  # imports JAX
     from dsjax.engine.elastic.generations import Generations
     from dsjax.engine.prefill_engine import PrefillEngine
 
@@ -46,29 +46,29 @@ REQUEST_SECONDS = (
 FETCH_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 HISTORY_INTERVAL, HISTORY_SECONDS, LATENCY_SECONDS = 2.0, 300.0, 60.0
-"""Seconds between two points of the history, that it is kept, and that the page's quantiles are of."""
+"""Seconds between two points of the history, of the whole history, and of the page's quantiles."""
 LATENCIES = ("vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds")
 
 
 class Metrics:
     """An `EngineObserver` with a registry of its own.
 
-    Everything is called in the event loop's thread. `render` may run in another: it copies each number as it is, so two
-    families can differ by one step, and no sample is ever lost or counted twice.
+    All methods are called in the event loop's thread, except that `render` may run in another: it copies each number, so two families
+    may differ by one step, but no sample is lost or counted twice.
 
     Args:
-        model_name: the label `model_name`, as clients know it.
-        num_ranks: DP ranks; the label `engine` counts them, as vLLM's does its engines.
-        device_memory: gives (device, bytes in use, bytes there are) at each scrape.
-        max_model_len: bound of the histograms of numbers of tokens.
+        model_name: value of the label `model_name`.
+        num_ranks: DP ranks. The label `engine` is their number.
+        device_memory: returns (device, bytes in use, bytes of memory) at each scrape.
+        max_model_len: upper bound of the histograms of token counts.
         experts_per_device: physical experts of one device; 0 for a model without experts.
-        most_drafts: tokens that are drafted for a row at most; 0: speculative decoding is off, and its metrics have no sample.
-        page_bytes: of a page of the cache, on all devices of a DP rank.
-        generations: of the mesh; None where it never changes. parked: then, the requests that wait for a larger one.
-        prefills: engines of this process that compute prompts for those whose ranks these are.
-        expert_links: gives those to processes with experts; None where there are none.
-        links: to the group's other processes; None for a process that is alone. interfaces: then, the host's network cards.
-        clock: seconds, of the same clock as `Request.arrival_time`.
+        most_drafts: most drafts of a row; 0: no speculative decoding, and no samples of its metrics.
+        page_bytes: bytes of a KV cache page on all devices of a DP rank.
+        generations: epochs of the mesh; None if it never changes. parked: then, the requests that wait for a larger mesh.
+        prefills: this process's prefill engines.
+        expert_links: returns the links to processes with experts; None without such processes.
+        links: returns the links to the group's other processes; None without a group. interfaces: then, the host's network cards.
+        clock: the clock of `Request.arrival_time`, in seconds.
     """
 
     def __init__(
@@ -144,10 +144,10 @@ class Metrics:
         self.elsewhere: Callable[[Sequence[Family]], Sequence[Family]] | None = None
         self.history = History(self.families, lambda: state.loads, clock)
 
-    # What the engine tells.
+    # Called by the engine.
 
     def on_step(self, stats: StepStats) -> None:
-        """Count what a step did."""
+        """Count a step."""
         self.history.note()
         self.show(stats.ranks, stats.parts)
         self._preemptions.add((), stats.num_preemptions)
@@ -166,54 +166,54 @@ class Metrics:
             self._drafts.count(stats.drafts)
 
     def show(self, loads: Sequence[RankLoad], parts: Mapping[str, Any]) -> None:
-        """Show these loads from now on, and what the core's attachments have done, as `StepStats.parts` has it."""
+        """Set the ranks' loads and the counts of the core's plugins (`StepStats.parts`)."""
         self._state.loads = loads
         self._state.parts.update(parts)
 
     def show_exchange_share(self, share: float | None) -> None:
-        """Show what the last profile said, until the next one; None: it saw no operation."""
+        """Set the share of device time in collectives in the last profile; None: it has no operation."""
         self._state.exchange_share = share
 
     def on_change(self, num_ranks: int, experts_per_device: int) -> None:
-        """Go on with another mesh. Ranks that are gone keep their counts, and have no load; what was recorded is of the mesh before."""
+        """Continue with another mesh. Removed ranks keep their counts and have no load; recorded expert counts are dropped."""
         state = self._state
         self._completions.begin(num_ranks)
         state.num_ranks = max(state.num_ranks, num_ranks)
         state.loads, state.experts, state.experts_per_device = (), None, experts_per_device
 
     def on_updates(self, updates: Sequence[Update]) -> None:
-        """Enter a step's tokens."""
+        """Count the tokens of a step."""
         self._completions.count(updates)
 
     def on_ended(self, requests: Sequence[Request], reason: FinishReason) -> None:
-        """Enter completions that ended outside a step: by a stop string, or because nobody waits for them."""
+        """Count completions that ended outside a step, by a stop string or because their client left."""
         self._completions.end(requests, reason)
 
     def on_outputs(self, outputs: Sequence[RequestOutput]) -> None:
-        """Do nothing: an answer that is not streamed has one output, at its end, which tells nothing of latencies."""
+        """Do nothing: outputs tell nothing about latencies, as an answer that is not streamed has only one."""
 
     def on_rejected(self, reason: str) -> None:
-        """Enter a request that was refused."""
+        """Count a refused request."""
         self._rejections.add((reason,))
 
     def on_response(self, handler: str, method: str, status: int) -> None:
-        """Enter an answer; `handler` is the route's path, never the client's, so that there are only so many."""
+        """Count an answer. handler: the route's path, not the client's, which bounds the number of labels."""
         self._responses.add((handler, method, f"{status // 100}xx"))
 
-    # What is shown.
+    # Called by a scrape.
 
     def render(self, names: Iterable[str] = (), *, openmetrics: bool = False) -> bytes:
-        """Write the exposition, of everything or of the samples with these names; unknown names give nothing."""
+        """Return the exposition of all samples, or of those with these names; unknown names are ignored."""
         return exposition(self.families(), frozenset(names), openmetrics=openmetrics)
 
     def families(self) -> Sequence[Family]:
-        """Return all families; what other processes have counted is in them where there are any."""
+        """Return all families, with the counts of other processes added."""
         families = self.registry.families
         return families if self.elsewhere is None else self.elsewhere(families)
 
 
 class _Track:
-    """What is known of a completion that goes on. Times are when the event loop got the token."""
+    """An unfinished completion: when the event loop received its first and last token, and how many."""
 
     __slots__ = ("first", "last", "tokens")
 
@@ -223,7 +223,7 @@ class _Track:
 
 
 class CompletionMetrics:
-    """Follows completions by the core's id. Each of the `n` completions of a request counts, as in vLLM.
+    """Counts completions by the core's id. Each of a request's `n` completions counts, as in vLLM.
 
     With t_1 … t_n the times at which the event loop received a completion's tokens:
 
@@ -232,7 +232,7 @@ class CompletionMetrics:
     - queue: first scheduled − arrival; prefill: t_1 − first scheduled; decode: t_n − t_1; inference: prefill + decode; end to end:
       end − arrival. So queue + prefill + decode = end to end, but for a stop string found later.
 
-    What ended by an abort or an error is counted under its reason, and enters none of the histograms of whole requests.
+    A completion that was aborted or failed is counted under that reason and is in no histogram of whole requests.
     """
 
     def __init__(self, registry: Registry, num_ranks: int, max_model_len: int, clock: Callable[[], float]):
@@ -289,20 +289,20 @@ class CompletionMetrics:
         self.begin(num_ranks)
 
     def begin(self, num_ranks: int) -> None:
-        """Have at least so many ranks from now on, and show the new ones with 0."""
+        """Show at least this many ranks; new ones begin with 0."""
         for number in range(len(self._ranks), num_ranks):
             rank = (str(number),)
             self._ranks.append(rank)
             prompts = (self._prompt_tokens, self._prompt_cached, self._queries, self._hits)
-            for each in (*prompts, self._generation_tokens, self._corrupted):
-                each.add(rank, 0)
+            for counter in (*prompts, self._generation_tokens, self._corrupted):
+                counter.add(rank, 0)
             for reason in FinishReason:
                 self._success.add((*rank, reason.value), 0)
             for kind in ErrorKind:
                 self._failed.add((*rank, kind.value), 0)
 
     def count(self, updates: Sequence[Update]) -> None:
-        """Count what a step did to each completion."""
+        """Count a step's updates."""
         now = self._clock()
         tracks = self._tracks
         gaps: dict[tuple[int, float], int] = {}
@@ -317,7 +317,7 @@ class CompletionMetrics:
                     track = tracks[request.request_id] = _Track(now)
                     self._count_first(request, now)
                 else:
-                    # All that decoded in the step before waited equally long: one entry for them together.
+                    # All rows of the previous step waited equally long: observe them together.
                     gap = (rank, track.last)
                     gaps[gap] = gaps.get(gap, 0) + 1
                 track.last = now
@@ -333,13 +333,13 @@ class CompletionMetrics:
             self._generation_tokens.add(self._ranks[rank], count)
 
     def end(self, requests: Sequence[Request], reason: FinishReason) -> None:
-        """Enter completions that ended without an update."""
+        """Count completions that ended without an update."""
         now = self._clock()
         for request in requests:
             self._end(request, self._tracks.pop(request.request_id, None), reason, now)
 
     def _of(self, request: Request) -> Labels:
-        """Return its rank: the first where it left before the engine gave it one, the last that is known where the mesh has just grown."""
+        """Return a request's rank: 0 if it ended before it got one, the last known one if the mesh has just grown."""
         return self._ranks[min(max(request.rank, 0), len(self._ranks) - 1)]
 
     def _count_first(self, request: Request, now: float) -> None:
@@ -376,14 +376,14 @@ class _Point(NamedTuple):
 
 
 class History:
-    """Sums since the start, noted every two seconds in which there was a step.
+    """Points with the sums since the start, at most one every two seconds.
 
-    A point is noted before its step is counted, and once more when somebody asks, so nothing runs while nothing happens: the sums
-    of two points around an idle time are equal, and the first step after it has a point of its own before it.
+    A point is added before a step is counted, and when the history is read, so that an idle server does nothing. The sums of two points
+    around an idle time are equal.
 
     Args:
-        families: of `Metrics`, whose sums and histograms are read.
-        loads: gives the ranks' load as last known.
+        families: returns the families of `Metrics`.
+        loads: returns the ranks' last known loads.
         clock: seconds.
     """
 
@@ -397,7 +397,7 @@ class History:
         self._points: deque[_Point] = deque()
 
     def note(self) -> None:
-        """Note a point, unless the last one is younger than the interval."""
+        """Add a point unless the last one is younger than the interval."""
         now = self._clock()
         if not self._points or now - self._points[-1].time >= HISTORY_INTERVAL:
             self._points.append(self._read(now))
@@ -405,9 +405,9 @@ class History:
                 self._points.popleft()
 
     def to_json(self) -> HistoryBody:
-        """Return all points, oldest first, the last of them as it is now.
+        """Return all points, oldest first, and the current one last.
 
-        That one stands in for a point that was noted just before: between two so near there is no rate worth drawing.
+        The current point replaces one from just before: the rate between them would mean nothing.
         """
         self.note()
         now = self._clock()
@@ -441,7 +441,7 @@ class History:
 
 
 def _buckets(histogram: Family) -> dict[str, float]:
-    """Add up a histogram's cumulative counts by upper bound, over all ranks."""
+    """Return a histogram's cumulative counts by upper bound, summed over the ranks."""
     counts: dict[str, float] = {}
     for suffix, labels, value in histogram.samples():
         if suffix == "_bucket":

@@ -1,12 +1,12 @@
-"""Families of metrics kept as plain numbers, which become samples, and then text, only when somebody scrapes.
+"""Metric families that keep plain numbers and create samples and text only at a scrape.
 
-prometheus_client's own histograms take a lock and walk their buckets for each observation, which adds up to a millisecond a
-step with 1,024 running requests. These take a count with each value, so that requests which waited equally long are
-entered together, and gauges are read from the engine's latest state at the scrape.
+prometheus_client's histograms take a lock and search their buckets for each observation: about a millisecond a step with 1,024 running
+requests. These histograms take a count with each value, so that requests with an equal wait are observed together. Gauges read the
+engine's latest state at the scrape.
 
-Its encoders take 0.15 to 0.2 s for the 8,500 samples of 32 ranks, in which neither the engine's thread nor the streams get far;
-`exposition` takes an eighth of that. And in OpenMetrics theirs (0.26) writes the colon of `vllm:` as `_`
-unless told otherwise. A test holds the two equal.
+prometheus_client's encoders take 0.15 to 0.2 s for the 8,500 samples of 32 ranks, which delays the engine's thread and the streams;
+`exposition` takes an eighth of that. For OpenMetrics prometheus_client 0.26 also writes the colon of `vllm:` as `_` by default. A test
+holds both outputs equal.
 """
 
 import bisect
@@ -20,15 +20,15 @@ from prometheus_client.utils import floatToGoString
 
 Labels = tuple[str, ...]
 Sample = tuple[str, Labels, float]
-"""(what follows the family's name, label values, value). A bucket has one label more than its family: `le`, last."""
+"""(suffix of the family's name, label values, value). A bucket has the label `le` in addition, last."""
 Reading = float | None | Iterable[tuple[Labels, float]]
-"""What a gauge shows: one number, None where there is none, or pairs of label values and a number."""
+"""Value of a gauge: a number, None for no sample, or pairs of label values and a number."""
 
 
 def fields_of(records: Callable[[], Iterable[tuple[Labels, Any]]]) -> Callable[[str], Callable[[], Reading]]:
-    """Make a function from a field's name to one that reads it of each record at the scrape. A field that is None has no sample.
+    """Return a function from a field's name to a `read` function of a gauge. A field that is None has no sample.
 
-    records: those that there are, each with its label values.
+    records: returns the records with their label values at a scrape.
     """
     return lambda name: (
         lambda: [(labels, value) for labels, record in records() if (value := getattr(record, name)) is not None]
@@ -36,9 +36,9 @@ def fields_of(records: Callable[[], Iterable[tuple[Labels, Any]]]) -> Callable[[
 
 
 class Registry(CollectorRegistry):
-    """prometheus_client's, which also makes families, and remembers them in their order.
+    """prometheus_client's registry, which also creates families and keeps them in order.
 
-    common: labels that all of its families have, first, with their values. Nobody else gives values for them.
+    common: names and values of the first labels of all families.
     """
 
     def __init__(self, **common: str):
@@ -52,26 +52,26 @@ class Registry(CollectorRegistry):
         self.families.append(collector)
 
     def counter(self, name: str, documentation: str, *labelnames: str) -> "Counter":
-        """Add sums that only grow."""
+        """Add a counter."""
         return Counter(self, name, documentation, labelnames)
 
     def histogram(self, name: str, documentation: str, bounds: Sequence[float], *labelnames: str) -> "Histogram":
-        """Add histograms of these upper bounds."""
+        """Add a histogram with these upper bounds."""
         return Histogram(self, name, documentation, labelnames, bounds=bounds)
 
     def gauge(self, name: str, documentation: str, read: Callable[[], Reading], *labelnames: str) -> None:
-        """Add values that rise and fall."""
+        """Add a gauge. read: returns its value at a scrape."""
         Gauge(self, name, documentation, labelnames, read=read)
 
     def total(self, name: str, documentation: str, read: Callable[[], Reading], *labelnames: str) -> None:
-        """Add sums that only grow and are kept elsewhere."""
+        """Add a counter. read: returns its value at a scrape."""
         Total(self, name, documentation, labelnames, read=read)
 
 
 class Family(Collector):
-    """A name, its label names, and samples. `name` of a counter is without `_total`, which its samples add.
+    """A name, label names and samples. `name` of a counter lacks `_total`, which its samples add.
 
-    common: labels with their values before those of `labelnames`; default: the registry's.
+    common: names and values of the first labels; default: the registry's.
     """
 
     kind: str
@@ -90,15 +90,15 @@ class Family(Collector):
         registry.register(self)
 
     def samples(self) -> Iterable[Sample]:
-        """Yield all samples, as they are now. May be called while another thread adds some."""
+        """Yield the current samples, also while another thread adds some."""
         raise NotImplementedError
 
     def describe(self) -> Iterable[Metric]:
-        """Yield the family without samples: how the registry learns the names."""
+        """Yield the family without samples, from which the registry learns the names."""
         yield Metric(self.name, self.documentation, self.kind)
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the family as prometheus_client has it."""
+        """Yield the family in prometheus_client's form."""
         (family,) = self.describe()
         for suffix, labels, value in self.samples():
             names = (*self.labelnames, "le")[: len(labels)]
@@ -107,7 +107,7 @@ class Family(Collector):
 
 
 class Counter(Family):
-    """Sums that only grow, by label values."""
+    """A counter: sums by label values."""
 
     kind = "counter"
 
@@ -116,7 +116,7 @@ class Counter(Family):
         self._values: dict[Labels, float] = {}
 
     def add(self, labels: Labels, amount: float = 1) -> None:
-        """Add to one sum; 0 makes it visible, so that a rate over its first increase is right."""
+        """Add to a sum. Adding 0 makes it visible, which makes a rate over its first increase right."""
         self._values[labels] = self._values.get(labels, 0) + amount
 
     def samples(self) -> Iterable[Sample]:
@@ -126,7 +126,7 @@ class Counter(Family):
 
 
 class Gauge(Family):
-    """Values that rise and fall: `read` is called at the scrape."""
+    """A gauge, whose `read` is called at a scrape."""
 
     kind = "gauge"
     _suffix = ""
@@ -143,14 +143,14 @@ class Gauge(Family):
 
 
 class Total(Gauge):
-    """A counter whose sums are kept elsewhere and read at the scrape."""
+    """A counter whose `read` is called at a scrape."""
 
     kind = "counter"
     _suffix = "_total"
 
 
 class _Buckets:
-    """One histogram's counts, not cumulative, and its sum."""
+    """The counts, not cumulative, and the sum of one histogram."""
 
     __slots__ = ("counts", "sum")
 
@@ -160,7 +160,7 @@ class _Buckets:
 
 
 class Histogram(Family):
-    """Histograms by label values, of one set of upper bounds; +Inf is added."""
+    """Histograms by label values with common upper bounds; +Inf is added."""
 
     kind = "histogram"
 
@@ -173,7 +173,7 @@ class Histogram(Family):
         self._children: dict[Labels, _Buckets] = {}
 
     def observe(self, labels: Labels, value: float, count: int = 1) -> None:
-        """Enter `count` observations of `value`; a value equal to a bound belongs to it, as in Prometheus."""
+        """Add `count` observations of `value`. A value equal to a bound counts towards it, as in Prometheus."""
         child = self._children.get(labels)
         if child is None:
             child = self._children[labels] = _Buckets(len(self._bound_names))
@@ -192,14 +192,14 @@ class Histogram(Family):
 
 
 class _SummedFamily:
-    """A family with the same samples of other processes added to its own."""
+    """A family plus the same family's samples of other processes."""
 
     def __init__(self, family: Family, others: Mapping[tuple[str, Labels], float]):
         self.name, self.documentation, self.labelnames = family.name, family.documentation, family.labelnames
         self.kind, self._family, self._others = family.kind, family, others
 
     def samples(self) -> Iterable[Sample]:
-        """Yield the family's samples in their order; then those that only others have."""
+        """Yield the family's samples, then those that only other processes have."""
         left = dict(self._others)
         for suffix, labels, value in self._family.samples():
             yield suffix, labels, value + left.pop((suffix, labels), 0)
@@ -208,7 +208,7 @@ class _SummedFamily:
 
 
 def summed(families: Iterable[Family], snapshots: Iterable[Iterable[tuple[str, str, Labels, float]]]) -> list[Family]:
-    """Families whose samples are the sums over processes. snapshots: of each other process, a sample with its family's name first."""
+    """Return families with sums over processes. snapshots: samples of each other process, with the family's name first."""
     added: dict[str, dict[tuple[str, Labels], float]] = {}
     for snapshot in snapshots:
         for name, suffix, labels, value in snapshot:
@@ -218,7 +218,7 @@ def summed(families: Iterable[Family], snapshots: Iterable[Iterable[tuple[str, s
 
 
 def one_two_five(most: int) -> list[int]:
-    """Return vLLM's bounds for numbers of tokens: 1, 2, 5, 10, 20, 50, … up to `most`."""
+    """Return vLLM's bounds for token counts: 1, 2, 5, 10, 20, 50, … up to `most`."""
     bounds, power = [], 1
     while power <= most:
         bounds += [each * power for each in (1, 2, 5) if each * power <= most]
@@ -227,12 +227,12 @@ def one_two_five(most: int) -> list[int]:
 
 
 def exposition(families: Iterable[Family], names: Set[str] = frozenset(), *, openmetrics: bool = False) -> bytes:
-    """Families as Prometheus's text format, or as OpenMetrics: all samples, or those with these names (`x_total`, `x_bucket`, …)."""
+    """Return Prometheus's text format, or OpenMetrics, of all samples or those with these names (`x_total`, `x_bucket`, …)."""
     lines: list[str] = []
     for family in families:
         written = list(_sample_lines(family, names))
         if written or not names:
-            # OpenMetrics calls a counter what its samples are called without `_total`.
+            # OpenMetrics names a counter without the `_total` of its samples.
             title = f"{family.name}_total" if family.kind == "counter" and not openmetrics else family.name
             lines += [f"# HELP {title} {_escaped(family.documentation)}", f"# TYPE {title} {family.kind}", *written]
     if openmetrics:
@@ -251,7 +251,7 @@ def _sample_lines(family: Family, names: Set[str]) -> Iterable[str]:
 
 @lru_cache(maxsize=65536)
 def _label_text(labelnames: Labels, labels: Labels) -> str:
-    """`{a="1",le="0.5"}`; made once for each time series."""
+    """Return `{a="1",le="0.5"}`, cached for each time series."""
     pairs = zip((*labelnames, "le"), labels, strict=False)
     return "{" + ",".join(f'{name}="{_escaped(value, quotes=True)}"' for name, value in pairs) + "}"
 

@@ -1,4 +1,4 @@
-"""Families of metrics about links: between a group's processes, to processes with experts, and the host's network cards."""
+"""Metrics of links between a group's processes, of links to processes with experts, and of network cards."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -11,7 +11,7 @@ Links = Callable[[], Mapping[int, LinkState]]
 
 
 def add_link_metrics(registry: Registry, links: Links, interfaces: Callable[[], Iterable[Interface]]) -> None:
-    """Add the states of links to other processes, and the counters of network cards."""
+    """Add the state of the links to other processes and the counters of network cards."""
     of = fields_of(lambda: [((str(process_id),), state) for process_id, state in links().items()])
     for name, documentation, field in (
         (
@@ -31,23 +31,23 @@ def add_link_metrics(registry: Registry, links: Links, interfaces: Callable[[], 
         registry.total(f"dsjax_link_{name}", documentation, of(field), "peer")
 
     def transferred() -> Iterator[tuple[Labels, float]]:
-        for one in interfaces():
-            yield (one.name, "sent"), float(one.sent)
-            yield (one.name, "received"), float(one.received)
+        for interface in interfaces():
+            yield (interface.name, "sent"), float(interface.sent)
+            yield (interface.name, "received"), float(interface.received)
 
     registry.total("dsjax_network_bytes", "Bytes over the host's network cards.", transferred, "interface", "direction")
     registry.gauge(
         "dsjax_network_speed_bytes_per_second",
         "Bytes a second that a network card can send, and receive at the same time.",
-        lambda: [((one.name,), one.speed) for one in interfaces()],
+        lambda: [((interface.name,), interface.speed) for interface in interfaces()],
         "interface",
     )
 
 
 def add_expert_link_metrics(registry: Registry, links: Callable[[], ExpertLinks | None]) -> None:
-    """Add what the link to each process with experts has done. The label counts the addresses of `--afd-address`.
+    """Add the counts of the link to each process with experts. The label is the process's index in `--afd-address`.
 
-    links: of now; another side of experts has others. None: there are none, or not yet.
+    links: returns the current links, which change with the expert side; None: there are none yet.
     """
     name, label = "dsjax_expert_process", "expert_process"
     of = fields_of(lambda: [((str(n),), counts) for n, counts in enumerate(getattr(links(), "counts", ()))])

@@ -17,19 +17,19 @@ from dsjax.engine.transfer.remote_prefill import TransferCounts
 from dsjax.serve.metrics_families import Labels, Reading, Registry, fields_of
 from sharding.balancing import balancedness_of_ranks
 
-if TYPE_CHECKING:  # they bring JAX in
+if TYPE_CHECKING:  # import JAX
     from dsjax.engine.elastic.generations import Generations
     from dsjax.engine.prefill_engine import PrefillEngine
 
 _Samples = Iterable[tuple[Labels, float]]
 
 _OF = "of=sums: the layers' means over their maxima, each summed; of=layers: mean of the layers' ratios."
-"""What the label `of` of each balancedness metric means."""
+"""Meaning of the label `of` of both balancedness metrics."""
 
 
 @dataclass
 class LatestState:
-    """The engine's state as last known.
+    """The engine's last known state.
 
     Attributes:
         num_ranks: DP ranks since the start. Ranks that are gone report no load.
@@ -56,7 +56,7 @@ class LatestState:
 
 
 def _only(record: Any | None) -> list[tuple[Labels, Any]]:
-    """Return the record as the only one of a family without labels, or no record."""
+    """Return a record without labels for `fields_of`, or no record."""
     return [] if record is None else [((), record)]
 
 
@@ -234,16 +234,18 @@ def add_transfer_metrics(registry: Registry, state: LatestState) -> None:
 
 def add_memory_metrics(registry: Registry, read: Callable[[], Iterable[tuple[str, int, int]]]) -> None:
     """Add used and available memory of each device. read: as `dsjax.engine.device.process.device_memory`."""
-    for name, documentation, place in (
-        ("used", "Bytes of a device's memory in use.", 1),
-        ("limit", "Bytes that a device has.", 2),
-    ):
-        registry.gauge(
-            f"dsjax_device_memory_{name}_bytes",
-            documentation,
-            lambda place=place: [((device[0],), float(device[place])) for device in read()],
-            "device",
-        )
+    registry.gauge(
+        "dsjax_device_memory_used_bytes",
+        "Bytes of a device's memory in use.",
+        lambda: [((device,), float(used)) for device, used, _ in read()],
+        "device",
+    )
+    registry.gauge(
+        "dsjax_device_memory_limit_bytes",
+        "Bytes that a device has.",
+        lambda: [((device,), float(limit)) for device, _, limit in read()],
+        "device",
+    )
 
 
 def add_expert_metrics(registry: Registry, state: LatestState) -> None:
@@ -424,7 +426,7 @@ def add_generation_metrics(registry: Registry, generations: Generations, parked:
 
 
 def add_prefill_metrics(registry: Registry, engines: Sequence[PrefillEngine]) -> None:
-    """Add what each of these engines of this process has to do and has done."""
+    """Add load and work of each prefill engine of this process."""
 
     def prompts() -> _Samples:
         for number, engine in enumerate(engines):
@@ -464,5 +466,5 @@ def add_prefill_metrics(registry: Registry, engines: Sequence[PrefillEngine]) ->
 
 
 def _numbered(values: Iterable[float]) -> _Samples:
-    """Values whose label is their number: of a device, a rank, a position."""
+    """Label values by their index, such as a device or a rank."""
     return [((str(number),), value) for number, value in enumerate(values)]

@@ -1,4 +1,4 @@
-"""`ServeOptions`: what `dsjax serve` can be told about HTTP, checked when made."""
+"""`ServeOptions`: the HTTP options of `dsjax serve`, checked when made."""
 
 import dataclasses
 import ipaddress
@@ -17,7 +17,7 @@ from dsjax.options import Checked, advanced, option
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions(Checked):
-    """Options of `dsjax serve` that say what may be asked of it, and how answers are taken apart and made."""
+    """Limits of requests, parsers of answers, TLS and CORS."""
 
     max_queued_requests: int = advanced(
         65_536, "Most waiting completions; more get a 429. 0: no limit.", min=0, least=0
@@ -63,7 +63,7 @@ class HttpOptions(Checked):
 
     @property
     def origins(self) -> list[str]:
-        """`allowed_origins`, read."""
+        """The parsed `allowed_origins`."""
         try:
             origins = json.loads(self.allowed_origins or "[]")
         except ValueError:
@@ -74,7 +74,7 @@ class HttpOptions(Checked):
 
     @property
     def tls(self) -> dict[str, str | None]:
-        """What uvicorn is told of certificates."""
+        """uvicorn's arguments for TLS."""
         return {"ssl_certfile": self.ssl_certfile, "ssl_keyfile": self.ssl_keyfile}
 
     def url(self, host: str, port: int) -> str:
@@ -88,9 +88,9 @@ class ServeOptions(HttpOptions):
     """All options of the server, beside the engine's.
 
     Attributes:
-        api_keys: any of them opens everything but the admin endpoints; without any, all of that is open to everybody.
-        admin_api_key: opens everything; None: admin endpoints are closed to all.
-        step_timeout: seconds after which a step is taken for a hang; 0: never.
+        api_keys: keys for all endpoints but the admin ones; empty: these are open to everybody.
+        admin_api_key: key for all endpoints; None: admin endpoints are closed.
+        step_timeout: seconds after which a step counts as a hang; 0: never.
     """
 
     api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
@@ -108,7 +108,7 @@ class ServeOptions(HttpOptions):
             raise UserError("--admin-api-key is also an --api-key, so every client would be an admin; choose another")
 
     def to_json(self) -> dict[str, Any]:
-        """For `/server_info`: of keys only how many there are."""
+        """Return the options for `/server_info`, with the number of keys in place of the keys."""
         shown = dataclasses.asdict(self)
         keys, admin = shown.pop("api_keys"), shown.pop("admin_api_key")
         return {**shown, "num_api_keys": len(keys), "has_admin_api_key": admin is not None}
@@ -118,10 +118,10 @@ KEY_VARIABLE, ADMIN_KEY_VARIABLE = "DSJAX_API_KEY", "DSJAX_ADMIN_API_KEY"
 
 
 def check_key_variables(variables: Mapping[str, str] = os.environ) -> None:
-    """Check that no environment variable holds an empty key. The command line takes such a variable for one that is not set.
+    """Check that no variable for keys is set and empty: the command line would treat it as not set.
 
     Raises:
-        UserError: one is set and empty.
+        UserError: one is empty.
     """
     for name in (KEY_VARIABLE, ADMIN_KEY_VARIABLE):
         if name in variables and not variables[name].strip():
@@ -132,16 +132,16 @@ def check_key_variables(variables: Mapping[str, str] = os.environ) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Say whether an IP address is reachable from its own machine alone."""
+    """Return whether an IP address is reachable from its own machine alone."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
 
 
 def check_listener(listener: socket.socket, keys: Sequence[str], allow_unauthenticated: bool) -> None:
-    """Check that a bound socket is not open to other machines without a key; it is closed where it is.
+    """Check that a listening socket is not open to other machines without a key; close it if it is.
 
     Raises:
-        UserError: its address is beyond loopback, there is no key, and that is not allowed on purpose.
+        UserError: its address is beyond loopback, and there is neither a key nor `--allow-unauthenticated`.
     """
     address = listener.getsockname()[0]
     if not keys and not allow_unauthenticated and not is_loopback(address):
@@ -154,7 +154,7 @@ def check_listener(listener: socket.socket, keys: Sequence[str], allow_unauthent
 
 
 def read_keys(given: Iterable[str], files: Iterable[Path]) -> tuple[str, ...]:
-    """Keys from the command line and from files: one a line, blank lines and `#` comments left out.
+    """Read keys from the command line and from files with one key a line; blank lines and `#` comments are skipped.
 
     Raises:
         UserError: a file cannot be read, or holds no key: then the server would be open to all.

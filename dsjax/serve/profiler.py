@@ -1,4 +1,4 @@
-"""JAX traces of the running server, and what one says of the time in exchanges between devices."""
+"""JAX traces of the running server, and the share of device time that collectives take in one."""
 
 import re
 from collections.abc import Iterable
@@ -10,29 +10,29 @@ from dsjax.serve.errors import ApiError
 _EXCHANGE = re.compile(
     r"(ragged[-_])?all[-_](to[-_]all|gather|reduce)|reduce[-_]scatter|collective[-_](permute|broadcast)|p(sum|max|min|permute|broadcast)"
 )
-"""XLA's names of collectives, and JAX's: an operation has that of the primitive which it was made from, where there is one."""
+"""Names of collectives in XLA, and in JAX, whose name an operation keeps if it comes from a primitive."""
 
 _AROUND_OTHERS = re.compile(r"(while|call|conditional|async)\b")
-"""Operations that others run inside of: their time is counted there."""
+"""Operations that contain others, whose time is counted instead."""
 
 
 class DeviceTime(NamedTuple):
-    """Seconds of operations, summed over devices. What runs at the same time on one device counts twice."""
+    """Seconds of operations, summed over devices. Operations that overlap on a device both count."""
 
     exchanges: float
     all: float
 
     @property
     def exchange_share(self) -> float | None:
-        """Exchanges' part of all; None where no operation was seen."""
+        """Share of the collectives, 0 to 1; None if there is no operation."""
         return self.exchanges / self.all if self.all else None
 
 
 def device_time(folder: Path) -> DeviceTime:
-    """Read from the newest trace under a folder how long devices ran operations, and how long of it collectives.
+    """Return the time of operations and of collectives in the newest trace under a folder.
 
-    A collective's time is from its begin to its end on a device, and so has the waiting for the last device to come; of an
-    asynchronous one it is that of its start and of its done, which is where a device waits, and not what passes behind other work.
+    A collective's time on a device includes waiting for the last device. Of an asynchronous one, only its start and done operations
+    count, in which the device waits, and not the part behind other work.
     """
     import jax
 
@@ -45,7 +45,7 @@ def device_time(folder: Path) -> DeviceTime:
 
 
 def sum_of(operations: Iterable[tuple[str | None, float]]) -> DeviceTime:
-    """Add up operations of (name in the compiled program, seconds); those without a name are the host's."""
+    """Sum operations, given as (name in the compiled program, seconds). Those without a name ran on the host."""
     exchanges = everything = 0.0
     for name, seconds in operations:
         if name is None or _AROUND_OTHERS.match(name):
@@ -57,14 +57,14 @@ def sum_of(operations: Iterable[tuple[str | None, float]]) -> DeviceTime:
 
 
 class Profiler:
-    """JAX traces of the running server: at most one at a time, into a directory that no request can name. Called in the engine's thread."""
+    """Writes JAX traces, one at a time, to a directory that requests cannot choose. Called in the engine's thread."""
 
     def __init__(self, directory: str | None):
         self._directory = directory
         self._running = False
 
     def start(self) -> str:
-        """Begin a trace.
+        """Start a trace.
 
         Raises:
             ApiError: no directory was configured, or a trace is running.
@@ -82,7 +82,7 @@ class Profiler:
         return "profiling"
 
     def stop(self) -> Path:
-        """End the trace and write it; gives the folder.
+        """End the trace, write it and return its folder.
 
         Raises:
             ApiError: none is running.

@@ -1,4 +1,4 @@
-"""`/v1/responses`: outputs as an answer of items, or as the events that build it."""
+"""Answers of `/v1/responses`: output items, or the events that build them."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,10 +22,10 @@ _PREFIX = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 
 
 class OutputItems:
-    """The items of one answer, made from a chat message's deltas; each delta gives the events that tell of it.
+    """The output items of one answer, built from a chat message's deltas; each delta yields events.
 
-    Log-probabilities are a message's alone: those of tokens that became reasoning or a call are dropped. Those of tokens whose text is
-    still held back wait until it is known what they become.
+    Only messages have log-probabilities: those of reasoning and calls are dropped. Log-probabilities of tokens whose text a parser still
+    holds back wait until it is known which item they belong to.
     """
 
     def __init__(self):
@@ -36,7 +36,7 @@ class OutputItems:
         self._undecided: list[dict[str, Any]] = []  # log-probabilities
 
     def push(self, delta: Mapping[str, Any], logprobs: Sequence[dict[str, Any]], reasoning_tokens: int) -> list[Event]:
-        """Enter a delta of a chat message, and how many of all its tokens so far are reasoning."""
+        """Add a delta of a chat message, and the number of reasoning tokens among all of its tokens so far."""
         events = []
         self._num_scored += len(logprobs)
         self._undecided += logprobs
@@ -52,7 +52,7 @@ class OutputItems:
         return events
 
     def finish(self, status: str) -> list[Event]:
-        """Close what is open. An answer without any text is a message without text."""
+        """Close the open item. An answer without any item becomes an empty message."""
         events = []
         is_message = self._open is not None and self._open["type"] == "message"
         if not self.items or (is_message and self._undecided):
@@ -128,7 +128,7 @@ class OutputItems:
 
 
 class ResponsesAnswer(RetoldAnswer):
-    """One request on its way: a chat answer, told in the words of this API."""
+    """A chat answer in the form of this API."""
 
     def __init__(self, serving: Serving, body: ResponsesRequest, request_id: str):
         super().__init__(serving, body, f"resp-{request_id}", request_id)
@@ -138,7 +138,7 @@ class ResponsesAnswer(RetoldAnswer):
         self._finish_reason: str | None = None
 
     def without_effect(self) -> list[str]:
-        """Fields of the request that change nothing here."""
+        """Return the names of the request's fields that have no effect."""
         own = self._body.without_effect()
         return own + [name for name in self._chat.without_effect() if name not in ("store", "metadata", *own)]
 
@@ -155,7 +155,7 @@ class ResponsesAnswer(RetoldAnswer):
         return self._response(self._status, self._chat.usage())
 
     def first_chunks(self) -> list[Event]:
-        """Say that the answer exists, and that it is being made."""
+        """Return the events for a response that was created and is in progress."""
         self._chat.first_chunks()
         shown = self._response("in_progress", None)
         return self._numbered(
@@ -169,12 +169,12 @@ class ResponsesAnswer(RetoldAnswer):
         return self._numbered(events)
 
     def last_chunks(self) -> list[Event]:
-        """Close the items, then give the whole answer."""
+        """Return the events that close the items, and the one with the whole answer."""
         events = self._items.finish(self._status)
         return self._numbered([*events, {"type": f"response.{self._status}", "response": self._built()}])
 
     def failure(self, error: ApiError) -> Event:
-        """Make an event for an error after the stream has begun."""
+        """Return the event for an error after the stream has begun."""
         event = {"type": "error", "code": error.code or error.type, "message": error.message, "param": error.param}
         return self._numbered([event])[0]
 
@@ -230,7 +230,7 @@ class ResponsesAnswer(RetoldAnswer):
 
 
 class NamedEvents(EventStream):
-    """Named events, without `[DONE]` at their end, as this API and Anthropic's have them."""
+    """Named events without a final `[DONE]`, for this API and Anthropic's."""
 
     _END = b""
 
@@ -256,5 +256,5 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copy(item: Mapping[str, Any]) -> dict[str, Any]:
-    """Deep enough that what an event holds does not grow afterwards."""
+    """Copy an item deep enough that an event does not change with it."""
     return {name: [dict(part) for part in value] if isinstance(value, list) else value for name, value in item.items()}

@@ -1,4 +1,4 @@
-"""The body of `/v1/responses`: input items, and the chat request that means the same. Nothing is kept between requests."""
+"""The body of `/v1/responses` and its conversion to a chat request. Nothing is stored between requests."""
 
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,7 @@ _TEXTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text"}
 
 
 class Item(StrictModel):
-    """What stands in the input. Fields that are null count as not given: answers are sent back with them."""
+    """A part of the input. Fields that are null count as not given, because clients send answers back with them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -24,7 +24,7 @@ class Item(StrictModel):
 
 
 class Part(Item):
-    """A piece of content; an answer's comes back with annotations and log-probabilities, which say nothing to the model."""
+    """A part of content. Parts of earlier answers have annotations and log-probabilities, which are ignored."""
 
     type: str
     text: str = ""
@@ -44,19 +44,19 @@ Content = text_or_list(Part, bounds.MAX_PARTS)
 
 
 def text_of(content: Any) -> str:
-    """Content as one string."""
+    """Return content as one string."""
     return content if isinstance(content, str) else "\n".join(part.text or part.refusal for part in content)
 
 
 class AnswerItem(Item):
-    """An item that an answer may have had."""
+    """An item that may come from an answer."""
 
     id: Name = ""
     status: Name = ""
 
 
 class MessageItem(AnswerItem):
-    """A message of any role, or one of an earlier answer."""
+    """A message of any role."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -74,7 +74,7 @@ class CallItem(AnswerItem):
 
 
 class CallOutputItem(AnswerItem):
-    """What a called function gave."""
+    """The result of a called function."""
 
     type: Literal["function_call_output"]
     call_id: Name
@@ -82,7 +82,7 @@ class CallOutputItem(AnswerItem):
 
 
 class ReasoningItem(AnswerItem):
-    """The reasoning of an earlier answer, given to the template with the message that it led to."""
+    """The reasoning of an earlier answer, which belongs to the message after it."""
 
     type: Literal["reasoning"]
     summary: list[Part] = Field(default_factory=list)
@@ -111,7 +111,7 @@ Input = text_or_list(InputItem, bounds.MAX_MESSAGES)
 
 
 class FunctionTool(Function):
-    """A function that the model may call; in this API its fields are not in an object of their own."""
+    """A function that the model may call, without the chat API's object `function`."""
 
     type: Literal["function"]
 
@@ -124,7 +124,7 @@ class NamedFunction(StrictModel):
 
 
 class AllowedFunctions(StrictModel):
-    """Some of the tools, of which the model may, or must, call one."""
+    """Tools of which the model may or must call one."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -149,7 +149,7 @@ class TextOptions(StrictModel):
 
 
 class ReasoningOptions(StrictModel):
-    """`reasoning`; there are no summaries, the reasoning itself is in the answer."""
+    """`reasoning`. There are no summaries: the answer has the reasoning itself."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -163,7 +163,7 @@ class ResponsesStreamOptions(StrictModel):
 
 
 class ResponsesRequest(DrawFields, OpenAIFields):
-    """Body of `/v1/responses`. Stateless: what a client wants remembered it sends again."""
+    """Body of `/v1/responses`. Nothing is stored, so clients send the whole conversation."""
 
     model: Name = Field(description="one of /v1/models")
     input: Input
@@ -191,7 +191,7 @@ class ResponsesRequest(DrawFields, OpenAIFields):
     )
 
     def check(self) -> None:
-        """Raise for what a server without a memory cannot do, and for a limit below 1."""
+        """Raise `ApiError` for fields that need stored responses, and for a limit below 1."""
         for name in ("previous_response_id", "conversation", "prompt"):
             if getattr(self, name) is not None:
                 reason = f"{name}: this server keeps nothing between requests; send the whole conversation as input"
@@ -207,7 +207,7 @@ class ResponsesRequest(DrawFields, OpenAIFields):
             raise ApiError(400, reason, param="truncation")
 
     def without_effect(self) -> list[str]:
-        """Name the fields without effect, but for `store` and `metadata`: the answer's `store` says that nothing is stored."""
+        """Return the fields without effect but `store` and `metadata`: the answer's `store` says that nothing is stored."""
         unused_fields = [name for name in super().without_effect() if name not in ("store", "metadata")]
         if self.reasoning and (self.reasoning.summary or self.reasoning.generate_summary):
             unused_fields.append("reasoning.summary")
@@ -217,14 +217,14 @@ class ResponsesRequest(DrawFields, OpenAIFields):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the answer's text comes with log-probabilities."""
+        """Whether the answer has log-probabilities."""
         return _LOGPROBS in (self.include or ()) or self.top_logprobs is not None
 
     def to_chat(self) -> ChatRequest:
-        """Make the chat request that means the same.
+        """Return the chat request that means the same.
 
         Raises:
-            ApiError: what no server without a memory can do, or a format without its schema.
+            ApiError: a field needs stored responses, or a format has no schema.
         """
         self.check()
         chat: dict[str, Any] = {
@@ -236,7 +236,7 @@ class ResponsesRequest(DrawFields, OpenAIFields):
             "tool_choice": self.tool_choice,
             "logprobs": self.wants_logprobs,
             "top_logprobs": self.top_logprobs,
-            # Log-probabilities come in pieces, which show what each token became.
+            # Streamed, because the chunks show which item each log-probability belongs to.
             "stream": self.stream or self.wants_logprobs,
             **{name: getattr(self, name) for name in ("model", "parallel_tool_calls")},
             **{name: getattr(self, name) for name in (*DrawFields.model_fields, *OpenAIFields.model_fields)},
@@ -261,7 +261,7 @@ class ResponsesRequest(DrawFields, OpenAIFields):
         return {"type": "json_schema", "json_schema": {"name": form.name or "", "schema": form.schema_}}
 
     def _messages(self) -> list[dict[str, Any]]:
-        """Items as messages: what an assistant thought, said and called in one turn is one message."""
+        """Return items as messages. An assistant's reasoning, text and calls of one turn are one message."""
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
@@ -298,7 +298,7 @@ class ResponsesRequest(DrawFields, OpenAIFields):
 
 
 def _turn(messages: list[dict[str, Any]], has: str = "") -> dict[str, Any]:
-    """Return the assistant's message that goes on: the last one, unless it has this field, or calls, already."""
+    """Return the assistant's message to add to: the last one, or a new one if that has this field or calls already."""
     if (
         not messages
         or messages[-1]["role"] != "assistant"

@@ -1,7 +1,7 @@
-"""`SamplingFields`: what completions and chat requests have in common, and how it becomes `SamplingParams`; `CompletionRequest`.
+"""`SamplingFields`: fields that completions and chat requests share, and their conversion to `SamplingParams`; `CompletionRequest`.
 
-`SamplingFields` includes `GuidedFields`, which are OpenAI's and vLLM's ways to ask for a form of the text, and `OpenAIFields`, which
-OpenAI's clients send and a server of one model has little or no use for.
+`SamplingFields` includes `GuidedFields` (OpenAI's and vLLM's ways to request a form of the text) and `OpenAIFields` (fields that OpenAI's
+clients send and that have little or no effect on a server of one model).
 """
 
 import dataclasses
@@ -27,14 +27,14 @@ Choices = Annotated[
 Schema = dict[str, Any] | GrammarText
 Name = Annotated[str, Field(max_length=bounds.MAX_NAME_CHARACTERS)]
 RequestId = Annotated[str, Field(pattern=rf"^[\x21-\x7e]{{1,{bounds.MAX_REQUEST_ID_CHARACTERS}}}$")]
-"""It goes into a header of the answer and into the log, and so it is what the header `X-Request-ID` may be."""
+"""A request id. It goes into a header and the log, so it has the characters that `X-Request-ID` may have."""
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=bounds.MAX_METADATA),
 ]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
-# Values that ask for what happens anyway; others are answered with a warning.
+# Values that request the default behaviour; others get a warning.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "metadata": ({},),
@@ -44,20 +44,20 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "verbosity": ("medium",),
 }
-_MOST_LOGGED = 256  # some of the names are the client's own
+_MOST_LOGGED = 256  # bounded, because clients choose some of the names
 _logged: set[str] = set()
 
 
 class StrictModel(BaseModel):
-    """A request's body or a part of it: JSON types are taken as they are, and an unknown field is an error."""
+    """A request's body or a part of it, without conversion between JSON types and without unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class OpenAIFields(StrictModel):
-    """Fields of OpenAI's API that are taken so that its clients work unmodified.
+    """Fields of OpenAI's API that are accepted so that its clients work unmodified.
 
-    Those that have no effect here are answered with a `Warning` header that names them, and logged once.
+    Fields without effect are named in a `Warning` header, and logged once.
     """
 
     user: Name | None = Field(None, description="accepted; nothing depends on it")
@@ -76,7 +76,7 @@ class OpenAIFields(StrictModel):
     web_search_options: dict[str, Any] | None = Field(None, description="refused: this server searches nothing")
 
     def check_openai_fields(self) -> None:
-        """Raise for what this server truly cannot do."""
+        """Raise `ApiError` for fields that this server cannot support."""
         if "audio" in (self.modalities or ()) or self.audio is not None:
             field = "audio" if self.audio is not None else "modalities"
             raise ApiError(
@@ -87,18 +87,18 @@ class OpenAIFields(StrictModel):
             raise ApiError(400, reason, param="web_search_options")
 
     def without_effect(self) -> list[str]:
-        """Name the fields that were given a value which changes nothing here."""
+        """Return the names of given fields that have no effect."""
         given = ((name, getattr(self, name)) for name in _WITHOUT_EFFECT)
         return [name for name, value in given if value is not None and value not in _WITHOUT_EFFECT[name]]
 
 
 def for_header(names: list[str]) -> list[str]:
-    """Keep of names that a client chose those that can be told in a header: some, and only short identifiers."""
+    """Return a few of the names that a client chose, short identifiers only, for a header."""
     return [name for name in names if len(name) <= 64 and name.isascii() and name.isidentifier()][:8]
 
 
 def warning_headers(names: list[str]) -> dict[str, str]:
-    """Make a `Warning` header for fields without effect; each of them is logged the first time."""
+    """Return a `Warning` header for fields without effect. Log each field the first time."""
     if not names:
         return {}
     new = [name for name in names if name not in _logged and len(_logged) < _MOST_LOGGED]
@@ -138,7 +138,7 @@ class StructuredFields(StrictModel):
 
 
 class GuidedFields(StrictModel):
-    """Every way to ask for a form. At most one may be used."""
+    """All fields that request a form of the text. At most one may be given."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None
@@ -148,22 +148,23 @@ class GuidedFields(StrictModel):
     guided_grammar: GrammarText | None = Field(None, description="older name of structured_outputs.grammar")
 
     def form_of_text(self) -> dict[str, Any] | None:
-        """Return the one form asked for, as a keyword argument of `StructuredOutputs`; None for any text.
+        """Return the requested form as keyword arguments of `StructuredOutputs`; None: any text.
 
         Raises:
-            ApiError: several are asked for, or one without its content.
+            ApiError: several forms, or one without its content.
         """
         forms = self._forms()
         if len(forms) > 1:
-            raise ApiError(400, f"{forms[0][0]} and {forms[1][0]} both ask for a form; give one", param=forms[1][0])
-        return forms[0][1] if forms else None
+            (first, _), (second, _), *_ = forms
+            raise ApiError(400, f"{first} and {second} both ask for a form; give one", param=second)
+        return next((form for _, form in forms), None)
 
     def form_field(self) -> str | None:
-        """Name the field that asks for a form where it is not `structured_outputs`."""
+        """Return the field that requests a form, if it is not `structured_outputs`."""
         return next((name for name, _ in self._forms() if name != "structured_outputs"), None)
 
     def _forms(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return each field that asks for a form, with the form."""
+        """Return the fields that request a form, each with the form."""
         names = ("json", "regex", "choice", "grammar")
         given = ((name, getattr(self, f"guided_{name}")) for name in names)
         wanted_forms = [(f"guided_{name}", {name: value}) for name, value in given if value is not None]
@@ -172,7 +173,7 @@ class GuidedFields(StrictModel):
             forms = {"json": given.json_, "json_object": given.json_object or None, "regex": given.regex}
             forms |= {"choice": given.choice, "grammar": given.grammar}
             chosen = {name: value for name, value in forms.items() if value is not None}
-            StructuredOutputs(**chosen)  # says what is wrong with none or several
+            StructuredOutputs(**chosen)  # its error says that there are none or several
             if given.disable_any_whitespace is not None:
                 chosen["disable_any_whitespace"] = given.disable_any_whitespace
             wanted_forms.append(("structured_outputs", chosen))
@@ -190,7 +191,7 @@ class GuidedFields(StrictModel):
 
 
 class StreamOptions(StrictModel):
-    """OpenAI's `stream_options`, and vLLM's one more."""
+    """OpenAI's `stream_options` and vLLM's addition."""
 
     include_usage: bool | None = Field(False, description="send a last chunk with the usage")
     include_obfuscation: bool | None = Field(None, description="without effect: chunks are not padded")
@@ -198,7 +199,7 @@ class StreamOptions(StrictModel):
 
 
 class DrawFields(StrictModel):
-    """How tokens are drawn, and which text ends them: what all three APIs have."""
+    """Fields about sampling and stopping that all APIs of OpenAI have."""
 
     temperature: float | None = 1.0
     top_p: float | None = 1.0
@@ -212,7 +213,7 @@ class DrawFields(StrictModel):
 
 
 class SamplingFields(DrawFields, GuidedFields, OpenAIFields):
-    """Fields of OpenAI's API, and vLLM's extras, that say how to continue. None is silently ignored."""
+    """Sampling fields of OpenAI's API and vLLM's extras. None is silently ignored."""
 
     model: Name | None = Field(None, description="one of /v1/models; default: the one that is served")
     n: Annotated[Count | None, AfterValidator(lambda n: 1 if n is None else n)] = 1
@@ -241,9 +242,9 @@ class SamplingFields(DrawFields, GuidedFields, OpenAIFields):
     )
 
     def check_stream_fields(self) -> None:
-        """Raise for fields that go with streams alone, or never with them, and for what this server cannot do."""
+        """Raise `ApiError` for fields that contradict `stream`, and for those that this server cannot support."""
         self.check_openai_fields()
-        if not 1 <= self.n <= bounds.MAX_COMPLETIONS:  # before so many count among those that wait
+        if not 1 <= self.n <= bounds.MAX_COMPLETIONS:  # before they count in the queue
             raise SamplingError("n", f"found {self.n}, expected 1 to {bounds.MAX_COMPLETIONS}")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is only for stream=true", param="stream_options")
@@ -253,12 +254,12 @@ class SamplingFields(DrawFields, GuidedFields, OpenAIFields):
     def sampling_params(
         self, *, form: dict[str, Any] | None = None, form_after: int | None = None, **given: Any
     ) -> SamplingParams:
-        """Make the engine's parameters. A field that is null stands for the engine's default, as with OpenAI.
+        """Return the engine's parameters. A field that is null has the engine's default, as with OpenAI.
 
         Args:
-            form: of the text, as a keyword argument of `StructuredOutputs`.
+            form: keyword arguments of `StructuredOutputs`; None: any text.
             form_after: the token after which the form binds.
-            given: other fields, which the API's endpoints have in different ways.
+            given: further parameters, which differ between the endpoints.
 
         Raises:
             SamplingError: a value out of range.
@@ -293,7 +294,7 @@ class SamplingFields(DrawFields, GuidedFields, OpenAIFields):
 
 _SAMPLING = SamplingFields.model_fields.keys() & {field.name for field in dataclasses.fields(SamplingParams)}
 _SAMPLING -= {"logit_bias", "prompt_logprobs", "structured_outputs"}
-"""Fields that the engine's parameters have too, with the same meaning and the same default. Those taken out have another form there."""
+"""Fields that `SamplingParams` has with the same name, meaning and default."""
 
 
 class CompletionRequest(SamplingFields):
@@ -312,7 +313,7 @@ class CompletionRequest(SamplingFields):
     best_of: Count | None = Field(None, description="not supported; only n")
 
     def check(self) -> None:
-        """Raise for fields that exclude each other, and for those that this server does not support."""
+        """Raise `ApiError` for fields that exclude each other or are not supported."""
         self.check_stream_fields()
         if self.suffix:
             reason = "suffix is not supported: chat models are not trained to fill in; leave it out"
@@ -326,7 +327,7 @@ class CompletionRequest(SamplingFields):
             raise ApiError(400, f"prompts times n is more than {bounds.MAX_SEQUENCES}", param="n")
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts as a list, whichever way they were given.
+        """Return the prompts as a list.
 
         Raises:
             ApiError: there is none.
@@ -340,9 +341,9 @@ class CompletionRequest(SamplingFields):
         return self.prompt
 
     def params(self, form: dict[str, Any] | None) -> SamplingParams:
-        """Make the engine's parameters. A prompt that is only scored still makes one token, which nobody sees.
+        """Return the engine's parameters. For `max_tokens: 0` the engine generates one token, which the answer leaves out.
 
-        form: of the text, as a keyword argument of `StructuredOutputs`.
+        form: keyword arguments of `StructuredOutputs`; None: any text.
 
         Raises:
             SamplingError: a value out of range.

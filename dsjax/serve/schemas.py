@@ -1,10 +1,10 @@
-"""The shapes of the server's answers, errors among them, for the code that builds them and for the OpenAPI schema."""
+"""Types of the server's answers and errors, for type checks and the OpenAPI schema."""
 
 import inspect
 from typing import Any, NotRequired
 
 from pydantic import BaseModel
-from typing_extensions import TypedDict  # below Python 3.12 pydantic reads no other, and brings this one
+from typing_extensions import TypedDict  # pydantic needs this one below Python 3.12
 
 from dsjax.engine.contract.executor import ExpertCounts
 from dsjax.engine.schedule.rank import RankLoad
@@ -13,13 +13,13 @@ from dsjax.engine.tiers.page_tiers import TierCounts
 
 
 class PromptTokensDetails(TypedDict):
-    """Where the prompt's tokens came from."""
+    """Prompt tokens from the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(TypedDict):
-    """What the completion's tokens are; reasoning with its closing tag."""
+    """Reasoning tokens of the completion, with the closing tag."""
 
     reasoning_tokens: int
 
@@ -35,7 +35,7 @@ class Usage(TypedDict):
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """An error."""
 
     message: str
     type: str
@@ -44,9 +44,9 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Any answer with a status of 400 or more."""
+    """Body of an answer with a status of 400 or more."""
 
-    # A model, since FastAPI describes it for each route and status: nearly two hundred times, of which pydantic remembers a model's alone.
+    # A pydantic model, whose schema pydantic caches: FastAPI asks for it nearly two hundred times, for each route and status.
 
     error: ErrorDetail
 
@@ -54,7 +54,7 @@ class ErrorBody(BaseModel):
 class CompletionLogprobs(TypedDict):
     """OpenAI's log-probabilities of `/v1/completions`; `text_offset` counts characters of the choice's text.
 
-    With `echo` the prompt's tokens come first; the very first has no value.
+    With `echo` the prompt's tokens come first, the first of them without values.
     """
 
     text_offset: list[int]
@@ -64,7 +64,7 @@ class CompletionLogprobs(TypedDict):
 
 
 class CompletionChoice(TypedDict):
-    """One completion, or a piece of it; `stop_reason` and what follows are vLLM's."""
+    """A completion, or a chunk's part of one; `stop_reason` and the fields after it are vLLM's."""
 
     index: int
     text: str
@@ -88,7 +88,7 @@ class CompletionResponse(TypedDict):
 
 
 class CalledFunctionBody(TypedDict):
-    """A function's name, and its arguments as JSON text; in a chunk what it adds."""
+    """A function's name and its arguments as JSON text, or what a chunk adds to them."""
 
     name: NotRequired[str]
     arguments: str
@@ -104,7 +104,7 @@ class ToolCallBody(TypedDict):
 
 
 class ChatMessageBody(TypedDict):
-    """The assistant's message, or the part of it that a chunk adds. The reasoning has both names in use; nothing refuses or annotates."""
+    """The assistant's message, or what a chunk adds to it. Reasoning has both common names; `refusal` and `annotations` are empty."""
 
     role: NotRequired[str]
     content: NotRequired[str | None]
@@ -175,13 +175,13 @@ class ModelList(TypedDict):
 
 
 class State(TypedDict):
-    """Answer of `/health`, `/ready` and of admin endpoints that have nothing to tell."""
+    """Answer of `/health`, `/ready` and of admin endpoints without other results."""
 
     status: str
 
 
 class HistoryPoint(TypedDict):
-    """Sums since the server's start, over all ranks, and the load, as they were `age` seconds ago."""
+    """Sums since the start over all ranks, and the load, `age` seconds ago."""
 
     age: float
     prompt_tokens: float
@@ -193,8 +193,7 @@ class HistoryPoint(TypedDict):
 class HistoryBody(TypedDict):
     """Answer of `/history`: points of the last `kept_seconds`, oldest first.
 
-    `buckets_a_minute_ago` has the cumulative counts of the histograms of latencies by upper bound, as they were a minute ago, or at
-    the oldest point where that is younger.
+    `buckets_a_minute_ago`: cumulative counts of the latency histograms by upper bound, a minute ago or at the oldest point.
     """
 
     kept_seconds: float
@@ -203,7 +202,7 @@ class HistoryBody(TypedDict):
 
 
 class Profiled(TypedDict):
-    """Answer of `/stop_profile`. `exchange_share`: of the devices' time in operations, between 0 and 1; None where there was none."""
+    """Answer of `/stop_profile`. `exchange_share`: share of device time in collectives, 0 to 1; None: no operation was seen."""
 
     status: str
     exchange_share: float | None
@@ -216,9 +215,9 @@ class Version(TypedDict):
 
 
 def _json_object(name: str, description: str, record: type | None = None, **changed: Any) -> type:
-    """Make the type of a JSON object, a `TypedDict` of this name in the OpenAPI schema, with the fields of one of the engine's records.
+    """Return a `TypedDict` for a JSON object with the fields of one of the engine's records. name: in the OpenAPI schema.
 
-    changed: types of the fields that the record has not, or JSON otherwise; None: JSON has no such field.
+    changed: types of additional fields and of those whose JSON has another type; None: leave the field out.
     """
     fields = {**(inspect.get_annotations(record) if record else {}), **changed}
     body = TypedDict(name, {field: kind for field, kind in fields.items() if kind is not None})
@@ -231,7 +230,7 @@ DiskBody = _json_object("DiskBody", "What the disk has of all ranks' pages.", Di
 
 
 class TierHits(TypedDict):
-    """Tokens that were found cached, by the tier that had them."""
+    """Cached prompt tokens by the tier that had them."""
 
     device: int
     host: int
@@ -256,9 +255,9 @@ BalancednessBody = _json_object(
 
 
 class Rebalance(TypedDict):
-    """Answer of `/rebalance_experts`: what begins to move, and the balancedness that is predicted for the window.
+    """Answer of `/rebalance_experts`: what will move, and the predicted balancedness for the last window's load.
 
-    `bytes` reach other slots, on all devices of an EP group; `exchanges`: commands between steps that send them.
+    `bytes`: of moved experts on all devices of an EP group; `exchanges`: commands between steps that move them.
     """
 
     layers: int
@@ -269,8 +268,8 @@ class Rebalance(TypedDict):
 
 
 class Scaled(TypedDict):
-    """Answer of `/scale`: the mesh of now, its generation, and for how many seconds no step computed; or, of experts in other processes,
-    their side of now, how often that was changed, and how many seconds it took, in which steps went on."""
+    """Answer of `/scale`: the new mesh, its epoch, and the seconds without a step. For experts in other processes: their new mesh and
+    addresses, the number of changes, and the seconds that this one took, while steps continued."""
 
     generation: int
     mesh: str
@@ -295,9 +294,9 @@ ExpertLoad = _json_object(
 
 
 class ServerInfo(TypedDict):
-    """Answer of `/server_info`, beside the fields of `EngineFacts`. `options` are the server's, without its keys.
+    """Answer of `/server_info`: these fields and those of `EngineFacts`. `options`: the server's, without keys.
 
-    `admin`: whether the key that came with the request opens the admin endpoints.
+    `admin`: whether the request's key opens the admin endpoints.
     """
 
     version: str
@@ -357,7 +356,7 @@ _ALWAYS = (400, 401, 404, 405, 408, 413)
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Make a route's `responses`: the given statuses, and those that any request may get (a bad header, a missing key, no body)."""
+    """Return a route's `responses`: the given statuses, and those of any request (bad header, missing key, no body)."""
     known = {status: _MEANINGS[status] for status in sorted({*_ALWAYS, *statuses})}
-    known["default"] = "any other error"  # without it FastAPI adds a 422 of its own, which is never sent
+    known["default"] = "any other error"  # keeps FastAPI from adding a 422, which is never sent
     return {status: {"model": ErrorBody, "description": meaning} for status, meaning in known.items()}

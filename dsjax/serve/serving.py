@@ -21,7 +21,7 @@ from dsjax.serve.options import ServeOptions
 from dsjax.serve.sampling_fields import SamplingFields
 from dsjax.serve.tool_formats import choose_tool_format
 
-if TYPE_CHECKING:  # it brings JAX in, which a server over fake devices does not need
+if TYPE_CHECKING:  # imports JAX, which a server over fake devices does not need
     from dsjax.engine.elastic.generations import Generations
     from dsjax.engine.setup.facts import EngineFacts
 
@@ -33,7 +33,7 @@ QUEUE_FULL = "queue_full"
 
 
 class Phase(enum.Enum):
-    """Where in its life the server is."""
+    """Phases of the server's life."""
 
     WARMING_UP = "warming up"
     READY = "ready"
@@ -41,9 +41,9 @@ class Phase(enum.Enum):
 
 
 class QueueGate:
-    """Turns requests away, before they are tokenised, when too much waits already.
+    """Refuses requests before tokenisation while the queue is full.
 
-    What waits is counted in the engine, and on the way from this gate to the engine.
+    The queue is the requests that wait in the engine and those between this gate and the engine.
     """
 
     def __init__(self, engine: RequestStreams | ThreadedEngine, options: ServeOptions):
@@ -56,13 +56,13 @@ class QueueGate:
     def through(
         self, prompts: Sequence[str | Sequence[int]], completions: int, reject: Callable[[str, ApiError], ApiError]
     ) -> Iterator[None]:
-        """Let a request in, or raise. Inside the block it is tokenised and submitted; from then on the engine counts it.
+        """Admit a request or raise. The block tokenises and submits it; then the engine counts it.
 
         Args:
-            completions: how many each prompt gets. reject: is told of the error before it is raised.
+            completions: completions of each prompt. reject: called with the error before it is raised.
 
         Raises:
-            ApiError: 429, with its time to retry.
+            ApiError: 429 with `Retry-After`.
         """
         requests = completions * len(prompts)
         tokens = completions * sum(
@@ -80,37 +80,39 @@ class QueueGate:
             self._entering_tokens -= tokens
 
     def full(self, requests: int, tokens: int) -> str | None:
-        """Why so many more may not wait; None where they may."""
-        # What would wait alone may always come in: a limit below one request's size must not refuse it for ever.
-        # What waits is a sum over all ranks. It is computed only where there is a limit.
+        """Return why the queue has no room for this many more; None if it has."""
+        # An empty queue takes any request: a limit below the size of one request must not refuse it for ever.
+        # The queue's size is a sum over all ranks; compute it only if there is a limit.
         if self._most_requests:
-            waiting = self._engine.waiting[0] + self._entering_requests
+            queued_requests, _ = self._engine.waiting
+            waiting = queued_requests + self._entering_requests
             if waiting and waiting + requests > self._most_requests:
                 return f"{waiting} requests wait, and this server lets {self._most_requests} wait"
         if self._most_tokens:
-            waiting = self._engine.waiting[1] + self._entering_tokens
+            _, queued_tokens = self._engine.waiting
+            waiting = queued_tokens + self._entering_tokens
             if waiting and waiting + tokens > self._most_tokens:
                 return f"{waiting:,} tokens wait, and this server lets {self._most_tokens:,} wait"
         return None
 
 
 def queue_full(reason: str) -> ApiError:
-    """The error for a request that may not wait."""
+    """Return the error for a full queue."""
     message = f"{reason}; try again later"
     return ApiError(429, message, type="rate_limit_error", code=QUEUE_FULL, retry_after=_RETRY_SECONDS)
 
 
 @dataclass
 class Serving:
-    """What every endpoint needs. The first of `model_names` is used where a request gives none.
+    """State that all endpoints share. The first of `model_names` is the default of a request.
 
     Attributes:
-        engine: an `AsyncEngine`; in a front end its `RemoteEngine`, and in the process behind front ends the `SharedEngine`.
-        facts: of the loaded model; None where a test serves without one.
-        metrics: told of every step and output, and of requests that were turned away.
-        orders_by_priority: whether the scheduler heeds `priority`.
-        front_ends: the processes that speak to clients, where this is the engine's process behind them.
-        on_phase: told of each phase that the server enters.
+        engine: an `AsyncEngine`; a `RemoteEngine` in a front end, a `SharedEngine` behind front ends.
+        facts: facts of the loaded model; None in tests without one.
+        metrics: count steps, outputs and refused requests.
+        orders_by_priority: whether the scheduler orders by `priority`.
+        front_ends: the front ends, if this is the engine's process behind them.
+        on_phase: called with each new phase.
     """
 
     engine: RequestStreams | ThreadedEngine
@@ -133,19 +135,19 @@ class Serving:
         self.gate = QueueGate(self.engine, self.options)
         self.reasoning = ReasoningParser.choose(self.options.reasoning_parser, tokenizer)
         self.tool_format = choose_tool_format(self.options.tool_call_parser, tokenizer)
-        self.expert_counts: ExpertCounts | None = None  # the last ones that were recorded
+        self.expert_counts: ExpertCounts | None = None  # of the last record
         self._under_way: dict[str, list[OutputStream]] = {}
 
     def enter_phase(self, phase: Phase) -> None:
-        """Begin another phase."""
+        """Enter a phase."""
         self.phase = phase
         self.on_phase(phase)
 
     def check_model(self, name: str | None) -> str:
-        """Return the name to answer with.
+        """Return the model's name for the answer.
 
         Raises:
-            ApiError: 404, nothing of this name is served.
+            ApiError: 404, no such model is served.
         """
         if name is None:
             return self.model_names[0]
@@ -161,21 +163,21 @@ class Serving:
         return name
 
     def with_whitespace(self, form: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return a form as a request asks for it, with the server's own switch for blanks where the request does not say."""
+        """Add the server's `--disable-any-whitespace` to a form unless the request sets it."""
         return form and {"disable_any_whitespace": self.options.disable_any_whitespace, **form}
 
     @property
     def state(self) -> str:
-        """Where in its life the server is, or what is being done to go on on another mesh."""
+        """The phase, or the stage of a change of the mesh."""
         return self.engine.change_under_way or self.phase.value
 
     def check_running(self) -> None:
-        """Raise a 503 unless the server is warmed up and not at its end."""
+        """Raise a 503 while the server warms up or shuts down."""
         if self.engine.error is not None or not self.engine.running or self.phase is not Phase.READY:
             raise ApiError(503, f"the server is {self.phase.value}", type="server_error", code="not_ready")
 
     def check_admitting(self) -> None:
-        """Raise a 503 unless the server is warmed up and takes requests."""
+        """Raise a 503 unless the server admits requests."""
         if self.engine.error is not None:
             raise self.reject("dead", ApiError(503, "the engine has failed", type="server_error"))
         if self.phase is not Phase.READY:
@@ -187,13 +189,13 @@ class Serving:
     def admitted(
         self, body: SamplingFields, texts: Sequence[str | Sequence[int]], place: RequestOptions
     ) -> Iterator[RequestOptions]:
-        """Let a request through to the engine, and give the options to submit it with in the block.
+        """Admit a request to the engine; the block gets the options to submit it with.
 
         Args:
-            texts: what its prompts are made from. place: what the headers say of where it is to run.
+            texts: sources of its prompts. place: session and DP rank from the headers.
 
         Raises:
-            ApiError: not ready, too much waits, or a priority or rank that is not there.
+            ApiError: the server is not ready, the queue is full, or there is no such priority or rank.
         """
         self.check_admitting()
         if body.priority and not self.orders_by_priority:
@@ -208,10 +210,10 @@ class Serving:
             yield replace(place, priority=body.priority or 0, cache_salt=body.cache_salt, session=session)
 
     async def ask(self, function: Callable[[EngineCore], Answer]) -> Answer:
-        """Call `function` in the engine's thread, between two steps, and give its result.
+        """Call `function` in the engine's thread between two steps and return its result.
 
         Raises:
-            ApiError: 503, there is no engine to ask, or a step takes too long.
+            ApiError: 503, the engine has ended, or a step takes too long.
         """
         if self.engine.error is not None or not self.engine.running:
             raise ApiError(503, "the engine is not running", type="server_error", code="not_ready")
@@ -225,21 +227,21 @@ class Serving:
             raise ApiError(503, "the engine is busy with one step", type="server_error", code="busy") from error
 
     def on_change(self, generations: "Generations") -> None:
-        """Go on with another mesh."""
+        """Use the facts of the new mesh."""
         self.facts = facts = generations.facts
         self.max_model_len = facts.max_model_len
         if self.metrics is not None:
             self.metrics.on_change(facts.dp_ranks, facts.physical_experts_per_device)
 
     def reject(self, reason: str, error: ApiError) -> ApiError:
-        """Count a request that is turned away; give the error back."""
+        """Count a refused request; return the error."""
         if self.metrics is not None:
             self.metrics.on_rejected(reason)
         return error
 
     @contextmanager
     def followed(self, answer_id: str, stream: OutputStream) -> Iterator[None]:
-        """Make an answer abortable by its client's id while the block runs; then close the stream, however the block ends."""
+        """Make an answer abortable by its id during the block, then close its stream."""
         self._under_way.setdefault(answer_id, []).append(stream)
         try:
             yield
@@ -251,9 +253,9 @@ class Serving:
                 del self._under_way[answer_id]
 
     def abort(self, request_id: str | None) -> int:
-        """End the requests of this id, or all of them; each client gets an error. Give how many there were.
+        """Abort the requests with an id, or all; their clients get an error. Return their number.
 
-        An id is the answer's (`cmpl-…`, `chatcmpl-…`) or what the client itself gave.
+        request_id: the answer's id (`cmpl-…`, `chatcmpl-…`), or the one that the client gave. None: all requests.
         """
         aborted = [
             stream

@@ -83,8 +83,9 @@ def _speculation_line(speculation: dict[str, Any]) -> str:
         return (
             f"speculative decoding: the MTP module drafts {most}{count} token{'s' if count > 1 else ''} a row{chosen}"
         )
-    parts = [f"{count} with {low} to {high}" for low, high, count in ranges[:-1]]
-    parts.append(f"{ranges[-1][2]} with {ranges[-1][0]} or more")
+    *bounded, (most_rows, _, last_count) = ranges
+    parts = [f"{count} with {low} to {high}" for low, high, count in bounded]
+    parts.append(f"{last_count} with {most_rows} or more")
     return f"speculative decoding: tokens that the MTP module drafts a row: {', '.join(parts)} running on a rank"
 
 

@@ -1,7 +1,4 @@
-"""DeepSeek's tool calls: how they are written, the grammar of an answer that must be some, and their parser.
-
-`ToolFormat` writes calls, tells a prompt of the tools, and has the grammar; `ToolCallParser` takes calls out of text that comes in pieces.
-"""
+"""Tool calls of DeepSeek-V3, R1, V3.1 and Kimi-K2: their format, the grammar of forced calls, and their streaming parser."""
 
 import json
 import re
@@ -24,9 +21,53 @@ _OUTPUTS_BEGIN, OUTPUTS_END = "<｜tool▁outputs▁begin｜>", "<｜tool▁outp
 _OUTPUT_BEGIN, OUTPUT_END = "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"
 
 
+class CallFormat(ABC):
+    """How a model writes tool calls. The parser looks for `markers`; `openings` begin a block of calls and a single call."""
+
+    name: str
+    markers: tuple[str, ...]
+    openings: tuple[str, str]
+
+    def grammar(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        tokenizer: Tokenizer,
+        *,
+        several: bool,
+        compact: bool = False,
+        instead: StructuredOutputs | None = None,
+    ) -> str:
+        """Write the grammar of an answer that calls one of the tools, with arguments that fit the tool's schema.
+
+        The grammar is in llguidance's dialect of Lark. Markers that are tokens of the model are written as token numbers, so that the
+        model cannot spell them in letters.
+
+        Args:
+            several: allow more than one call.
+            compact: allow no blanks between the parts of JSON.
+            instead: the form of an answer without calls, if the model may choose that.
+        """
+        start, rules = self._rules(tools, tokenizer, several, COMPACT_JSON_OPTIONS if compact else JSON_OPTIONS)
+        head = ["%llguidance {}", f"start: {start}"]
+        if instead is not None:
+            head += ["  | instead", f"instead: %lark {{\n{lark_text(instead)}\n}}"]
+        head.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
+        return "\n".join([*head, *rules]) + "\n"
+
+    @abstractmethod
+    def _rules(
+        self, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, several: bool, options: Mapping[str, Any]
+    ) -> tuple[str, list[str]]:
+        """Return the start rule's right side, which uses `call`, and all rules for `call_0`, `call_1`, … options: llguidance's for JSON."""
+
+    @abstractmethod
+    def parser(self, most: int) -> "CallParser":
+        """Return a parser of one answer, which returns at most that many calls."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class ToolFormat:
-    """How a model writes calls: markers around all calls and around each one, and what stands between them.
+class ToolFormat(CallFormat):
+    """Tool calls between markers: one pair around all calls, one around each.
 
     `deepseek_v3` (V3, R1) writes `function`, the separator, the name, and the arguments in a fenced block of JSON;
     `deepseek_v31` the name, the separator and the bare arguments; `kimi_k2` the same with other markers, and with the call's number behind
@@ -47,12 +88,12 @@ class ToolFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that the parser looks for, some of which may be special tokens."""
+        """All five."""
         return self.calls_begin, self.calls_end, self.call_begin, self.call_end, self.separator
 
     @property
     def openings(self) -> tuple[str, str]:
-        """Markers with which calls begin."""
+        """Markers before all calls and before each."""
         return self.calls_begin, self.call_begin
 
     def call(self, name: str, arguments: str, number: int = 0) -> str:
@@ -66,12 +107,12 @@ class ToolFormat:
         return self.calls_begin + self.between_calls.join(texts) + self.calls_end
 
     def identified(self, written: str) -> tuple[str, str]:
-        """Return the name of a call that is headed so, and its id, empty where the model writes none."""
+        """Split a call's head into name and id; the id is empty if the model writes none."""
         match = re.fullmatch(r"(?:functions\.)?(.+):\d+", written) if self.numbers_calls else None
         return (match[1], written) if match else (written, "")
 
     def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """Write what the system message says of the functions, for templates that do not say it themselves."""
+        """Describe the functions for the system message, for templates that do not."""
         lines = ["## Tools", "You have access to the following tools:", ""]
         for tool in tools:
             function = tool["function"]
@@ -81,29 +122,13 @@ class ToolFormat:
         lines += [f"To call tools, write exactly this, with JSON arguments as above: {example}"]
         return "\n".join(lines)
 
-    def grammar(
-        self,
-        tools: Sequence[Mapping[str, Any]],
-        tokenizer: Tokenizer,
-        *,
-        several: bool,
-        compact: bool = False,
-        instead: StructuredOutputs | None = None,
-    ) -> str:
-        """Write the grammar of one call, or with `several` of one or more, to any of the tools, with arguments that fit its schema.
-
-        It is in the Lark dialect of llguidance. Markers are written as token numbers where the model has them as tokens, so that the model
-        cannot spell them in letters.
-
-        Args:
-            compact: arguments have no blanks between JSON's parts.
-            instead: the form of an answer without calls, which may come instead.
-        """
-        options = COMPACT_JSON_OPTIONS if compact else JSON_OPTIONS
+    def _rules(
+        self, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, several: bool, options: Mapping[str, Any]
+    ) -> tuple[str, list[str]]:
         between = f"{json.dumps(self.between_calls)} " if self.between_calls else ""
         calls = f"call ({between}call)*" if several else "call"
         begin, end = _marker(self.calls_begin, tokenizer), _marker(self.calls_end, tokenizer)
-        rules = head_rules(f"{begin} {calls} {end}", len(tools), instead)
+        rules: list[str] = []
         before, name_end, after = (
             _texts(text, self, tokenizer) for text in (self.before_name, self.after_name, self.after_arguments)
         )
@@ -117,10 +142,10 @@ class ToolFormat:
                 f"call_{index}: {' '.join(parts)}",
                 f"arguments_{index}: %json {json.dumps(schema | {'x-guidance': options})}",
             ]
-        return "\n".join(rules) + "\n"
+        return f"{begin} {calls} {end}", rules
 
     def parser(self, most: int) -> "ToolCallParser":
-        """Return a parser of one answer, which gives so many calls at most."""
+        """Return a parser of one answer, which returns at most that many calls."""
         return ToolCallParser(self, most)
 
 
@@ -151,23 +176,15 @@ FORMATS = {
 
 
 def tool_outputs(contents: Sequence[str]) -> str:
-    """Write answers of tools as text, for templates that have no place for them."""
-    return _OUTPUTS_BEGIN + "".join(f"{_OUTPUT_BEGIN}{each}{OUTPUT_END}" for each in contents) + OUTPUTS_END
-
-
-def head_rules(start: str, count: int, instead: StructuredOutputs | None) -> list[str]:
-    """Write the first rules of a grammar of calls. start: of an answer with calls; count: of the rules `call_0`, `call_1`, …"""
-    rules = ["%llguidance {}", f"start: {start}"]
-    if instead is not None:
-        rules += ["  | instead", f"instead: %lark {{\n{lark_text(instead)}\n}}"]
-    return [*rules, "call: " + " | ".join(f"call_{index}" for index in range(count))]
+    """Return tools' results as text, for templates without a place for them."""
+    return _OUTPUTS_BEGIN + "".join(f"{_OUTPUT_BEGIN}{content}{OUTPUT_END}" for content in contents) + OUTPUTS_END
 
 
 def closed_schema(schema: Any) -> Any:
-    """Return the schema, whose objects hold what they name and nothing else, unless they say otherwise.
+    """Return a schema whose objects take only the properties that they name, unless they say otherwise.
 
-    So do xgrammar, with which vLLM and SGLang force calls, and OpenAI's strict functions: a model that may add properties can go
-    on with them for ever. An object inside that names no properties may hold any.
+    xgrammar, by which vLLM and SGLang force calls, and OpenAI's strict functions do the same: a model that may add properties can go on
+    for ever. An object that names no properties may hold any.
     """
 
     def close(inner: dict[str, Any]) -> dict[str, Any]:
@@ -184,7 +201,7 @@ def _marker(text: str, tokenizer: Tokenizer) -> str:
 
 
 def _texts(text: str, form: ToolFormat, tokenizer: Tokenizer) -> list[str]:
-    """Write a text that may hold the separator, as terminals."""
+    """Return a text, which may contain the separator, as terminals."""
     before, marker, after = text.partition(form.separator)
     parts = [json.dumps(before)] if before else []
     parts += [_marker(marker, tokenizer)] if marker else []
@@ -193,14 +210,14 @@ def _texts(text: str, form: ToolFormat, tokenizer: Tokenizer) -> list[str]:
 
 @dataclass
 class MessagePiece:
-    """What a piece of text added; `tool_calls` are deltas as OpenAI's chunks have them."""
+    """What a piece of text adds to a message; `tool_calls` are deltas in OpenAI's form."""
 
     reasoning: str = ""
     content: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
     def deltas(self) -> list[dict[str, Any]]:
-        """Make the deltas of chunks, one for each kind of text and each call: some clients read no more of one. At least one."""
+        """Return at least one delta: one for each kind of text and each call, since some clients read only one of a chunk."""
         deltas: list[dict[str, Any]] = []
         if self.reasoning:
             deltas.append({"reasoning_content": self.reasoning, "reasoning": self.reasoning})
@@ -209,7 +226,7 @@ class MessagePiece:
         return deltas + [{"tool_calls": [call]} for call in self.tool_calls] or [{}]
 
     def message(self) -> dict[str, Any]:
-        """Make a whole message: the deltas of a call are put together."""
+        """Return the whole message, with the deltas of each call joined."""
         calls: list[dict[str, Any]] = []
         for delta in self.tool_calls:
             if delta["index"] == len(calls):
@@ -225,23 +242,23 @@ class MessagePiece:
 
 
 class CallParser(ABC):
-    """Takes an answer's text piece by piece, in states; `_step` is the state's method.
+    """A streaming parser of one answer, as a state machine: `_step` is the current state's method.
 
-    A state takes what it can from `_held` and says whether the next state may go on.
+    A state consumes what it can of `_buffer` and returns whether to continue with the next state.
 
     Args:
-        most: how many calls are given; later ones are dropped.
+        most: most calls to return; later ones are dropped.
     """
 
     def __init__(self, most: int):
         self._most = most
         self._step = self._text
-        self._held = ""
+        self._buffer = ""
         self.num_calls = 0
 
     def push(self, text: str, finished: bool = False) -> MessagePiece:
-        """Add text; with `finished` nothing is held back any more."""
-        self._held += text
+        """Add text and return what it adds to the message. finished: the answer has ended; hold nothing back."""
+        self._buffer += text
         piece = MessagePiece()
         while self._step(piece, finished):
             pass
@@ -252,14 +269,14 @@ class CallParser(ABC):
         """The first state."""
 
     def _take(self, length: int) -> str:
-        taken, self._held = self._held[:length], self._held[length:]
+        taken, self._buffer = self._buffer[:length], self._buffer[length:]
         return taken
 
     def _num_undecided(self, markers: Sequence[str], finished: bool) -> int:
-        return 0 if finished else num_undecided(self._held, markers)
+        return 0 if finished else num_undecided(self._buffer, markers)
 
     def _begin_call(self, piece: MessagePiece, name: str, call_id: str = "") -> None:
-        """Give the head of the next call. call_id: that of the model's own, if it writes one."""
+        """Emit the head of the next call. call_id: the one that the model writes; empty: make one up."""
         self.num_calls += 1
         head = {"id": call_id or f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
         self._emit(piece, {**head, "function": {"name": name, "arguments": ""}})
@@ -273,11 +290,10 @@ class CallParser(ABC):
 
 
 class ToolCallParser(CallParser):
-    """Takes an answer's text piece by piece. However it is cut, the pieces put together are the same.
+    """Parser of `ToolFormat`. The result does not depend on where the text is cut.
 
-    Models do not always keep to their format: both of DeepSeek's are read, with and without a fence, and any marker ends a call.
-    A call whose arguments are not JSON is passed on as it is, as OpenAI does: whoever called knows what to do. What is cut off
-    inside a call's name is dropped.
+    Models do not always keep to their format, so both of DeepSeek's formats are read, with and without a fence, and any marker ends a
+    call. Arguments that are not JSON are passed on unchanged, as by OpenAI. A call that is cut off inside its name is dropped.
     """
 
     def __init__(self, form: ToolFormat, most: int):
@@ -285,27 +301,27 @@ class ToolCallParser(CallParser):
         self._form = form
         self._ends = (form.call_end, form.calls_end, form.call_begin)
         separator = re.escape(form.separator)
-        # `function`, the separator, the name; or the name, the separator. Then the line that opens a fence. No part gives back what
-        # it has matched, so that a head that is not whole yet does not match as a shorter one.
+        # `function`, the separator, the name; or the name, the separator. Then the line that opens a fence. Possessive
+        # quantifiers keep an incomplete head from matching as a shorter one.
         kind = rf"(?>(?:\s*+function\s*+{separator}\s*+(?![{{`]))?)"
         self._head = re.compile(rf"{kind}([^\n`{{<]++)(?:{separator})?\s*+(?:`++[^\n{{]*+)?\s*+")
         self._has_arguments = False
 
     def _text(self, piece: MessagePiece, finished: bool) -> bool:
-        first_marker = find_first(self._held, self._form.markers)
+        first_marker = find_first(self._buffer, self._form.markers)
         if not first_marker:
-            piece.content += self._take(len(self._held) - self._num_undecided(self._form.markers, finished))
+            piece.content += self._take(len(self._buffer) - self._num_undecided(self._form.markers, finished))
             return False
         at, marker = first_marker
         piece.content += self._take(at)
         if marker in self._form.openings:
             self._step = self._between
-        else:  # it belongs to no call
+        else:  # not part of a call
             self._take(len(marker))
         return True
 
     def _between(self, piece: MessagePiece, finished: bool) -> bool:
-        first_marker = find_first(self._held, (self._form.call_begin, self._form.calls_end))
+        first_marker = find_first(self._buffer, (self._form.call_begin, self._form.calls_end))
         if not first_marker:
             return False
         at, marker = first_marker
@@ -314,14 +330,14 @@ class ToolCallParser(CallParser):
         return True
 
     def _name(self, piece: MessagePiece, finished: bool) -> bool:
-        end = find_first(self._held, self._ends)
+        end = find_first(self._buffer, self._ends)
         undecided = self._num_undecided((*self._ends, self._form.separator), finished)
-        text = self._held[: end[0] if end else len(self._held) - undecided]
+        text = self._buffer[: end.at if end else len(self._buffer) - undecided]
         head = self._head.match(text)
-        # Arguments may be empty, and a name may end with its call, where the call is known to have ended.
+        # The arguments may be empty, or the name may end the call, once the call's end is seen.
         if not head or self._form.separator not in head[0] or not (end or head.end(1) < len(text)):
             if end:
-                self._take(end[0])
+                self._take(end.at)
                 self._step = self._between
             return end is not None
         if head.end() == len(text) and not (end or finished):
@@ -333,9 +349,9 @@ class ToolCallParser(CallParser):
         return True
 
     def _arguments(self, piece: MessagePiece, finished: bool) -> bool:
-        end = find_first(self._held, self._ends)
-        text = self._held[: end[0] if end else len(self._held) - self._num_undecided(self._ends, finished)]
-        arguments = text.rstrip("` \n\r\t")  # a fence's end, or what goes on later
+        end = find_first(self._buffer, self._ends)
+        text = self._buffer[: end.at if end else len(self._buffer) - self._num_undecided(self._ends, finished)]
+        arguments = text.rstrip("` \n\r\t")  # the end of a fence, or blanks before more text
         self._take(len(text) if end else len(arguments))
         if end:
             self._step = self._between

@@ -1,11 +1,9 @@
-"""Which of the formats of tool calls a model writes."""
+"""Choose the format in which a model writes tool calls."""
 
 from dsjax.engine.text.tokenizer import Tokenizer
-from dsjax.serve.dsml import DSML_FORMATS, DsmlFormat
-from dsjax.serve.tool_calls import FORMATS, SEPARATOR, ToolFormat
+from dsjax.serve.dsml import DSML_FORMATS
+from dsjax.serve.tool_calls import FORMATS, SEPARATOR, CallFormat
 
-CallFormat = ToolFormat | DsmlFormat
-"""How a model writes calls: both kinds have a name, openings and markers, `calls`, `describe`, `grammar` and `parser`."""
 TOOL_FORMATS: dict[str, CallFormat] = FORMATS | DSML_FORMATS
 
 

@@ -1,4 +1,4 @@
-"""`Watchdog`: a step that hangs becomes a diagnosed exit."""
+"""`Watchdog`: ends the process with a diagnosis when a step hangs."""
 
 import asyncio
 import faulthandler
@@ -15,20 +15,20 @@ from dsjax.engine.engine_thread import ThreadedEngine
 from dsjax.engine.schedule.request import Request, Status
 
 HANG_EXIT_CODE = 70
-"""What the process ends with; sysexits' EX_SOFTWARE. A failed engine gives 1, a user's mistake 2."""
+"""Exit code after a hang, EX_SOFTWARE of sysexits. A failed engine has 1, a user's mistake 2."""
 
 _MOST_REQUESTS = 20
-# After streams were told, clients get this long to read it.
+# Time for clients to read the error.
 _FLUSH_SECONDS = 1.0
 
 
 class Watchdog:
-    """A thread that checks every so often how long each step under way has run; it needs neither an engine's thread nor the loop.
+    """A thread that watches how long the current steps have been running, without the engine's thread or the event loop.
 
     Args:
-        step_timeout: seconds after which a step is taken for a hang; 0: never.
-        steppers: the cores that take steps, by their names in messages.
-        notify_clients: called before the end; ends their streams with an error.
+        step_timeout: seconds after which a step counts as a hang; 0: never.
+        steppers: the engine's cores by their names for messages.
+        notify_clients: called before the exit; ends all streams with an error.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Watchdog:
 
     @classmethod
     def over(cls, engine: ThreadedEngine, step_timeout: float) -> "Watchdog":
-        """Look after an engine from now on. It ends the streams in the event loop that this is called in."""
+        """Start to watch an engine. Streams are ended in the caller's event loop."""
         loop = asyncio.get_running_loop()
         notify_clients = lambda: loop.call_soon_threadsafe(engine.abort_all)  # noqa: E731
         watchdog = cls(step_timeout, engine.steppers, notify_clients=notify_clients)
@@ -58,18 +58,18 @@ class Watchdog:
         return watchdog
 
     def start(self) -> None:
-        """Begin to look; not where a step may take for ever."""
+        """Start to watch, unless a step may take for ever."""
         if self._step_timeout:
             self._thread.start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._stopped.set()
 
     def _watch(self) -> None:
         try:
             self._look()
-        except BaseException:  # a hang would be seen by nobody from here on
+        except BaseException:  # nobody would notice a hang from here on
             faulthandler.dump_traceback(file=self._out, all_threads=True)
             traceback.print_exc(file=self._out)
             self._exit(HANG_EXIT_CODE)

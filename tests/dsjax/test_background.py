@@ -44,6 +44,7 @@ from dsjax.serve import connections, headless
 from dsjax.serve.front_ends import processes
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
+from dsjax.serve.server import Server
 
 ROOT = Path(__file__).parents[2]
 STARTS = {
@@ -511,6 +512,14 @@ def fail_observers(monkeypatch):
     failing, behind = Watching(once(BROKEN)), Watching()
     assert [len(tokens) for tokens in answers(monkeypatch, [failing, behind])] == [4, 4]
     assert 0 < failing.outputs < behind.outputs
+
+
+def fail_warm_up(monkeypatch):
+    """Of what is compiled while requests are served: a program is compiled when it is wanted."""
+    how = {"_warm_up": lambda check: Mock(side_effect=BROKEN), "_check_going_on": None, "_warm_up_error": None}
+    server = SimpleNamespace(**how, _warming=True, _can_serve=False)
+    Server._run_warm_up(server)
+    assert (server._can_serve, server._warming, server._warm_up_error) == (True, False, None)
 
 
 FAILURES = {

@@ -11,8 +11,8 @@ from goldens.our_model import COMPILE_QUICKLY
 from dsjax.config import load_config
 from dsjax.model.parameter_table import parameter_table
 from dsjax.model.sparse import IndexProjections
-from dsjax.model.transformer import Projections
-from tools.demo.convert_sparse import SPARSE_FOLDER, convert_step, divergence, is_index, losses, zero_moments
+from tools.demo.convert_sparse import SPARSE_FOLDER, convert_step, is_index, zero_moments
+from tools.demo.step import attention_divergence, losses
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +77,12 @@ def test_the_second_stage_trains_everything_but_the_correction_biases(trained):
 
 @pytest.mark.slow
 def test_no_gradient_passes_between_indexers_and_the_rest(tiny):
-    config, table, rows = tiny
+    _, table, rows = tiny
     params = drawn(table, seed=1)
 
     def both(params):
-        text, _, index = losses(params, table, config, rows, lambda w, x, ids, weights: x)
-        return jnp.stack([text, index])
+        found, _ = losses(params, table, rows, lambda w, x, ids, weights: x, attention_divergence, unroll=False)
+        return jnp.stack([found["loss"], found["index_loss"]])
 
     of_both = jax.jit(jax.jacrev(both), compiler_options=COMPILE_QUICKLY)(params)
     text, index = ({path: both[row] for path, both in of_both.items()} for row in (0, 1))
@@ -100,8 +100,7 @@ def test_the_divergence_is_of_attention_from_the_scores_over_what_is_seen():
     seen = (np.arange(start, S)[:, None] >= np.arange(S)) & (rng.random((Q, S)) < 0.7) | np.eye(Q, S, start, dtype=bool)
     shares = np.where(seen, rng.random((B, H, Q, S)), 0)
     shares /= shares.sum(axis=-1, keepdims=True)
-    p = Projections(*[None] * 5, index)
-    found = float(divergence(p, slice(start, S), jnp.asarray(seen), jnp.asarray(shares, jnp.float32)))
+    found = float(attention_divergence(index, slice(start, S), jnp.asarray(seen), jnp.asarray(shares, jnp.float32)))
     total = 0.0
     for b in range(B):
         for q in range(Q):

@@ -9,6 +9,7 @@ import pytest
 from dsjax.config import load_config
 from tools.demo import corpus
 from tools.demo.convert_sparse import SPARSE_FOLDER
+from tools.demo.convert_v4 import V4_FOLDER
 from tools.demo.evaluate import Evaluator, Tally, xz_bits_per_byte
 from tools.demo.train import FOLDER
 
@@ -73,7 +74,17 @@ def test_the_sparse_demo_reads_a_small_file_within_a_twentieth_though_it_attends
     assert tally.figures()["bits_per_byte"] < 1.05 * figures[0]["bits_per_byte"]
 
 
-@pytest.mark.parametrize("folder", [FOLDER, SPARSE_FOLDER], ids=lambda folder: folder.name)
+@pytest.mark.slow
+def test_the_v4_demo_reads_a_small_file_within_a_fifth_and_its_module_drafts(sample, figures):
+    tally = Tally()
+    Evaluator(V4_FOLDER).add(tally, sample[0])
+    found = tally.figures()
+    assert found["bits_per_byte"] < 1.2 * figures[0]["bits_per_byte"]
+    assert found["mtp_acceptance"] > 0.5
+    assert found["max_violation"] < 6, "the smallest file has few tokens"
+
+
+@pytest.mark.parametrize("folder", [FOLDER, SPARSE_FOLDER, V4_FOLDER], ids=lambda folder: folder.name)
 def test_model_and_licence_fit_in_the_repository(folder):
     files = [path for path in folder.iterdir() if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 25_000_000
@@ -85,5 +96,17 @@ def test_the_sparse_demo_differs_from_the_dense_one_by_its_indexer_alone():
     assert sparse.mla.indexer.topk * 16 == sparse.max_position_embeddings
     without = dataclasses.replace(sparse.mla, indexer=None)
     assert dataclasses.replace(sparse, model_type="deepseek_v3", mla=without) == dense
+
+
+def test_all_demos_read_and_stop_alike():
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        assert (FOLDER / name).read_bytes() == (SPARSE_FOLDER / name).read_bytes()
+        for folder in (SPARSE_FOLDER, V4_FOLDER):
+            assert (FOLDER / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_the_v4_demo_has_all_that_the_family_has():
+    config = load_config(V4_FOLDER)
+    kinds = {(run.attention, run.mlp) for layers in config.layer_runs for run in layers.kinds}
+    assert kinds == {("window", "hash"), ("csa", "moe"), ("hca", "moe")}
+    assert (config.v4.hc_mult, config.num_nextn_predict_layers) == (4, 1)
+    assert config.max_position_embeddings > 32_768

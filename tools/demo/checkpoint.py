@@ -1,4 +1,4 @@
-"""A training run's state on disk: parameters, moments, step and processor time, in one `.npz`."""
+"""A training run's state on disk: parameters, moments, step and processor time, in one `.npz`; and a trained model."""
 
 from pathlib import Path
 
@@ -6,6 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from dsjax.checkpoint.load import from_hf_tensors
+from dsjax.checkpoint.safetensors import SafetensorsFile
+from dsjax.config import ModelConfig, load_config
+from dsjax.model.parameter_table import parameter_table
+from dsjax.model.parameters import ParameterTable
 from tools.demo.optimizer import State
 
 KEPT = 2
@@ -38,3 +43,10 @@ def restore(run: Path) -> tuple[dict[str, Array], State, int, float] | None:
                 path, _, moment = path.rpartition("/")
                 state.setdefault(path, {})[moment] = jnp.asarray(saved[name])
         return params, state, int(saved["step"]), float(saved["processor_seconds"])
+
+
+def read_model(folder: Path) -> tuple[ModelConfig, ParameterTable, dict[str, Array]]:
+    """A folder's model: its configuration, the table of its parameters, and these in float32."""
+    config = load_config(folder)
+    params = from_hf_tensors(config, SafetensorsFile(folder / "model.safetensors"), weights="f32")
+    return config, parameter_table(config, weights="f32"), {path: jnp.asarray(value) for path, value in params.items()}

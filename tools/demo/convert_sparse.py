@@ -4,13 +4,10 @@
     python -m tools.demo.export RUN_FOLDER --folder configs/models/demo-sparse
     python -m tools.demo.evaluate --run RUN_FOLDER --folder configs/models/demo-sparse
 
-First attention stays dense and everything but the indexers is frozen: an indexer learns which shares of attention, summed over heads,
-each position gets (Kullback and Leibler's divergence from them). Then queries attend to what they choose: an indexer goes on learning, now
-of the chosen positions only, and the rest of the model learns the next tokens. No gradient passes between the two. A run that is stopped
-continues when the same command is given again.
+First attention stays dense, and only the indexers learn: from `attention_divergence`. Then queries attend to what indexers choose; these go
+on learning, of the chosen positions alone, and the rest of the model learns the next tokens. No gradient passes between the two.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,18 +15,15 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from dsjax.checkpoint.load import from_hf_tensors
-from dsjax.checkpoint.safetensors import SafetensorsFile
 from dsjax.config import ModelConfig, load_config
 from dsjax.model.parameter_table import parameter_table
 from dsjax.model.parameters import ParameterTable
-from dsjax.model.sparse import index_scores
-from dsjax.model.transformer import Projections, Transformer, XlaProducts
 from tools.demo import optimizer
-from tools.demo.experts import apply_experts
-from tools.demo.step import cross_entropy, initial_parameters
+from tools.demo.checkpoint import read_model
+from tools.demo.experts import experts_within
+from tools.demo.step import attention_divergence, initial_parameters, losses, seeing_all
 from tools.demo.train import FOLDER, command, read_batches, run_steps
 
 SPARSE_FOLDER = FOLDER.parent / "demo-sparse"
@@ -79,41 +73,6 @@ def is_index(path: str) -> bool:
     return ".indexer." in path
 
 
-def divergence(p: Projections, queries: slice, seen: Bool[Array, "*B Q S"], probs: Float[Array, "B H Q S"]):
-    """Sum over a block's queries of ``KL(attention || softmax(index scores))`` over the positions that a query sees, in nats.
-
-    Attention is the mean over heads, whose sum over positions is 1: the report's sum over heads, divided by its L1 norm. An
-    ``Observe`` of ``dsjax.model.transformer``.
-    """
-    target = jax.lax.stop_gradient(probs.mean(axis=1))
-    index = p.index
-    scores = index_scores(index.query[:, queries], index.weight[:, queries], index.key[:, : target.shape[-1]])
-    seen = seen.reshape(-1, *seen.shape[-2:])
-    scores = jnp.where(seen, scores, -1e30)
-    log_ratio = jnp.log(jnp.maximum(target, 1e-30)) - jax.nn.log_softmax(scores, axis=-1)
-    return jnp.sum(jnp.where(seen & (target > 0), target * log_ratio, 0.0))
-
-
-def losses(
-    params: dict[str, Array], table: ParameterTable, config: ModelConfig, rows: Int[Array, "B S+2"], experts, **how
-) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
-    """Mean cross-entropy of the next token and of the MTP module, and the indexers' mean divergence in nats a query and layer.
-
-    The module, and its indexer, see half of the rows.
-    """
-    products = XlaProducts(experts, divergence)
-    model: Transformer = table.bind(params)
-    main = model(rows[:, :-2], products=products, **how)
-    half = rows[: -(-len(rows) // 2)]
-    further = model.predict_further(main.hidden[: len(half)], half[:, 1:-1], products)
-    of_layer = [*(main.observed / rows[:, :-2].size), *(further.observed / half[:, 1:-1].size)]
-    return (
-        cross_entropy(main.logits, rows[:, 1:-1]),
-        cross_entropy(further.logits, half[:, 2:]),
-        sum(of_layer) / len(of_layer),
-    )
-
-
 def adam(params: Mapping[str, Array], gradients: Mapping[str, Array], state: optimizer.State, step, rate):
     """``params`` after a step of Adam for all, and their moments; gradients are clipped to a global norm of 1."""
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(gradient)) for gradient in gradients.values()))
@@ -148,20 +107,17 @@ def convert_step(
     capacity_factor: float,
 ) -> tuple[dict[str, Array], optimizer.State, dict[str, Array]]:
     """New parameters and moments, and the step's measurements. step: of this stage, from 0. sparse: of the second stage."""
-    if not sparse:  # every position that a query sees is among so many
-        indexer = dataclasses.replace(config.mla.indexer, topk=rows.shape[1])
-        config = dataclasses.replace(config, mla=dataclasses.replace(config.mla, indexer=indexer))
-        table = parameter_table(config, weights="f32")
-
-    def experts(weights, x_TD, ids_TK, weights_TK):
-        gate_up, down = weights.gate_up.value(x_TD.dtype), weights.down.value(x_TD.dtype)
-        return apply_experts(gate_up, down, x_TD, ids_TK, weights_TK, capacity_factor)
+    if not sparse:
+        table = parameter_table(seeing_all(config), weights="f32")
 
     learns = {path for path in params if state[path] and (sparse or is_index(path))}
 
     def total(learning, fixed):
-        main, mtp, index = losses(fixed | learning, table, config, rows, experts, unroll=sparse)
-        return (main + 0.1 * mtp if sparse else 0.0) + index, {"loss": main, "mtp_loss": mtp, "index_loss": index}
+        found, _ = losses(
+            fixed | learning, table, rows, experts_within(capacity_factor), attention_divergence, unroll=sparse
+        )
+        text = found["loss"] + 0.1 * found["mtp_loss"] if sparse else 0.0
+        return text + found["index_loss"], found
 
     parts = [{path: params[path] for path in params if (path in learns) == chosen} for chosen in (True, False)]
     gradients, measured = jax.grad(total, has_aux=True)(*parts)
@@ -173,22 +129,20 @@ def convert_step(
     return new, moments, measured
 
 
-def begin(config: ModelConfig, table: ParameterTable, seed: int) -> dict[str, Array]:
+def begin(table: ParameterTable, seed: int) -> dict[str, Array]:
     """The dense demo's parameters in float32, with indexers drawn beside them."""
-    dense = load_config(FOLDER)
-    trained = from_hf_tensors(dense, SafetensorsFile(FOLDER / "model.safetensors"), weights="f32")
-    drawn = initial_parameters(table, seed)
-    return {path: jnp.asarray(drawn[path] if is_index(path) else trained[path]) for path in table.infos}
+    (_, _, trained), drawn = read_model(FOLDER), initial_parameters(table, seed)
+    return {path: drawn[path] if is_index(path) else trained[path] for path in table.infos}
 
 
 def convert(run: Path, schedule: Schedule, seed: int) -> None:
     """Convert the dense demo."""
     config = load_config(SPARSE_FOLDER)
     table = parameter_table(config, weights="f32")
-    batches = read_batches(schedule, config.bos_token_id)
+    batches = read_batches(run, schedule, config.bos_token_id)
 
     def start() -> tuple[dict[str, Array], optimizer.State]:
-        params = begin(config, table, seed)
+        params = begin(table, seed)
         return params, zero_moments(params)
 
     def advance(params: dict[str, Array], state: optimizer.State, step: int):

@@ -23,13 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
-from dsjax.checkpoint.load import from_hf_tensors
-from dsjax.checkpoint.safetensors import SafetensorsFile
-from dsjax.config import ModelConfig, load_config
 from dsjax.model.expert_dispatch import stored
 from dsjax.model.experts import ExpertProduct
-from dsjax.model.parameter_table import parameter_table
+from dsjax.model.parameters import ParameterTable
 from dsjax.model.transformer import Transformer, XlaProducts
+from tools.demo.checkpoint import read_model
 from tools.demo.corpus import MANIFESTS, SourceFile, describe_differences, read_corpus
 from tools.demo.train import FOLDER
 
@@ -66,11 +64,9 @@ class Evaluator:
     """The model of a folder, in float32, on one device."""
 
     def __init__(self, folder: Path = FOLDER):
-        config = load_config(folder)
-        self.config, self.tokenizer = config, Tokenizer.from_file(str(folder / "tokenizer.json"))
-        table = parameter_table(config, weights="f32")
-        self.params = from_hf_tensors(config, SafetensorsFile(folder / "model.safetensors"), weights="f32")
-        self._measure = jax.jit(lambda params, tokens: _measure(params, table, config, tokens))
+        self.config, table, self.params = read_model(folder)
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._measure = jax.jit(lambda params, tokens: _measure(params, table, tokens))
 
     def add(self, tally: Tally, file: SourceFile) -> None:
         """Evaluate one file into `tally`, in windows of `CONTEXT` tokens."""
@@ -98,7 +94,7 @@ def _bucket(length: int) -> int:
     return max(256, 1 << (length - 1).bit_length())
 
 
-def _measure(params, table, config: ModelConfig, tokens):
+def _measure(params, table: ParameterTable, tokens):
     product = ExpertProduct("tiles")
 
     def experts(weights, x_TD, ids_TK, weights_TK):
@@ -107,7 +103,7 @@ def _measure(params, table, config: ModelConfig, tokens):
     model: Transformer = table.bind(params)
     products = XlaProducts(experts)
     main = model(tokens[:, :-1], products=products)
-    further = model.predict_further(main.hidden, tokens[:, 1:], products)
+    further = model.predict_further(main.passed, tokens[:, 1:], products)
     choice = jnp.argmax(main.logits[0], axis=-1)
     picked = jnp.take_along_axis(main.logits[0], tokens[0, 1:, None], axis=-1)[:, 0]
     draft = jnp.argmax(further.logits[0], axis=-1)

@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dsjax.kernels.gate import gated
+from dsjax.model.transformer import RoutedExperts
+
 
 class Slots(NamedTuple):
     """A way of T × K token copies into E × C slots; a number past the end (`E*C`, `T`) means nowhere."""
@@ -85,14 +88,25 @@ def apply_experts(
     ids_TK: Int[Array, "T K"],
     weights_TK: Float[Array, "T K"],
     capacity_factor: float,
+    limit: float | None = None,
 ) -> Float[Array, "T D"]:
-    """Sum of each token's experts by weight; an expert takes at most `capacity_factor` times the mean load."""
+    """Sum of each token's experts by weight; an expert takes at most `capacity_factor` times the mean load. limit: as of `gated`."""
     experts, width, _, hidden = gate_up.shape
     capacity = capacity_of(capacity_factor, *ids_TK.shape, experts)
     slots = assign_slots(ids_TK, experts, capacity)
     rows = spread(x_TD, slots).reshape(experts, capacity, width)
     both = jnp.einsum("ecd,edf->ecf", rows, gate_up.reshape(experts, width, 2 * hidden))
-    activated = jax.nn.silu(both[..., :hidden]) * both[..., hidden:]
+    activated = gated(both[..., :hidden], both[..., hidden:], limit)
     activated = activated * weights_of_slots(weights_TK, slots).reshape(experts, capacity, 1)
     out = jnp.einsum("ecf,efd->ecd", activated, down).reshape(experts * capacity, width)
     return collect(out, slots)
+
+
+def experts_within(capacity_factor: float):
+    """`apply_experts` as the product of a forward pass (`XlaProducts.experts`)."""
+
+    def experts(weights: RoutedExperts, x_TD, ids_TK, weights_TK):
+        matrices = weights.gate_up.value(x_TD.dtype), weights.down.value(x_TD.dtype)
+        return apply_experts(*matrices, x_TD, ids_TK, weights_TK, capacity_factor, weights.limit)
+
+    return experts

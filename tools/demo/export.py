@@ -6,15 +6,13 @@ python -m tools.demo.export RUN_FOLDER [--folder configs/models/demo]
 import argparse
 from pathlib import Path
 
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from dsjax.checkpoint.load import to_hf_tensors
 from dsjax.checkpoint.safetensors import TensorSpec, write_file
 from dsjax.config import load_config
+from dsjax.model.parameter_table import abstract_parameters
 from tools.demo.checkpoint import restore
-from tools.demo.optimizer import kind_of
 from tools.demo.train import FOLDER
 
 
@@ -29,9 +27,8 @@ def export(run: Path, folder: Path) -> int:
     if found is None:
         raise FileNotFoundError(f"no step-*.npz in {run}: run tools.demo.train first")
     params, _, step, _ = found
-    # The balancing biases stay float32, as in DeepSeek's checkpoints: what they add up to is below bfloat16's steps.
-    dtypes = {path: np.float32 if kind_of(path) == "fixed" else ml_dtypes.bfloat16 for path in params}
-    tensors = to_hf_tensors(config, {path: np.asarray(jnp.asarray(params[path], dtypes[path])) for path in params})
+    infos = abstract_parameters(config)  # balancing biases stay float32, for example, as in DeepSeek's checkpoints
+    tensors = to_hf_tensors(config, {path: np.asarray(params[path]).astype(infos[path].dtype) for path in params})
     specs = {name: TensorSpec(value.dtype, value.shape) for name, value in tensors.items()}
     write_file(folder / "model.safetensors", specs, tensors.__getitem__)
     return step

@@ -34,16 +34,18 @@ class Settings:
 
 def kind_of(path: str) -> Kind:
     """Which rule a parameter follows. The router's bias is not learnt by gradient (see `balance.py`)."""
-    if path.endswith("router.bias"):
+    if path.endswith(("router.bias", "router.experts_of_token")):
         return "fixed"
-    is_matrix = path.endswith(".weight") and "router" not in path and path not in ("embed.weight", "head.weight")
-    return "muon" if is_matrix else "adam"
+    is_matrix = path.endswith(".weight") and not any(part in path for part in ("router", "residual"))
+    return "muon" if is_matrix and path not in ("embed.weight", "head.weight") else "adam"
 
 
 def rate_factor(path: str) -> float:
     """A parameter's share of the learning rate: AdamW's parameters are easily upset by the rate that suits Muon's."""
-    if kind_of(path) == "muon":
+    if kind_of(path) == "muon" or path.endswith((".sink", ".base", "compressor.bias")):
         return 1.0
+    if path.endswith("residual.weight"):
+        return 0.1
     return 0.5 if path in ("embed.weight", "head.weight") else 0.3
 
 
@@ -75,7 +77,7 @@ def update(
             case "fixed":
                 new_params[path], new_state[path] = value, {}
                 continue
-        decay = 0.0 if path.endswith(".scale") else settings.weight_decay
+        decay = settings.weight_decay if path.endswith(".weight") else 0.0
         new_params[path] = value - rate * (rate_factor(path) * delta + decay * value)
     return new_params, new_state, norm
 

@@ -42,7 +42,7 @@ def train(run: Path, schedule, seed: int) -> None:
 
     config = load_config(FOLDER)
     table = parameter_table(config, weights="f32")
-    batches = read_batches(schedule, config.bos_token_id, seed)
+    batches = read_batches(run, schedule, config.bos_token_id, seed)
     print(
         f"{len(batches.stream):,} tokens an epoch; {schedule.steps * schedule.batch_tokens:,} to train on", flush=True
     )
@@ -69,15 +69,21 @@ def train(run: Path, schedule, seed: int) -> None:
     run_steps(run, schedule, seed, begin, advance, SAVE_EVERY)
 
 
-def read_batches(schedule, bos_id: int, seed: int = 0):
-    """The training text in batches; notes on standard error where the corpus is another than that of the bundled weights."""
+def read_batches(run: Path, schedule, bos_id: int, seed: int = 0):
+    """The training text in batches, tokenised once a run; notes where the corpus is another than that of the bundled weights."""
+    import numpy as np
+
     from tools.demo.corpus import describe_differences, read_corpus
     from tools.demo.data import Batches, encode_training_text
 
-    files, heldout = read_corpus()
-    if difference := describe_differences(files, heldout):
-        print(f"note: {difference}", file=sys.stderr)
-    return Batches(encode_training_text(files, FOLDER), schedule.batch_tokens, bos_id, seed)
+    stream = run / "tokens.npy"
+    if not stream.exists():
+        files, heldout = read_corpus()
+        if difference := describe_differences(files, heldout):
+            print(f"note: {difference}", file=sys.stderr)
+        run.mkdir(parents=True, exist_ok=True)
+        np.save(stream, encode_training_text(files, FOLDER))
+    return Batches(np.load(stream), schedule.batch_tokens, bos_id, seed)
 
 
 def run_steps(run: Path, schedule, seed: int, begin: Callable, advance: Callable, save_every: int) -> None:
@@ -89,7 +95,6 @@ def run_steps(run: Path, schedule, seed: int, begin: Callable, advance: Callable
 
     from tools.demo.checkpoint import restore, save
 
-    run.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(run / "compiled"))
     (run / "recipe.json").write_text(json.dumps({"seed": seed, **dataclasses.asdict(schedule)}, indent=2) + "\n")
     params, state, first, used = restore(run) or (*begin(), 0, 0.0)

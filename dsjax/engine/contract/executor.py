@@ -145,6 +145,9 @@ class Offering(Protocol):
 Progress = Callable[[int, int, str], None]
 """Called as `progress(done, total, label)` between the programs that an executor compiles to warm up. What it raises ends the warm-up."""
 
+CompileRest = Callable[[Callable[[], None]], None]
+"""Called in a thread of its own with a function that is called between two programs. What that raises ends it."""
+
 
 class Executor(Protocol):
     """Carries out commands in their order.
@@ -186,8 +189,12 @@ class Executor(Protocol):
     def expert_counts(self) -> ExpertCounts | None:
         """What was recorded since recording began; None while it is off, or the model has no experts."""
 
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile every program that commands can ask for."""
+    def warm_up(self, progress: Progress | None = None, lazily: bool = False) -> CompileRest | None:
+        """Compile every program that commands can ask for.
+
+        lazily: leave those out that few requests need, if each takes seconds only; what is given then compiles them while commands run.
+        A command that wants one of them before waits for it. None: nothing is left.
+        """
 
     def shutdown(self) -> None:
         """Give back what the executor holds, parameters included, whatever became of the last step."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import enum
 import math
 import numbers
@@ -125,10 +126,11 @@ class SamplingParams:
         if isinstance(self.logit_bias, dict):
             fields["logit_bias"] = {plain(token): plain(bias) for token, bias in self.logit_bias.items()}
         if isinstance(self.structured_outputs, Mapping):
-            try:
-                fields["structured_outputs"] = StructuredOutputs(**self.structured_outputs)
-            except TypeError as error:
-                raise SamplingError("structured_outputs", str(error)) from error
+            known = [field.name for field in dataclasses.fields(StructuredOutputs)]
+            if unknown := [str(name) for name in self.structured_outputs if name not in known]:
+                reason = f"found the unknown field {unknown[0]}; the fields are {', '.join(known)}"
+                raise SamplingError("structured_outputs", reason)
+            fields["structured_outputs"] = StructuredOutputs(**self.structured_outputs)
         if self.seed == -1:
             fields["seed"] = None
         self._check_ranges()

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,14 @@ from jaxtyping import Array
 
 from dsjax.checkpoint.held_weights import HeldWeights
 from dsjax.engine.contract.commands import Clear, Command, Copy, Custom, Flush, Score, Step
-from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, ExpertCounts, Progress, RankResults
+from dsjax.engine.contract.executor import (
+    CompileRest,
+    ExecutorCounts,
+    ExecutorLimits,
+    ExpertCounts,
+    Progress,
+    RankResults,
+)
 from dsjax.engine.device import device_state
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Kind, Pending, Running
 from dsjax.engine.device.buckets import Buckets, Launch, num_decodes, padded_pieces
@@ -156,14 +164,18 @@ class MeshExecutor(DeviceAccess):
         self.wait(pending)
         return pending.handler.collect(pending)
 
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile every program that commands can ask for."""
-        self.programs.warm_up(self.buckets, progress)
+    def warm_up(self, progress: Progress | None = None, lazily: bool = False) -> CompileRest | None:
+        """Compile every program that commands can ask for, or some of them: see ``Executor``."""
+        labels = self.programs.labels(self.buckets)
+        first = self.programs.wanted_first(self.buckets) if lazily else labels
+        self.programs.warm_up(first, progress)
         if self._parts:
             self.programs.meet()
         for part in self._parts:
             part.rehearse(lambda command: self.collect(self.launch(command)))
-        self._warm = self.programs.compiled
+        self._warm = self.programs.compiled | labels.keys()
+        left = [key for key in labels if key not in first]
+        return partial(self.programs.compile_beside, left) if left else None
 
     def counts(self) -> ExecutorCounts:
         """Return the counts of the last step and of the programs."""

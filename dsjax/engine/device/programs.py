@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -86,6 +86,7 @@ class Programs(LoweredPrograms):
         parts = type(self), self._step, self._params, self._state, limits, experts_per_exchange
         shelf = Shelf(library, step.mesh, parts, self._compiler_options)
         self.store = CompiledPrograms(self.lower, self.meet, shelf)
+        self._is_dropped = False
         self._no_masks: dict[int, Array] = {}
         self._shapes: dict[tuple[Rectangle | None, Rectangle | None], LaunchShape] = {}
 
@@ -141,18 +142,29 @@ class Programs(LoweredPrograms):
             self._no_masks[positions] = put(np.full(shape, -1, np.int32), self.rows)
         return self._no_masks[positions]
 
-    def warm_up(self, buckets: Buckets, progress: Progress | None = None) -> None:
-        """Compile all programs that ``buckets`` need. This thread traces them one by one; all cores compile them.
+    def warm_up(self, labels: Mapping[ProgramKey, str], progress: Progress | None = None) -> None:
+        """Compile some of ``labels``. This thread traces them one by one; all cores compile them.
 
         An exception of ``progress`` ends the warm-up after the compilations that are running.
         """
-        labels = self.labels(buckets)
         report = progress or (lambda done, total, label: None)
         report(0, len(labels), next(iter(labels.values())))
         for kind, *arguments in labels:
             if kind == "draw":
                 self.no_masks(*arguments)
         self.store.compile_all(labels, report, self._compile_gathers)
+
+    def compile_beside(self, keys: Iterable[ProgramKey], check_going_on: Callable[[], None]) -> None:
+        """Compile programs one by one while another thread runs them, which then waits for one program at most before its own.
+
+        An exception of ``check_going_on``, which is called before each, ends this; so does ``drop``.
+        """
+        for key in keys:
+            check_going_on()
+            if self._is_dropped:
+                return
+            if key not in self.store.compiled:
+                self.store.compile(key, partial(self.lower, key))
 
     def compile_ahead(self, buckets: Buckets, go_on: Callable[[int, str], bool]) -> bool:
         """Compile the programs of ``warm_up`` one by one in this thread, for the library alone. Return whether all are there.
@@ -171,6 +183,7 @@ class Programs(LoweredPrograms):
 
     def drop(self) -> None:
         """Drop all programs."""
+        self._is_dropped = True
         self.store.compiled.clear()
         self._no_masks.clear()
 
@@ -222,6 +235,19 @@ class Programs(LoweredPrograms):
                 labels["place experts", layers.stack] = f"placing experts, {layers.stack}"
         stage = self._step.stage
         return labels if stage is None else {key: f"{stage}: {name}" for key, name in labels.items()}
+
+    def wanted_first(self, buckets: Buckets) -> dict[ProgramKey, str]:
+        """Return those of ``labels`` that any request needs: the shapes of one request alone on its rank, and what has no shape.
+
+        All of them where a program takes long to compile, or all processes of a mesh must have it.
+        """
+        labels = self.labels(buckets)
+        if self._step.mesh.devices.flat[0].platform != "cpu" or self.shared or self.experts is not None:
+            return labels
+        shapes = [self.shape(*pair) for *pair, _ in buckets.shapes() if buckets.serves_one(*pair)]
+        wanted = {*shapes, *(shape.positions for shape in shapes)}
+        is_wanted = lambda key: all(one in wanted or isinstance(one, str) for one in key[1:2])  # noqa: E731
+        return {key: name for key, name in labels.items() if is_wanted(key) and key[-1] is not True}
 
 
 def shape_label(decode: Rectangle | None, prefill: Rectangle | None) -> str:

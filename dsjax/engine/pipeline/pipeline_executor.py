@@ -172,7 +172,7 @@ class PipelineExecutor:
                 "start the engine anew"
             )
 
-    def warm_up(self, progress: Progress | None = None) -> None:
+    def warm_up(self, progress: Progress | None = None, lazily: bool = False) -> None:
         """Compile every program of every stage."""
         counts = [len(stage.programs.labels(stage.buckets)) for stage in self.stages]
         for number, stage in enumerate(self.stages):

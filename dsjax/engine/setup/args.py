@@ -1,9 +1,11 @@
 """`EngineArgs`: every option of an engine, once, for `LLM(...)`, `dsjax serve` and `dsjax generate` alike."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
+from dsjax.config import ModelConfig
 from dsjax.config.weights import ROW_FORMATS, SERVED
 from dsjax.engine.afd.options import ApartOptions, check_apart, expert_share, expert_spec
 from dsjax.engine.contract.executor import ExecutorLimits
@@ -17,11 +19,14 @@ from dsjax.engine.tiers.options import TierOptions
 from dsjax.errors import UserError
 from dsjax.hosts.options import GroupOptions
 from dsjax.model.forms import FORMS
-from dsjax.options import Group, advanced, flag_of, option
+from dsjax.options import Group, advanced, option
 
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
 INDEX_SCORES = ("float", "fp8")
 MLA_FORMS = tuple(FORMS)
+DEFAULT_PAGE = 16
+PREFILL_CHUNK = 256
+"""Default of `--prefill-chunk`, in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +114,16 @@ class BasicOptions:
         32, "Least tokens of a rank's decode step, for --enable-dbo.", Group.EXPERTS, least=1
     )
     dbo_prefill_token_threshold: int = advanced(512, "The same, of a step with prompts.", Group.EXPERTS, least=1)
-    gpu_memory_utilization: float = option(0.9, "Share of an accelerator's memory to use.", Group.CACHE)
+    gpu_memory_utilization: float = option(
+        0.9, "Share of an accelerator's memory to use.", Group.CACHE, above=0, most=1
+    )
     kv_cache_dtype: str = option("auto", "auto: as --dtype; fp8: with scales.", Group.CACHE, choices=KV_CACHE_DTYPES)
     cache_tokens: int | None = option(
         None, "Tokens of a DP rank's KV cache; default: by --max-num-seqs and memory.", Group.CACHE, least=1
     )
-    page_size: int = option(16, "Tokens of a page (block) of the KV cache.", Group.CACHE, least=1)
+    page_size: int | None = option(
+        None, "Tokens of a page (block) of the KV cache; default: 16, or 128 of a DeepSeek-V4.", Group.CACHE, least=1
+    )
     enable_prefix_caching: bool = option(True, "Share pages of equal prefixes.", Group.CACHE, of_host=True)
     embedding_location: str = advanced(
         "device",
@@ -126,7 +135,12 @@ class BasicOptions:
         None, "Running requests of a DP rank; default: 256 ÷ ranks, at least 8.", Group.SCHEDULING, least=1
     )
     max_num_batched_tokens: int = option(2048, "Most tokens of a DP rank in one step.", Group.SCHEDULING, least=1)
-    prefill_chunk: int = option(256, "Most tokens of one prompt in one step.", Group.SCHEDULING, least=1)
+    prefill_chunk: int | None = option(
+        None,
+        f"Most tokens of one prompt in one step; default: {PREFILL_CHUNK}, or --max-num-batched-tokens if that is less.",
+        Group.SCHEDULING,
+        least=1,
+    )
     scheduling_policy: str = option(
         "fcfs", "Order of waiting requests.", Group.SCHEDULING, choices=("fcfs", "priority"), of_host=True
     )
@@ -195,9 +209,7 @@ class EngineArgs(
     def __post_init__(self):
         if self.mla_prefill is None:
             object.__setattr__(self, "mla_prefill", self.mla_decode if self.batch_invariant else "CC")
-        for field in dataclasses.fields(self):
-            if field.name not in ("speculative_config", "eplb_config", "kv_events_config", "prefill_config"):
-                _check(field, getattr(self, field.name))
+        super().__post_init__()
         for name in ("speculation", "eplb", "num_redundant", "kv_events", "prefill"):
             getattr(self, name)  # a wrong one is refused here
         check_sizes(self)
@@ -229,17 +241,25 @@ class EngineArgs(
             return beside + MeshSpec.parse(self.mesh).num_devices
         return sum(MeshSpec.parse(mesh).num_devices for mesh in (self.decode_mesh, self.prefill_mesh))
 
+    def page_size_of(self, config: ModelConfig) -> int:
+        """Tokens of a page, by default the least multiple of 16 that the model's windows divide."""
+        return self.page_size or math.lcm(DEFAULT_PAGE, config.page_tokens)
+
     @property
     def executor_options(self) -> dict[str, Any]:
         """The options that an executor depends on, from which `EngineArgs` makes an equal one."""
-        facts = {field.name: field.metadata for field in dataclasses.fields(self)}
-        of_host = {name for name, one in facts.items() if one.get("of_host") or one["group"] is Group.HOSTS}
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in of_host}
+        values = dataclasses.asdict(self)
+        return {name: values[name] for name in EXECUTOR_OPTIONS}
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
         """`speculative_config`, read; None where nothing is drafted. Raises as `JsonOption.parse`."""
         return None if self.speculative_config is None else SpeculativeConfig.parse(self.speculative_config)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Most tokens of one prompt in one step."""
+        return self.prefill_chunk or min(PREFILL_CHUNK, self.max_num_batched_tokens)
 
     @property
     def num_drafts(self) -> int:
@@ -258,24 +278,9 @@ class EngineArgs(
         )
 
 
-def _check(field: dataclasses.Field, value: Any) -> None:
-    choices, least = field.metadata.get("choices"), field.metadata.get("least")
-    if field.metadata.get("classes") and isinstance(value, type):
-        return  # what it must inherit is checked where it is used
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    left_out = value is None and field.default is None
-    if isinstance(field.default, bool):
-        is_right, expected = isinstance(value, bool), "True or False"
-    elif isinstance(field.default, float):
-        is_right, expected = is_number and 0 < value <= 1, "a number above 0 and at most 1"
-    elif choices is not None:
-        is_right, expected = value in choices, f"one of {', '.join(choices)}"
-    elif least is not None:
-        is_right = left_out or (is_number and isinstance(value, int) and value >= least)
-        expected = f"an integer of at least {least}"
-    elif field.metadata.get("classes"):
-        is_right, expected = left_out, "a class"
-    else:
-        is_right, expected = left_out or isinstance(value, str), "text"
-    if not is_right:
-        raise UserError(f"{flag_of(field)} is {value!r}, expected {expected}")
+EXECUTOR_OPTIONS = tuple(
+    field.name
+    for field in dataclasses.fields(EngineArgs)
+    if not (field.metadata.get("of_host") or field.metadata["group"] is Group.HOSTS)
+)
+"""Names of the options that an executor depends on, and that a dry run has."""

@@ -23,9 +23,8 @@ from dsjax.errors import UserError
 from dsjax.kernels.pallas import tpu_attention, tpu_products
 from dsjax.kernels.pallas.shared_memory import Cores
 from dsjax.kernels.table import Kernels, choose_kernels
-from dsjax.model.cache_groups import cache_groups
 from dsjax.model.expert_dispatch import EXPERTS, ExpertsApart
-from dsjax.model.forms import common_layout, form_of
+from dsjax.model.forms import form_of
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.micro_batches import TwoBatchOverlap
 from dsjax.model.parameter_table import parameter_table
@@ -86,8 +85,6 @@ def make_step(
     scheme = activation_scheme(args, config, weights, mesh.devices.flat[0])
     kept_in = cache_dtype(args, dtype)
     prefill_form, decode_form = map(form_of, (args.mla_prefill, args.mla_decode))
-    if config.v4 is None:  # refuses forms that share no layout
-        cache_groups(config, (), kept_in, layout=common_layout(prefill_form, decode_form))
     powers = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
     indexer = config.attention.indexer
     index_scores = IndexScores.parse(args.index_scores, indexer and indexer.head_dim, powers)
@@ -150,7 +147,7 @@ def make_step(
         cache_dtype=kept_in,
         prefill_form=prefill_form,
         decode_form=decode_form,
-        page_size=args.page_size,
+        page_size=args.page_size_of(config),
         kernels=_kernels(args, config, spec, mesh.devices.flat[0], dtype, kept_in, weights, scheme),
         shared_experts_fusion=fusion,
         nearest_copies=args.ep_dispatch_algorithm == "static",
@@ -160,6 +157,7 @@ def make_step(
         stage=stage,
         drafts=args.num_drafts,
     )
+    _ = step.cache_groups  # refuses forms that share no layout, and pages of other sizes
     if expert_side is not None:
         infos = {path: info for path, info in table.infos.items() if EXPERTS in path}
         step = dataclasses.replace(step, table=table.without(infos), apart=experts_apart(args, infos))
@@ -220,7 +218,7 @@ def _kernels(
     if kernels.pallas is None or kernels.pallas.platform != "tpu":
         return kernels
     refused = {
-        ("decode attention", "prefill attention"): tpu_attention.refuses(args.page_size, cache_dtype),
+        ("decode attention", "prefill attention"): tpu_attention.refuses(args.page_size_of(config), cache_dtype),
         ("experts",): _refuses_experts(config, spec, weights, scheme) if config.is_moe else "",
     }
     left = tuple(name for names, reason in refused.items() if reason for name in names)

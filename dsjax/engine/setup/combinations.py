@@ -81,7 +81,9 @@ COMPILE_AHEAD = Choice("--compile-ahead", lambda args: args.compile_ahead not in
 FAMILIES = {"deepseek_v4": Choice("a deepseek_v4 model", lambda args: False)}
 """By `model_type`; which one a model is of is known when its configuration has been read (`check_family`)."""
 _OF_FAMILIES = {
-    "mla_prefill": Choice("--mla-prefill", lambda args: args.mla_prefill != "CC"),
+    "mla_prefill": Choice(
+        "--mla-prefill", lambda args: args.mla_prefill != (args.mla_decode if args.batch_invariant else "CC")
+    ),
     "kv_cache_dtype": Choice("--kv-cache-dtype fp8", lambda args: args.kv_cache_dtype == "fp8"),
 }
 """Options of which a family refuses some values alone."""

@@ -35,9 +35,9 @@ def check_layout(
             f"--moe-dense-tp-size is {dense_tp}: dense MLPs are whole on each device (1) or shared by all devices of a DP rank "
             f"(tp={spec.tp_size}); give 1 or leave it out"
         )
-    if config.v4 is not None and config.v4.o_groups % spec.tp_size:
+    if config.head_groups < config.num_attention_heads and config.head_groups % spec.tp_size:
         raise UserError(
-            f"mesh {spec}: tp={spec.tp_size} does not divide the {config.v4.o_groups} groups of the output projection; choose another tp"
+            f"mesh {spec}: tp={spec.tp_size} does not divide the {config.head_groups} groups of the output projection; choose another tp"
         )
     row = WEIGHT_FORMATS[weights]
     if row.packed is not None and config.is_moe:

@@ -157,16 +157,16 @@ def _experts(args: Args, mesh: str, sizes: dict[str, Any]) -> dict[str, Any]:
 
 def check_sizes(args: Args) -> None:
     """Check that the sizes of an engine go together; raise a `UserError` where they do not."""
-    seqs, tokens, kept = args.max_num_seqs, args.max_num_batched_tokens, args.cache_tokens
+    seqs, tokens = args.max_num_seqs, args.max_num_batched_tokens
     if seqs is not None and tokens < seqs:
         raise UserError(
             f"--max-num-batched-tokens is {tokens}, less than --max-num-seqs {seqs}, so running requests would stall each other; raise "
             "the first or lower the second"
         )
-    if kept is not None and kept % args.page_size:
+    if args.chunk_tokens > tokens:
         raise UserError(
-            f"--cache-tokens is {kept}, which is no whole number of pages of {args.page_size} tokens (--page-size); "
-            f"give {-(-kept // args.page_size) * args.page_size}"
+            f"--prefill-chunk is {args.prefill_chunk}, more than --max-num-batched-tokens {tokens}, which a step has room for; lower the "
+            "first or raise the second"
         )
 
 

@@ -101,7 +101,11 @@ def chunk_bytes(args: EngineArgs, step: ModelStep) -> int:
 
 def _sizes(args: EngineArgs, step: ModelStep) -> ExecutorLimits:
     """Choose the executor's sizes but for the cache's, which has the fewest pages that can be."""
-    positions = step.config.max_position_embeddings
+    positions, page, kept = step.config.max_position_embeddings, step.page_size, args.cache_tokens
+    if kept is not None and kept % page:
+        raise UserError(
+            f"--cache-tokens is {kept}, which is no whole number of pages of {page} tokens (--page-size); give {-(-kept // page) * page}"
+        )
     if args.max_model_len is not None and args.max_model_len > positions:
         raise UserError(f"--max-model-len is {args.max_model_len}, but the model has {positions} positions; lower it")
     max_model_len = args.max_model_len or positions
@@ -111,8 +115,8 @@ def _sizes(args: EngineArgs, step: ModelStep) -> ExecutorLimits:
     sizes = ExecutorLimits(
         max_rows_decode=sequences,
         max_rows_prefill=sequences,
-        max_chunk=min(args.prefill_chunk, args.max_num_batched_tokens, max_model_len),
-        page_size=args.page_size,
+        max_chunk=min(args.chunk_tokens, max_model_len),
+        page_size=page,
         pages_per_rank=2,
         num_ranks=step.spec.dp_size,
         max_model_len=max_model_len,
@@ -139,9 +143,9 @@ def with_windows(limits: ExecutorLimits, args: EngineArgs, step: ModelStep) -> E
 
 def _limits(args: EngineArgs, step: ModelStep, sizes: ExecutorLimits, pool: Pool | None) -> ExecutorLimits:
     """Give ``sizes`` as many pages as are wanted and fit."""
-    wanted = -(-args.cache_tokens // args.page_size) if args.cache_tokens else sizes.max_rows_decode * sizes.max_pages
+    wanted = -(-args.cache_tokens // step.page_size) if args.cache_tokens else sizes.max_rows_decode * sizes.max_pages
     pages = device_cache.pages_that_fit(step, wanted + 1, pool, sizes.windows_per_rank)
-    room = (pages - 1) * args.page_size
+    room = (pages - 1) * step.page_size
     if args.cache_tokens and room < args.cache_tokens:
         raise UserError(
             f"--cache-tokens is {args.cache_tokens:,}, but the memory of a device has room for {room:,} tokens; lower it to {room}, "

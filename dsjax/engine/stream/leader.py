@@ -146,7 +146,7 @@ class LeaderExecutor(ExecutorWrapper):
         port = self.inner.extension(kind)
         return _LeaderPort(port, self.group) if kind is ChunkPort and port is not None else port
 
-    def warm_up(self, progress: Progress | None = None) -> None:
+    def warm_up(self, progress: Progress | None = None, lazily: bool = False) -> None:
         """Have all processes compile every program; a `GroupError` where another process could not."""
         self._put(WarmUp())
         self.inner.warm_up(progress)

@@ -4,6 +4,7 @@ The server's parsers of reasoning and tool calls use the two functions too.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 
 class StopStrings:
@@ -38,13 +39,17 @@ class StopStrings:
         return held
 
 
-def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
-    """Return the position of the first marker and the marker, the longest of several at one position; None if there is none."""
-    places = [(at, -len(marker), marker) for marker in markers if (at := text.find(marker)) >= 0]
-    if not places:
-        return None
-    at, _, marker = min(places)
-    return at, marker
+class FoundMarker(NamedTuple):
+    """A marker in a text, and the position at which it begins."""
+
+    at: int
+    text: str
+
+
+def find_first(text: str, markers: Sequence[str]) -> FoundMarker | None:
+    """Return the first marker, the longest of several at one position; None if there is none."""
+    found = [FoundMarker(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+    return min(found, key=lambda marker: (marker.at, -len(marker.text)), default=None)
 
 
 def num_undecided(text: str, markers: Sequence[str]) -> int:

@@ -64,24 +64,8 @@ struct KeyValueWeights {
   }
 };
 
-// What both forms share. Letters as in docs/glossary.md: R rows, C queries of each, H heads, N and O the widths of a head's
-// query, U of its value, M of the latent.
-struct Attention {
-  const float* q_nope;   // [R, C, H, N]
-  const float* q_rope;   // [R, C, H, O]
-  KeyValueWeights weights;
-  Cache cache;
-  const int32_t* start;   // [R]: position of a row's first query
-  const int32_t* length;  // [R]: its queries; the others are padding, and so is a row of 0
-  const int32_t* tables;  // [R, Pr]
-  const uint8_t* filled;  // [pages, G]: 0 where a cache slot holds nothing, which only the query at that position sees; null: all do
-  long R, C, H, N, O, U, M, Pr;
-  float scale;
-  float* out;  // [R, C, H, U]
-  int threads;
-  // [R, C, ceil(Pr G / 32)]: one bit for each position that a query attends to, in expanded attention; null: to all that it sees
-  const uint32_t* chosen = nullptr;
-
+// What kernels share that take their context a block of vectors at a time.
+struct ByBlocks {
  protected:
   static float* floats(char* base, size_t& used, long count) {
     float* found = base ? reinterpret_cast<float*>(base + used) : nullptr;
@@ -94,59 +78,10 @@ struct Attention {
     return found;
   }
 
-  long queries(long row) const { return std::clamp<long>(length[row], 0, C); }
-  // Positions that a row's first `count` queries see together; never more than its table holds.
-  long context(long row, long count) const { return std::min<long>(start[row] + count, Pr * cache.G); }
-
-  // Pointers to latents and rotary keys of positions [first, first + count) of a row: into the cache where that is float32,
-  // else into `copy`, where they are widened to ([kBlock, M] and [kBlock, O]).
-  void find(long row, long first, long count, const float** latent, const float** rope, float* copy) const {
-    long page = first / cache.G, slot = first % cache.G;
-    for (long i = 0; i < count; i++, slot++) {
-      if (slot == cache.G) page++, slot = 0;
-      const long at = (cache.layer * cache.pages + tables[row * Pr + page]) * cache.G + slot;
-      if (cache.bytes == 4) {
-        latent[i] = static_cast<const float*>(cache.latent) + at * M;
-        rope[i] = static_cast<const float*>(cache.rope) + at * O;
-        fetch(latent[i], M), fetch(rope[i], O);
-      } else {
-        float* own = copy + i * M;
-        if (cache.bytes == 1)
-          latent[i] = dequantise(static_cast<const uint8_t*>(cache.latent) + at * M, cache.scale + at * ((M + kScaled - 1) / kScaled), own);
-        else
-          latent[i] = widen(static_cast<const uint16_t*>(cache.latent) + at * M, own, M);
-        rope[i] = widen(static_cast<const uint16_t*>(cache.rope) + at * O, copy + kBlock * M + i * O, O);
-      }
-    }
-  }
-
   // Reads a number of each line of memory, so that the lines of many positions are on their way at once: multiply-adds would ask for few at
   // a time. With as many prefetches, which a processor may leave out, 256 rows of 160 positions took as long as without.
   static void fetch(const float* from, long count) {
     for (long i = 0; i < count; i += 16) static_cast<void>(*static_cast<const volatile float*>(from + i));
-  }
-
-  // Numbers, counted from `first`, of the positions in [first, first + count) of a row that hold nothing.
-  long holes(long row, long first, long count, int32_t* found) const {
-    long holes = 0;
-    if (filled)
-      for (long i = 0; i < count; i++)
-        if (!filled[tables[row * Pr + (first + i) / cache.G] * cache.G + (first + i) % cache.G]) found[holes++] = static_cast<int32_t>(i);
-    return holes;
-  }
-
-  static const float* widen(const uint16_t* from, float* to, long count) {
-    for (long i = 0; i < count; i++) to[i] = BFloat16::widen_one(from[i]);
-    return to;
-  }
-
-  const float* dequantise(const uint8_t* from, const float* scale, float* to) const {
-    for (long m = 0; m < M; scale++) {
-      const long end = std::min(m + kScaled, M);
-      for (; m + kLanes <= end; m += kLanes) store(to + m, Float8::widen(from + m) * *scale);
-      for (; m < end; m++) to[m] = Float8::widen_one(from[m]) * *scale;
-    }
-    return to;
   }
 
   // to[w * stride + i] = from[i][w] for w < width and i < count; zero for count <= i < filled.
@@ -179,6 +114,79 @@ struct Attention {
   // to[w * stride + i] = 0 for w < width and first <= i < end.
   static void zero(long width, float* to, long stride, long first, long end) {
     for (long w = 0; w < width; w++) std::fill(to + w * stride + first, to + w * stride + end, 0.0f);
+  }
+
+  static void multiply(float* values, long count, float factor) {
+    for (long i = 0; i < count; i++) values[i] *= factor;
+  }
+};
+
+// What both forms of MLA share. Letters as in docs/glossary.md: R rows, C queries of each, H heads, N and O the widths of a head's
+// query, U of its value, M of the latent.
+struct Attention : ByBlocks {
+  const float* q_nope;   // [R, C, H, N]
+  const float* q_rope;   // [R, C, H, O]
+  KeyValueWeights weights;
+  Cache cache;
+  const int32_t* start;   // [R]: position of a row's first query
+  const int32_t* length;  // [R]: its queries; the others are padding, and so is a row of 0
+  const int32_t* tables;  // [R, Pr]
+  const uint8_t* filled;  // [pages, G]: 0 where a cache slot holds nothing, which only the query at that position sees; null: all do
+  long R, C, H, N, O, U, M, Pr;
+  float scale;
+  float* out;  // [R, C, H, U]
+  int threads;
+  // [R, C, ceil(Pr G / 32)]: one bit for each position that a query attends to, in expanded attention; null: to all that it sees
+  const uint32_t* chosen = nullptr;
+
+ protected:
+  long queries(long row) const { return std::clamp<long>(length[row], 0, C); }
+  // Positions that a row's first `count` queries see together; never more than its table holds.
+  long context(long row, long count) const { return std::min<long>(start[row] + count, Pr * cache.G); }
+
+  // Pointers to latents and rotary keys of positions [first, first + count) of a row: into the cache where that is float32,
+  // else into `copy`, where they are widened to ([kBlock, M] and [kBlock, O]).
+  void find(long row, long first, long count, const float** latent, const float** rope, float* copy) const {
+    long page = first / cache.G, slot = first % cache.G;
+    for (long i = 0; i < count; i++, slot++) {
+      if (slot == cache.G) page++, slot = 0;
+      const long at = (cache.layer * cache.pages + tables[row * Pr + page]) * cache.G + slot;
+      if (cache.bytes == 4) {
+        latent[i] = static_cast<const float*>(cache.latent) + at * M;
+        rope[i] = static_cast<const float*>(cache.rope) + at * O;
+        fetch(latent[i], M), fetch(rope[i], O);
+      } else {
+        float* own = copy + i * M;
+        if (cache.bytes == 1)
+          latent[i] = dequantise(static_cast<const uint8_t*>(cache.latent) + at * M, cache.scale + at * ((M + kScaled - 1) / kScaled), own);
+        else
+          latent[i] = widen(static_cast<const uint16_t*>(cache.latent) + at * M, own, M);
+        rope[i] = widen(static_cast<const uint16_t*>(cache.rope) + at * O, copy + kBlock * M + i * O, O);
+      }
+    }
+  }
+
+  // Numbers, counted from `first`, of the positions in [first, first + count) of a row that hold nothing.
+  long holes(long row, long first, long count, int32_t* found) const {
+    long holes = 0;
+    if (filled)
+      for (long i = 0; i < count; i++)
+        if (!filled[tables[row * Pr + (first + i) / cache.G] * cache.G + (first + i) % cache.G]) found[holes++] = static_cast<int32_t>(i);
+    return holes;
+  }
+
+  static const float* widen(const uint16_t* from, float* to, long count) {
+    for (long i = 0; i < count; i++) to[i] = BFloat16::widen_one(from[i]);
+    return to;
+  }
+
+  const float* dequantise(const uint8_t* from, const float* scale, float* to) const {
+    for (long m = 0; m < M; scale++) {
+      const long end = std::min(m + kScaled, M);
+      for (; m + kLanes <= end; m += kLanes) store(to + m, Float8::widen(from + m) * *scale);
+      for (; m < end; m++) to[m] = Float8::widen_one(from[m]) * *scale;
+    }
+    return to;
   }
 
   // The part of up to kLanes queries in a block: from each one's scores [kBlock] to weights e^(scaled score - maximum), 0 for positions that
@@ -237,9 +245,6 @@ struct Attention {
     if (found != to) copy(found, count, to);
   }
 
-  static void multiply(float* values, long count, float factor) {
-    for (long i = 0; i < count; i++) values[i] *= factor;
-  }
 };
 
 // In latent space, all heads against the one latent they share: for decodes, and a few tokens more (speculation).

@@ -4,11 +4,13 @@
 
 #include "arrivals.h"
 #include "attention.h"
+#include "compressed.h"
 #include "dense.h"
 #include "experts.h"
 #include "index.h"
 #include "router.h"
 #include "self_test.h"
+#include "streams.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace dsjax {
@@ -209,7 +211,7 @@ Experts described_experts(Call& call) {
 XLA_FFI_Error* experts(Call call) { return call.run(described_experts(call)); }
 
 // weight [L, K, J] or [L, K, 2, J], or transposed [L, J, K]; its scales (or anything, unless it is one byte wide), layer [], rows [N, K]
-// -> [N, J] or [N, 2, J].
+// -> [N, J] or [N, 2, J]. Grouped: weight [L, K, G, J], rows [N, G, K] -> [N, G, J].
 XLA_FFI_Error* dense(Call call) {
   auto shape = call.shape(0), rows = call.shape(3);
   const long rank = call.array(0).rank();
@@ -219,7 +221,8 @@ XLA_FFI_Error* dense(Call call) {
   kernel.bytes = call.bytes_of(0);
   kernel.transposed = call.setting<bool>("transposed");
   kernel.layer = *call.values<int32_t>(2);
-  kernel.K = rows[1], kernel.parts = rank == 4 ? shape[2] : 1;
+  kernel.grouped = call.setting<bool>("grouped");
+  kernel.K = kernel.grouped ? shape[1] : rows[1], kernel.parts = rank == 4 ? shape[2] : 1;
   kernel.width = kernel.transposed || rank < 3 ? shape[1] : shape[rank - 1];
   kernel.pieces = call.setting<int64_t>("pieces");
   kernel.x = call.values<float>(3), kernel.N = rows[0];
@@ -298,6 +301,51 @@ XLA_FFI_Error* index_choice(Call call) {
   kernel.chosen = call.results<int32_t>(0);
   kernel.count = call.results<int32_t>(1);
   kernel.words = call.results<uint32_t>(2);
+  return call.run(kernel);
+}
+
+// query [R, C, H, M], sink [H], window [L, W, G, M], entries [L', P, E, M] (or one value), their layers [] and [], positions [R, C], ring
+// [R, Pw], tables [R, Pr], filled [W, G] of one byte (or one value, where all is), chosen [R, C, k] (or one value, for the first), their count
+// [R, C] -> [R, C, H, M]. span: tokens of a window. scale: of the scores.
+XLA_FFI_Error* compressed_attention(Call call) {
+  auto shape = call.shape(0), window = call.shape(2), entries = call.shape(3);
+  CompressedAttention kernel;
+  kernel.query = call.values<float>(0), kernel.sink = call.values<float>(1);
+  kernel.window = {call.values<float>(2), *call.values<int32_t>(4), window[1], window[2]};
+  kernel.entries = {call.values<float>(3), *call.values<int32_t>(5), 0, 1};
+  if (call.array(3).rank() == 4) kernel.entries.pages = entries[1], kernel.entries.G = entries[2];
+  kernel.R = shape[0], kernel.C = shape[1], kernel.H = shape[2], kernel.M = shape[3];
+  kernel.positions = call.values<int32_t>(6);
+  kernel.ring = call.values<int32_t>(7), kernel.Pw = call.shape(7)[1];
+  kernel.tables = call.values<int32_t>(8), kernel.Pr = call.shape(8)[1];
+  kernel.filled = call.array(9).rank() == 2 ? call.values<uint8_t>(9) : nullptr;
+  const bool chooses = call.array(10).rank() == 3;
+  kernel.chosen = chooses ? call.values<int32_t>(10) : nullptr, kernel.k = chooses ? call.shape(10)[2] : 0;
+  kernel.count = call.values<int32_t>(11);
+  kernel.span = call.setting<int64_t>("span"), kernel.scale = call.setting<float>("scale");
+  kernel.out = call.results<float>(0);
+  return call.run(kernel);
+}
+
+// x [N, n, D], weight [n D, w], base [w], factor [3] or [1] -> [N, D]; and where w is (2 + n) n, [N, n] and [N, n, n].
+XLA_FFI_Error* streams(Call call) {
+  auto shape = call.shape(0);
+  Streams kernel;
+  kernel.x = call.values<float>(0), kernel.weight = call.values<float>(1), kernel.base = call.values<float>(2);
+  kernel.factor = call.values<float>(3);
+  kernel.N = shape[0], kernel.n = shape[1], kernel.D = shape[2], kernel.w = call.shape(1)[1];
+  kernel.rounds = call.setting<int64_t>("rounds");
+  kernel.norm_eps = call.setting<float>("norm_eps"), kernel.eps = call.setting<float>("eps");
+  kernel.read = call.results<float>(0);
+  if (kernel.w != kernel.n) kernel.spread = call.results<float>(1), kernel.mixing = call.results<float>(2);
+  return call.run(kernel);
+}
+
+// x [N, n, D], spread [N, n], mixing [N, n, n], y [N, D] -> [N, n, D].
+XLA_FFI_Error* streams_after(Call call) {
+  auto shape = call.shape(0);
+  StreamsAfter kernel{call.values<float>(0), call.values<float>(1), call.values<float>(2), call.values<float>(3),
+                      shape[0], shape[1], shape[2], call.results<float>(0), 1};
   return call.run(kernel);
 }
 
@@ -410,6 +458,9 @@ DSJAX_HANDLER(router, dsjax::called<dsjax::router>)
 DSJAX_HANDLER(absorbed_attention, dsjax::called<dsjax::attention<dsjax::AbsorbedAttention>>)
 DSJAX_HANDLER(expanded_attention, dsjax::called<dsjax::attention<dsjax::ExpandedAttention>>)
 DSJAX_HANDLER(index_choice, dsjax::called<dsjax::index_choice>)
+DSJAX_HANDLER(compressed_attention, dsjax::called<dsjax::compressed_attention>)
+DSJAX_HANDLER(streams, dsjax::called<dsjax::streams>)
+DSJAX_HANDLER(streams_after, dsjax::called<dsjax::streams_after>)
 DSJAX_HANDLER(exchange, dsjax::exchange_rows)
 DSJAX_HANDLER(experts_together, dsjax::experts_together)
 
@@ -458,3 +509,14 @@ extern "C" int64_t dsjax_index_choice_scratch(int64_t R, int64_t C, int64_t I, i
   kernel.R = R, kernel.C = C, kernel.I = I, kernel.A = A, kernel.Pr = Pr, kernel.G = G, kernel.threads = static_cast<int>(threads);
   return static_cast<int64_t>(kernel.scratch_bytes());
 }
+extern "C" int64_t dsjax_compressed_attention_scratch(int64_t H, int64_t M, int64_t threads) {
+  dsjax::CompressedAttention kernel{};
+  kernel.H = H, kernel.M = M, kernel.threads = static_cast<int>(threads);
+  return static_cast<int64_t>(kernel.scratch_bytes());
+}
+extern "C" int64_t dsjax_streams_scratch(int64_t n, int64_t D, int64_t w, int64_t threads) {
+  dsjax::Streams kernel{};
+  kernel.n = n, kernel.D = D, kernel.w = w, kernel.threads = static_cast<int>(threads);
+  return static_cast<int64_t>(kernel.scratch_bytes());
+}
+extern "C" int64_t dsjax_streams_after_scratch(int64_t) { return static_cast<int64_t>(dsjax::StreamsAfter{}.scratch_bytes()); }

@@ -22,10 +22,11 @@ struct Dense {
   bool transposed;
   long layer, K, parts, width;
   long pieces;  // of each sum over K (a power of two, at most 8): 1 where no mesh cuts K
-  const float* x;  // [N, K]
+  const float* x;  // [N, K]; grouped [N, parts, K], of which each part of the matrix multiplies its own
   long N;
   float* out;  // [N, parts * width]
   int threads;
+  bool grouped = false;
 
   size_t scratch_bytes() const { return own_floats() * sizeof(float) * std::max(threads, 1); }
 
@@ -33,7 +34,7 @@ struct Dense {
   void run(char* scratch, const Schedule& schedule) const {
     std::vector<long> filled;
     for (long n = 0; n < N; n++) {
-      if (is_filled(x + n * K)) filled.push_back(n);
+      if (is_filled(x + n * row())) filled.push_back(n);
       else std::fill(out + n * parts * width, out + (n + 1) * parts * width, 0.0f);
     }
     const long all = static_cast<long>(filled.size());
@@ -53,7 +54,7 @@ struct Dense {
           float* c[Panels::kMostRows];
           for (long r = 0; r < count; r++) {
             const long n = filled[first + r];
-            a[r] = x + n * K, c[r] = out + n * parts * width + part * width;
+            a[r] = x + n * row() + (grouped ? part * K : 0), c[r] = out + n * parts * width + part * width;
           }
           auto along = [&](auto format) {
             typedef decltype(format) Format;
@@ -79,9 +80,11 @@ struct Dense {
     return kStrip * each(most(half) < most(wanted) ? half : wanted);
   }
 
-  bool is_filled(const float* row) const {
-    for (long k = 0; k < K; k++)
-      if (row[k] != 0) return true;
+  long row() const { return grouped ? parts * K : K; }
+
+  bool is_filled(const float* values) const {
+    for (long k = 0; k < row(); k++)
+      if (values[k] != 0) return true;
     return false;
   }
 

@@ -1,4 +1,4 @@
-"""The weights of one layer's attention, what it makes of each token, and its plain forward pass over whole sequences.
+"""One layer's attention: its weights, its projections of tokens, and its plain forward pass over whole sequences.
 
 Source: DeepSeek-V4's report, section 2.3. A token's entry of width ``M`` is key and value of all heads. The last ``O`` values of queries
 and entries are rotated, and those of the output are rotated back by the query's position. Letters: ``docs/glossary.md``.
@@ -6,21 +6,22 @@ and entries are rotated, and those of the output are rotated back by the query's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.config import ModelConfig
 from dsjax.model.compressed.rotations import Rotations, entry_rotation, rotate, rotate_back
-from dsjax.model.norm import Normalise, RMSNorm, normalise, unweighted
-from dsjax.model.parameters import Declaration, Matrix, Multiply, multiply, value_of
+from dsjax.model.norm import HeadNorm, Normalise, RMSNorm, normalise, unweighted
+from dsjax.model.parameters import Declaration, GroupedMatrix, Matrix, Multiply, multiply, value_of
 from dsjax.model.rope import Rotation
 from dsjax.model.sparse.choose import choose, index_scores
+from dsjax.model.sparse.indexer import IndexProjections
 
 QUERY_BLOCK = 128  # queries that attend together
 
@@ -28,11 +29,11 @@ QUERY_BLOCK = 128  # queries that attend together
 @jax.tree_util.register_dataclass
 @dataclass
 class CompressedProjections:
-    """What attention needs of each token; leading dimensions ``*b`` are the caller's.
+    """Projections of tokens; leading dimensions ``*b`` are the caller's.
 
-    gates, values: float32, what compressors take of a token, with its place's bias in the gate: of "hca" layers one series of M, of "csa"
-    layers two, for the next window's entry and for its own, whose last A are the indexer's. index_query, index_weight: of "csa" layers,
-    the second float32 with the factor I^-1/2.
+    gates, values: inputs of the compressors, float32; gates include the bias of the token's place in its window. "hca" layers have one
+    series of M values. "csa" layers have two, for the next window's entry and for the token's own; the last A values are the indexer's.
+    index_query, index_weight: of "csa" layers; the weights are float32 and include the factor I^-1/2.
     """
 
     query: Float[Array, "*b H M"]  # normed and rotated
@@ -57,7 +58,7 @@ class Compressor(nnx.Module):
     def __call__(
         self, x: Float[Array, "*b D"], rotations: Rotations, multiply: Multiply
     ) -> tuple[Float[Array, "*b series M"], Float[Array, "*b series M"]]:
-        """Gates and values of tokens, in float32."""
+        """Project tokens to gates and values, in float32."""
         x, bias = x.astype(jnp.float32), value_of(self.bias)[rotations.positions % self.rate]
         gate = multiply(self.gate, x) + bias
         apart = (rearrange(array, "... (s w) -> ... s w", s=self.series) for array in (gate, multiply(self.kv, x)))
@@ -92,7 +93,7 @@ class CompressedAttention(nnx.Module):
         self.kv = Matrix(declare, (D, M), ("embed", "latent"))
         self.kv_norm = RMSNorm(declare, M, config.rms_norm_eps, "latent")
         self.sink = declare.parameter((H,), ("heads",), init="zeros", dtype=jnp.dtype(jnp.float32))
-        self.o_a = Matrix(declare, (H // G * M, G * v4.o_lora_rank), (None, "heads"))
+        self.o_a = GroupedMatrix(declare, G, H // G * M, v4.o_lora_rank, (None, "heads"))
         self.o_b = Matrix(declare, (G * v4.o_lora_rank, D), ("heads", "embed"))
         rate = v4.rate(attention)
         if rate is not None:
@@ -100,11 +101,12 @@ class CompressedAttention(nnx.Module):
         if attention == "csa":
             self.indexer = EntryIndexer(declare, config, rate)
 
-    def __call__(self, x: Float[Array, "B S D"], given) -> tuple[Float[Array, "B S D"], None]:
-        """Causal attention of sequences to themselves. given: a ``transformer.Pass``. Nothing is observed."""
+    def __call__(self, x: Float[Array, "B S D"], given) -> tuple[Float[Array, "B S D"], Float[Array, ""] | None]:
+        """Causal attention of sequences to themselves; and what is observed in "csa" layers. given: a ``transformer.Pass``."""
         products = {"multiply": given.products.multiply, "normalise": given.products.normalise}
         p = self.project(x, given.rotation, **products)
-        return self.output(self.attend(p), given.products.multiply), None
+        heads, observed = self.attend_observed(p, given.products.observe)
+        return self.output(heads, given.products.multiply), observed
 
     def project(
         self,
@@ -114,17 +116,18 @@ class CompressedAttention(nnx.Module):
         multiply: Multiply = multiply,
         normalise: Normalise = normalise,
     ) -> CompressedProjections:
-        """What attention needs of tokens."""
+        """Project tokens to queries, entries, and inputs of compressors and indexer."""
         with jax.named_scope("compressed_project"):
             rotation, eps = rotations.of(self.attention), self.config.rms_norm_eps
             latent = normalise(self.q_a_norm, multiply(self.q_a, x))
             query = rearrange(multiply(self.q_b, latent), "... (h w) -> ... h w", h=self.config.num_attention_heads)
-            query, entry = unweighted(query, eps), normalise(self.kv_norm, multiply(self.kv, x))
+            query, entry = normalise(HeadNorm(eps), query), normalise(self.kv_norm, multiply(self.kv, x))
             p = CompressedProjections(rotate(rotation, query), rotate(rotation, entry), rotation)
             if self.attention != "window":
                 p.gates, p.values = self.compressor(x, rotations, multiply)
             if self.attention == "csa":
                 indexer, I = self.indexer, self.config.v4.indexer.n_heads
+                x, latent = jax.lax.stop_gradient((x, latent))  # as in `sparse.indexer`
                 made = zip((p.gates, p.values), indexer.compressor(x, rotations, multiply), strict=True)
                 p.gates, p.values = (jnp.concatenate(pair, axis=-1) for pair in made)
                 p.index_query = rotate(
@@ -141,12 +144,18 @@ class CompressedAttention(nnx.Module):
 
     def attend(self, p: CompressedProjections) -> Float[Array, "B S H M"]:
         """Attention of sequences from position 0 on to their windows and entries, rotated back."""
+        return self.attend_observed(p, None)[0]
+
+    def attend_observed(
+        self, p: CompressedProjections, observe
+    ) -> tuple[Float[Array, "B S H M"], Float[Array, ""] | None]:
+        """``attend``, and the sum of what a ``transformer.Observe`` gives of the compressed entries of a "csa" layer."""
         config, length, rate = self.config, p.entry.shape[1], self.config.v4.rate(self.attention)
         made = {}
         if rate is not None:
             starts = jnp.broadcast_to(jnp.arange(length // rate) * rate, (len(p.entry), length // rate))
             made = entries(config, self.entry_norms, compress(p.gates, p.values, rate), starts, p.entry.dtype)
-        heads = []
+        heads, observed = [], []
         for start in range(0, length, QUERY_BLOCK):
             end, first = min(start + QUERY_BLOCK, length), max(start - config.v4.sliding_window + 1, 0)
             at, tokens = jnp.arange(start, end)[:, None], jnp.arange(first, end)
@@ -161,26 +170,30 @@ class CompressedAttention(nnx.Module):
                 seen.append(visible)
             context = jnp.concatenate(context, axis=1)
             seen = jnp.concatenate([jnp.broadcast_to(one, (len(context), *one.shape[-2:])) for one in seen], axis=-1)
-            heads.append(self._block(p.query[:, start:end], context, seen))
-        return rotate_back(p.rotation, jnp.concatenate(heads, axis=1))
+            values, probs = self._block(p.query[:, start:end], context, seen)
+            heads.append(values)
+            if observe is not None and "index" in made and end >= rate:
+                index = IndexProjections(p.index_query, p.index_weight, made["index"])
+                of_entries = rearrange(probs[..., end - first :], "b q h s -> b h q s")
+                observed.append(observe(index, slice(start, end), seen[..., end - first :], of_entries))
+        return rotate_back(p.rotation, jnp.concatenate(heads, axis=1)), sum(observed) if observed else None
 
-    def _block(self, query: Float[Array, "B Q H M"], context: Float[Array, "B S M"], seen) -> Float[Array, "B Q H M"]:
-        """Attention to what is seen of a context ``[B, Q, S]``, in one softmax with the heads' sinks, which have no value."""
+    def _block(
+        self, query: Float[Array, "B Q H M"], context: Float[Array, "B S M"], seen: Bool[Array, "B Q S"]
+    ) -> tuple[Float[Array, "B Q H M"], Float[Array, "B Q H S"]]:
+        """Values of what is seen of a context, in one softmax with the heads' sinks, which have no value; and the probabilities."""
         scores = jnp.einsum("bqhw,bsw->bqhs", query, context, preferred_element_type=jnp.float32)
         scores = jnp.where(seen[:, :, None], scores * self.config.softmax_scale, -jnp.inf)
         sink = jnp.broadcast_to(value_of(self.sink)[:, None], (*scores.shape[:-1], 1))
         probs = jax.nn.softmax(jnp.concatenate([sink, scores], axis=-1), axis=-1)[..., 1:]
-        return jnp.einsum("bqhs,bsw->bqhw", probs.astype(context.dtype), context)
+        return jnp.einsum("bqhs,bsw->bqhw", probs.astype(context.dtype), context), probs
 
     def output(self, heads: Float[Array, "*b H M"], multiply: Multiply = multiply) -> Float[Array, "*b D"]:
         """The heads' values by groups to ``o_lora_rank`` each, then all to D."""
         with jax.named_scope("compressed_output"):
             G = self.config.v4.o_groups
             grouped = rearrange(heads, "... (g h) w -> ... g (h w)", g=G)
-            weight = rearrange(self.o_a.value(heads.dtype), "i (g r) -> g i r", g=G)
-            return multiply(
-                self.o_b, rearrange(jnp.einsum("...gi,gir->...gr", grouped, weight), "... g r -> ... (g r)")
-            )
+            return multiply(self.o_b, rearrange(multiply(self.o_a, grouped), "... g r -> ... (g r)"))
 
 
 def compress(
@@ -207,6 +220,7 @@ def entries(
     means: Float[Array, "*b Y"],
     starts: Int[Array, "*b"],
     dtype,
+    normalise: Callable[[Array, float], Array] = unweighted,
 ) -> dict[str, Array]:
     """Compressed entries ``[*b, M]``, and index keys ``[*b, A]`` in "csa" layers, as the cache keeps them.
 
@@ -215,6 +229,6 @@ def entries(
     M, rotation, made = config.v4.head_dim, entry_rotation(config, starts), {}
     for name, part in (("entry", means[..., :M]), ("index", means[..., M:])):
         if name in norms:
-            normed = unweighted(part.astype(dtype), config.rms_norm_eps)
+            normed = normalise(part.astype(dtype), config.rms_norm_eps)
             made[name] = rotate(rotation, norms[name].astype(dtype) * normed)
     return made

@@ -1,7 +1,8 @@
 """DeepSeek-V4's attention over a paged cache: an ``AttentionFamily``. Compressed entries lie on context pages, a window on window pages.
 
-Every token is computed by itself, in loops whose body has the same shape in every program: its entries and its attention are then the same
-to the bit in whatever chunk and batch it comes (on a CPU; elsewhere tokens are computed side by side).
+A token has the same bits in every chunk and batch on a CPU: native kernels (``native/compressed.h``) attend token by token. In JAX, which
+is the reference, each token is computed by itself too, in loops whose body has the same shape in every program; on accelerators tokens are
+computed side by side.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from dsjax.config import ModelConfig
+from dsjax.kernels.table import Kernels
 from dsjax.model import paging
 from dsjax.model.cache_groups import CacheGroup
 from dsjax.model.compressed.attention import CompressedAttention, CompressedProjections, entries
@@ -27,7 +29,7 @@ from dsjax.model.compressed.groups import compressed_groups
 from dsjax.model.compressed.rotations import Rotations, rotate_back
 from dsjax.model.forms import Form
 from dsjax.model.layer_values import Tokens
-from dsjax.model.norm import Normalise, normalise
+from dsjax.model.norm import Normalise, normalise, unweighted
 from dsjax.model.paging import Cache, Rows
 from dsjax.model.parameters import Multiply, reinterpret, store, value_of
 from dsjax.model.rows import GroupShape
@@ -39,6 +41,8 @@ from sharding.on_ranks import constrain, on_ranks
 
 BLOCK = 128
 """Compressed entries that a token attends to at once."""
+MATRICES = ("q_a", "q_b", "kv", "gate", "query", "head_weights", "o_b")
+"""Names of a layer's matrices that are not in groups, its compressors' and its indexer's among them."""
 GROUPS = {"csa": ("c4", "c4_index", "state4"), "hca": ("c128", None, "state128")}
 """Entries, index keys and states of a kind of layer: names of cache groups, and of their arrays."""
 
@@ -52,6 +56,12 @@ class Compressed:
     config: ModelConfig
     cache_dtype: np.dtype
     drafts: int = 0
+    kernels: Kernels = Kernels()
+
+    @property
+    def native(self) -> bool:
+        """Whether the native kernels attend: they read a cache in float32."""
+        return self.kernels.name("decode attention") == "native" and np.dtype(self.cache_dtype) == np.float32
 
     @property
     def batch(self) -> tuple[str, ...] | None:
@@ -81,12 +91,12 @@ class Compressed:
         }
 
     def backend(self, form: Form) -> str:
-        """There are no kernels yet."""
-        return "plain"
+        """The same for prompts and decodes."""
+        return "native" if self.native else "plain"
 
     def in_stack(self, forms: Sequence[Form]) -> frozenset[str]:
-        """None."""
-        return frozenset()
+        """``MATRICES``, where native kernels multiply: they read them there."""
+        return frozenset(MATRICES if self.kernels.name("other products") == "native" else ())
 
     def project(
         self, weights: CompressedAttention, x: Float[Array, "B T D"], rotation: Rotations, forms: Sequence[Form], *,
@@ -187,9 +197,10 @@ class Compressed:
         sums = jnp.take_along_axis(means, token[..., None], axis=1)
 
         def finish(mean, number):
-            return entries(self.config, norms, mean, number * rate, dtype)
+            return entries(self.config, norms, mean, number * rate, dtype, self._normalise)
 
-        made = self._each(finish, sums.reshape(-1, sums.shape[-1]), window.reshape(-1))
+        each = self._each if not self.native else lambda function, *arrays: function(*arrays)
+        made = each(finish, sums.reshape(-1, sums.shape[-1]), window.reshape(-1))
         page = jnp.take_along_axis(tables, jnp.minimum(closes // T, shape.pages - 1), axis=1)
         slot = jnp.where(closes < end, page * (T // rate) + window % (T // rate), -1).reshape(-1)
         for name, key in ((entry_name, "entry"), (index_name, "index")):
@@ -214,6 +225,9 @@ class Compressed:
             sink = value_of(weights.sink)
 
             def local(own, at, sink, positions, tables, ring, filled, queries):
+                if self.native:
+                    rows = positions[0], tables[0], ring[0], filled
+                    return self._attend_native(kind, own, at, sink, *rows, *(array[0] for array in queries))[None]
                 where = np.repeat(np.arange(R), C)
                 one = _Attended(self.config, self.cache_dtype, kind, own, at, sink, tables[0], ring[0], filled)
                 flat = (array[0].reshape(R * C, *array.shape[3:]) for array in queries)
@@ -232,6 +246,39 @@ class Compressed:
             own = {name: cache[name] for name in names}
             out = run(own, self._at(names, layer), sink, positions, rows.tables, rows.windows, rows.filled, queries)
             return rotate_back(p.rotation, out).astype(p.query.dtype)
+
+    def _attend_native(
+        self, kind: str, own: Cache, at, sink: Float[Array, "H"], positions: Int[Array, "R C"], tables: Int[Array, "R Pr"],
+        ring: Int[Array, "R Pw"], filled: Array | None, query: Float[Array, "R C H M"], *index: Array,
+    ) -> Float[Array, "R C H M"]:  # fmt: skip
+        """A rank's heads' values by the native kernels; arguments as of ``_Attended``."""
+        config, kernels, chosen, count = self.config, self.kernels.native, None, jnp.zeros_like(positions)
+        name, keys, _ = GROUPS.get(kind, (None, None, None))
+        if name is not None:
+            count = (positions + 1) // config.v4.rate(kind)
+        if keys is not None and tables.shape[1] * own[name].shape[2] > config.v4.indexer.topk:
+            scored = {"index": own[keys]}, at[keys], count - 1, tables, None, config.v4.indexer.topk
+            chosen, found, _ = kernels.index_choice(*index, *scored)
+            count = jnp.minimum(count, found)
+        return kernels.compressed_attention(
+            query,
+            sink,
+            own["window"],
+            own.get(name),
+            (at["window"], at.get(name, at["window"])),
+            positions,
+            ring,
+            tables,
+            filled,
+            chosen,
+            count,
+            span=config.v4.sliding_window,
+            scale=config.softmax_scale,
+        )
+
+    def _normalise(self, x: Float[Array, "N M"], eps: float) -> Float[Array, "N M"]:
+        """``unweighted``, by the kernel where kernels attend."""
+        return self.kernels.native.norm(x, jnp.ones(x.shape[-1:], x.dtype), eps) if self.native else unweighted(x, eps)
 
     def _at(self, names: Sequence[str], layer: Int[Array, ""]) -> dict[str, Int[Array, ""]]:
         """The number in each group of a layer of the cache."""

@@ -1,4 +1,4 @@
-"""How a row's tokens become compressed entries: a fold over its tokens, whose state stands for what an unfinished window has summed up.
+"""Compression of tokens to entries: a fold over a row's tokens, whose state is the partial sum of an unfinished window.
 
 Each value has an accumulator: the gates' maximum, the sum of weights relative to it, and the sum of weighted values. A window's entry is
 the last over the one before. With two series (rate 4) there are two accumulators: a token gives its second gate and value to the window's
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 EMPTY = (-1e30, 0.0, 0.0)
-"""An accumulator that nothing was given to. The maximum is finite, so that a gate of −inf gives no NaN."""
+"""A new accumulator. Its maximum is finite, so that a gate of −inf gives no NaN."""
 
 
 def empty(series: int, width: int) -> Float[Array, "a Y"]:
@@ -21,7 +21,7 @@ def empty(series: int, width: int) -> Float[Array, "a Y"]:
 
 
 def take(accumulator: Float[Array, "3 Y"], gate: Float[Array, "Y"], value: Float[Array, "Y"]) -> Float[Array, "3 Y"]:
-    """An accumulator that is given one token's gate and value."""
+    """Add one token's gate and value to an accumulator."""
     maximum, weights, values = accumulator
     higher = jnp.maximum(maximum, gate)
     kept, own = jnp.exp(maximum - higher), jnp.exp(gate - higher)

@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 
 MOST_ADDRESS_BYTES = 103
-"""Longest path of a socket: Linux has room for 107 bytes, macOS for 103."""
+"""Longest path of a Unix socket in bytes: Linux allows 107, macOS 103."""
 
 
 def private_listener() -> socket.socket:
-    """Bind a socket in a new folder that only this user can enter: of the system's folders for temporary files, or of this user's run time.
+    """Bind a Unix socket in a new folder that only this user can enter, below the system's or the user's temporary folders.
 
     Raises:
-        UserError: none of them can be written, or their paths are too long for a socket.
+        UserError: none of these folders can be written, or their paths are too long for a socket.
     """
     tried: dict[str, str] = {}
-    with contextlib.suppress(FileNotFoundError):  # it has tried some, and says which
+    with contextlib.suppress(FileNotFoundError):  # the message lists the folders that were tried
         tried[tempfile.gettempdir()] = ""
     for parent in (*tried, os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", "/dev/shm"):
         if not parent or tried.get(parent):
@@ -67,10 +67,10 @@ def private_listener() -> socket.socket:
 
 
 def check_private_listener() -> None:
-    """Make sure that `private_listener` works, before anything expensive is done.
+    """Try `private_listener` before the model is loaded.
 
     Raises:
-        UserError: it does not.
+        UserError: the same as `private_listener`.
     """
     listener = private_listener()
     shutil.rmtree(Path(listener.getsockname()).parent, ignore_errors=True)
@@ -78,9 +78,9 @@ def check_private_listener() -> None:
 
 
 class EngineServer(Server):
-    """The engine's own server, on a private socket, which front ends alone reach: metrics, admin routes, what needs the engine.
+    """The engine process's server on a private socket: metrics, admin endpoints and whatever else needs the engine.
 
-    It has the whole life of a `Server` (warm-up, signals, drain, a dead engine), and tells the front ends of each phase.
+    It lives as a `Server` does (warm-up, signals, drain, engine failure) and tells the front ends each phase.
     """
 
     _for_clients = False
@@ -101,7 +101,7 @@ class EngineServer(Server):
         log_json: bool = False,
         **how: Any,
     ) -> EngineServer:
-        """Make a server of a `SharedEngine`, with a front end on each of `listeners`. how: as `Server` takes it."""
+        """Create a server for a `SharedEngine` with one front end for each of `listeners`. how: arguments of `Server`."""
         make = _welcome(serving, parts, len(listeners), how.get("log_level", "info"), log_json)
         front_ends = FrontEnds(serving.engine, listeners, make)
         if serving.metrics is not None:
@@ -114,10 +114,10 @@ class EngineServer(Server):
         return cls(serving, front_ends, **how)
 
     def serve_behind(self) -> int:
-        """Serve until the end; give the exit code. The socket lies in a folder that only this user can enter.
+        """Serve on a private socket until shutdown; return the exit code.
 
         Raises:
-            UserError: there is nowhere to make it.
+            UserError: see `private_listener`.
         """
         listener = private_listener()
         self._address = listener.getsockname()
@@ -147,10 +147,10 @@ class EngineServer(Server):
 def _welcome(
     serving: Serving, parts: EngineParts, front_ends: int, log_level: str, log_json: bool
 ) -> Callable[[int, str], Welcome]:
-    """Make a function that makes what a front end has to know, for each anew."""
+    """Return a function that creates the `Welcome` of a front end."""
     inputs, tokenizer = parts.inputs, parts.tokenizer
     options = serving.options
-    # What waits is the engine's to limit, for all front ends together; it alone steps, and profiles. The system spreads connections over
+    # The engine's process limits the queue for all front ends, watches steps and profiles. The system spreads connections over
     # the front ends, each of which has its share.
     options_of_front_end = dataclasses.replace(
         options,

@@ -1,6 +1,6 @@
-"""One front end: the whole HTTP server, tokeniser and text, over an engine in another process.
+"""A front end: the HTTP server, the tokenizer and the detokenizer, over an engine in another process.
 
-The engine's process starts it: `python -m dsjax.serve.front_ends.front_end CHANNEL LISTENER`, two inherited descriptors.
+The engine's process starts it as `python -m dsjax.serve.front_ends.front_end CHANNEL LISTENER` with two inherited descriptors.
 """
 
 from __future__ import annotations
@@ -62,26 +62,26 @@ from dsjax.serve.serving import QUEUE_FULL, Phase, Serving, queue_full
 logger = logging.getLogger(__name__)
 
 FORWARDED = ADMIN_PATHS | {"/metrics", "/history", "/server_info", "/get_load", "/ready"}
-"""Paths that the engine's own server answers: it has the steps, the mesh, the cache and the sums of all front ends."""
+"""Paths that are forwarded to the engine's server."""
 _HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"upgrade", b"te"})
 
 
 class RemoteEngine(RequestStreams):
-    """The engine of another process: requests and tokens go over a channel, streams and text are this process's.
+    """The engine of another process. Requests and tokens go over a channel; streams and text belong to this process.
 
     Attributes:
-        channel: set before clients come.
-        on_refused: called with the reason for which the engine's process has refused a request.
-        num_ranks: DP ranks of the mesh, as the engine's process has sent it.
+        channel: set before the first client connects.
+        on_refused: called with the reason when the engine's process refuses a request.
+        num_ranks: DP ranks of the mesh.
     """
 
     channel: Channel
     waiting = (0, 0)
-    """What waits is the engine's to know, which admits for all front ends together."""
+    """Requests and tokens in the queue: none, because the engine's process admits for all front ends."""
     change_under_way = None
-    """So is a change of the mesh: requests that come meanwhile wait there."""
+    """None: requests wait in the engine's process while the mesh changes."""
     running = False
-    """No thread of this process is in a step."""
+    """False: no thread of this process runs a step."""
 
     def __init__(self, welcome: Welcome, tokenizer: Tokenizer | None):
         inputs = InputProcessor(
@@ -104,14 +104,14 @@ class RemoteEngine(RequestStreams):
         self._gone = False
 
     def start(self) -> None:
-        """Do nothing: the engine's process has its own life."""
+        """Do nothing: the engine's process starts its own thread."""
 
     async def call(self, function: Any) -> Any:
-        """Refuse: the core is in another process, whose server answers what needs it."""
+        """Refuse: the core is in another process, to which such requests are forwarded."""
         raise EngineDeadError("the engine is in another process")
 
     async def shutdown(self, timeout: float = 10.0) -> None:
-        """End what is left."""
+        """End the streams that are left."""
         self.closing = self._gone = True
         self.abort_all()
         self.channel.fail(EngineClosingError("the server is shutting down"))
@@ -119,17 +119,17 @@ class RemoteEngine(RequestStreams):
 
     async def _admit(self, prepared: Sequence[PreparedRequest]) -> None:
         sent = []
-        for each in prepared:
-            handles = [next(self._handles) for _ in each.completions]
-            for handle, request in zip(handles, each.completions, strict=True):
-                self._by_handle[handle] = request
-                self._handle_of[request.request_id] = handle
-            sent.append(NewRequest.of(each, handles[0]))
+        for request in prepared:
+            handles = [next(self._handles) for _ in request.completions]
+            for handle, completion in zip(handles, request.completions, strict=True):
+                self._by_handle[handle] = completion
+                self._handle_of[completion.request_id] = handle
+            sent.append(NewRequest.of(request, handles[0]))
         response = await self.channel.ask(lambda number: Add(number, sent))
         if response.refusal is None:
             return
-        for each in prepared:
-            self._forget_handles(request.request_id for request in each.completions)
+        for request in prepared:
+            self._forget_handles(completion.request_id for completion in request.completions)
         if response.param is not None:
             raise SamplingError(response.param, response.refusal)
         if response.failed:
@@ -138,12 +138,12 @@ class RemoteEngine(RequestStreams):
         raise queue_full(response.refusal)
 
     def resize(self, scheduler: SchedulerConfig, num_ranks: int) -> None:
-        """Check requests by another mesh's limits from now on."""
+        """Check requests against the limits of another mesh from now on."""
         self.num_ranks = num_ranks
         self._inputs.change(scheduler)
 
     def receive(self, entries: Sequence[UpdateEntry]) -> None:
-        """Deliver what a step did, as the engine's thread hands it over where both are one process."""
+        """Deliver the updates of a step, as the engine's thread does within one process."""
         updates = []
         for handle, result, reason, progress in entries:
             request = self._by_handle.get(handle)
@@ -160,7 +160,7 @@ class RemoteEngine(RequestStreams):
         self.deliver(updates, None)
 
     def mark_dead(self) -> None:
-        """End every stream and the server: the engine has failed, or its process is gone."""
+        """End all streams and the server, because the engine has failed or its process has ended."""
         if not self._gone:
             self._gone = True
             self.channel.fail(EngineDeadError("the engine has failed"))
@@ -181,7 +181,7 @@ class RemoteEngine(RequestStreams):
 
 
 class Forwarding(Guard):
-    """Asks the engine's own server what only that can answer, with the client's headers and body."""
+    """Forwards requests for the engine's process to its server, with the client's headers and body."""
 
     def __init__(self, app: ASGIApp, address: str, timeout: float):
         super().__init__(app)
@@ -189,7 +189,7 @@ class Forwarding(Guard):
         self._client = httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=timeout + 60)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, to the application or to the engine."""
+        """Pass a request to the application or to the engine's server."""
         if (scope["path"].rstrip("/") or "/") not in FORWARDED:
             await self._app(scope, receive, send)
             return
@@ -214,14 +214,14 @@ class Forwarding(Guard):
 
 
 class FrontEndServer(Server):
-    """A `Server` whose life the engine's process decides. Signals of a terminal reach it too; it leaves them to that process."""
+    """A `Server` that the engine's process starts and ends. It ignores signals, which a terminal sends to both."""
 
     def __init__(self, serving: Serving, engine: RemoteEngine, end: socket.socket, **options: Any):
         super().__init__(serving, **options)
         self._remote, self._socket = engine, end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Speak to the engine's process, then to clients."""
+        """Connect to the engine's process, then listen for clients."""
         reader, writer = await asyncio.open_connection(sock=self._socket)
         self._channel = self._remote.channel = Channel(reader, writer, FromEngine)
         await super().startup(sockets)
@@ -272,7 +272,7 @@ class FrontEndServer(Server):
 
 
 def run(channel_fd: int, listener_fd: int) -> int:
-    """Serve on an inherited listening socket for the engine at the other end of an inherited channel; give the exit code."""
+    """Serve on an inherited listening socket for the engine at the other end of an inherited channel; return the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # until uvicorn takes it
     end = socket.socket(fileno=channel_fd)
     listener = socket.socket(fileno=listener_fd)

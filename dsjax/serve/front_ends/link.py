@@ -1,4 +1,4 @@
-"""`FrontEnd`: one front end's process and the channel to it, seen from the engine's; `Links`: all of them."""
+"""`FrontEnd`: a front end's process and its channel, as the engine's process sees them; `Links`: all front ends."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 
 
 class FrontEnd:
-    """One front end, from its start to its end; `FrontEnds` makes another in its place.
+    """One front end process. `FrontEnds` replaces it when it ends.
 
     Attributes:
-        requests: its completions that have not ended, by their handles.
-        samples: its counters and histograms, as it last told them.
+        requests: its unfinished completions by handle.
+        samples: its latest counters and histograms.
     """
 
     def __init__(self, index: int, process: subprocess.Popen, channel: Channel):
@@ -27,10 +27,10 @@ class FrontEnd:
         self.samples: list = []
         self.listens = asyncio.Event()
         self.preparing: set[int] = set()
-        """Handles whose rules are being made, unless they were aborted meanwhile."""
+        """Handles whose logit rules are being made and that have not been aborted."""
 
     def send(self, message: Any) -> None:
-        """Send it a message. One that has not read for long hangs, and is killed: its end is then noticed as any other."""
+        """Send a message. Kill the process if it has left too much unread; its end is then noticed like any other."""
         self.channel.send(message)
         if self.channel.unsent > MOST_UNSENT_BYTES:
             logger.error("front end %d does not read what it is told; it is ended", self.index)
@@ -38,21 +38,21 @@ class FrontEnd:
 
 
 class Links(Protocol):
-    """All front ends, as the engine that they share and its server know them."""
+    """All front ends, as `SharedEngine` and `EngineServer` use them."""
 
     links: list[FrontEnd]
 
     def send_all(self, message: Any) -> None:
-        """Send every front end a message."""
+        """Send a message to every front end."""
 
     def fail(self) -> None:
-        """Tell all that the engine has failed: each tells its clients, and ends."""
+        """Report that the engine has failed; each front end tells its clients and ends."""
 
     async def abort(self, request_id: str | None) -> int:
-        """End the requests of an id, or all, wherever they are; give how many there were."""
+        """Abort the requests with an id, or all, in every front end; return their number."""
 
     async def gather(self) -> None:
-        """Ask all for their counters."""
+        """Collect the counters of all front ends."""
 
     async def end(self) -> None:
-        """Have all close their doors and end; whoever takes too long is killed."""
+        """Let all front ends stop listening and end; kill those that take too long."""

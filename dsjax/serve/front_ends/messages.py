@@ -1,4 +1,4 @@
-"""What a front end and the engine's process tell each other: MessagePack on a socket pair, each message behind its length."""
+"""Messages between a front end and the engine's process: MessagePack with a length prefix, on a socket pair."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dsjax.serve.options import ServeOptions
 
 _LENGTH = 4
 MOST_UNSENT_BYTES = 64 << 20
-"""Most bytes of messages that a front end has not read. One that is so far behind hangs, and is ended."""
+"""Most unread bytes of messages to a front end. One that is further behind hangs and is killed."""
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
@@ -29,10 +29,12 @@ class _Message(msgspec.Struct, array_like=True, tag=True):
 
 
 class NewRequest(msgspec.Struct, array_like=True):
-    """One prompt and its completions, as the engine's core needs them. completions: handle, id and seed of each.
+    """One prompt and its completions, as the engine's core needs them.
 
-    A handle is the front end's number for a completion; all later messages name it by that. params has no stop strings, which are the
-    front end's to look for. cache_salt and session are bytes, because text that JSON allows may not be UTF-8.
+    Attributes:
+        completions: handle, id and seed of each. The handle is the front end's number for a completion in all later messages.
+        params: without stop strings, which the front end looks for.
+        cache_salt, session: bytes, because JSON strings may hold lone surrogates.
     """
 
     completions: list[tuple[int, str, int]]
@@ -49,7 +51,7 @@ class NewRequest(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, prepared: PreparedRequest, first_handle: int) -> NewRequest:
-        """Make the message of a request that a front end has checked; its completions get consecutive handles."""
+        """Create the message of a request that the front end has checked; its completions get consecutive handles."""
         first = prepared.completions[0]
         return cls(
             [(first_handle + k, r.request_id, r.seed) for k, r in enumerate(prepared.completions)],
@@ -66,7 +68,7 @@ class NewRequest(msgspec.Struct, array_like=True):
         )
 
     def requests(self, rules: list) -> list[Request]:
-        """Make what the core is given; rules: one of each completion."""
+        """Create the core's requests. rules: the logit rules of each completion."""
         stop_ids = frozenset(self.stop_ids)
         options = RequestOptions(self.priority, _to_text(self.cache_salt), _to_text(self.session), self.dp_rank)
         return [
@@ -88,7 +90,7 @@ class NewRequest(msgspec.Struct, array_like=True):
 
 
 class RequestProgress(msgspec.Struct, array_like=True):
-    """What metrics and the log read of a `Request`, under its names. Times are of the monotonic clock."""
+    """Fields of a `Request` that metrics and the log read. Times are those of the monotonic clock."""
 
     rank: int | None
     num_cached_tokens: int | None
@@ -99,41 +101,41 @@ class RequestProgress(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, request: Request) -> RequestProgress:
-        """Read them."""
+        """Copy the fields of a request."""
         return cls(*(getattr(request, name) for name in cls.__struct_fields__))
 
     def enter(self, request: Request) -> None:
-        """Write them to the front end's own request."""
+        """Copy the fields to the front end's request."""
         for name in self.__struct_fields__:
             setattr(request, name, getattr(self, name))
 
 
 UpdateEntry = tuple[int, RowResult | None, FinishReason | None, RequestProgress | None]
-"""An `Update` with the completion's handle; with its progress until its first token, and at its end."""
+"""An `Update` with the completion's handle, and with its progress up to its first token and at its end."""
 
 
 # From a front end.
 
 
 class Hello(_Message):
-    """It listens."""
+    """The front end listens."""
 
 
 class Add(_Message):
-    """Requests that are admitted together or not at all: the engine's process limits its queue, and compiles grammars."""
+    """Requests to admit together or not at all. The engine's process limits the queue and compiles grammars."""
 
     number: int
     requests: list[NewRequest]
 
 
 class Abort(_Message):
-    """Nobody waits for these any more."""
+    """The clients of these completions have left."""
 
     handles: list[int]
 
 
 class Snapshot(_Message):
-    """Its counters and histograms: (family, what follows its name, label values, value) of each sample that is not 0."""
+    """Counters and histograms: (family, suffix of its name, label values, value) of each sample that is not 0."""
 
     number: int
     samples: list[tuple[str, str, tuple[str, ...], float]]
@@ -150,7 +152,7 @@ class Count(_Message):
 
 
 class Welcome(_Message):
-    """Everything that a front end has to know. tokenizer: the text of `tokenizer.json`, and its configuration."""
+    """All that a front end needs to start. tokenizer: the text of `tokenizer.json`, and its configuration."""
 
     options: ServeOptions
     scheduler: SchedulerConfig
@@ -171,13 +173,13 @@ class Welcome(_Message):
 
 
 class PhaseIs(_Message):
-    """Where in its life the server is."""
+    """The server has entered a phase."""
 
     phase: str
 
 
 class Resized(_Message):
-    """The mesh has changed, and with it what a request may ask for."""
+    """The mesh has changed, and with it the limits of requests."""
 
     scheduler: SchedulerConfig
     max_model_len: int
@@ -185,15 +187,15 @@ class Resized(_Message):
 
 
 class StepUpdates(_Message):
-    """What a step did to this front end's requests."""
+    """The updates of a step to this front end's requests."""
 
     updates: list[UpdateEntry]
 
 
 class AddResponse(_Message):
-    """Answers an `Add`. refusal: why it was turned away; None: it was not.
+    """Answer to an `Add`. refusal: why the requests were refused; None: they were admitted.
 
-    param: the sampling parameter that cannot be. failed: whether admitting failed. Neither: the queue is full.
+    param: the sampling parameter at fault. failed: the engine's process had an error. Neither: the queue is full.
     """
 
     number: int
@@ -209,14 +211,14 @@ class Gather(_Message):
 
 
 class AbortById(_Message):
-    """End the requests that a client knows under this id, or all; their clients get an error."""
+    """Abort the requests with this id of a client, or all; their clients get an error."""
 
     number: int
     request_id: str | None
 
 
 class EndStreams(_Message):
-    """The server has waited long enough: end what still runs with an error."""
+    """The shutdown timeout is over: end running requests with an error."""
 
 
 class EndProcess(_Message):
@@ -234,7 +236,7 @@ FromEngine = (
 
 
 class Channel:
-    """One end of the socket pair. Messages are sent whole and in order, and received one by one; some are answered under their number."""
+    """One end of the socket pair. Messages arrive whole and in order; a question has a number, which its answer repeats."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receives: Any):
         self._reader, self._writer = reader, writer
@@ -245,14 +247,14 @@ class Channel:
 
     @property
     def unsent(self) -> int:
-        """Bytes that the other end has not taken yet."""
+        """Bytes that are not sent yet."""
         return self._writer.transport.get_write_buffer_size()
 
     def send(self, message: _Message) -> None:
-        """Hand a message to the socket; one that the other end can no longer take is dropped.
+        """Send a message; drop it if the other end is closed.
 
         Raises:
-            UserError: it holds a string that is no text.
+            UserError: it holds a string that is not valid Unicode.
         """
         if self._writer.is_closing():
             return
@@ -263,27 +265,27 @@ class Channel:
         self._writer.write(len(body).to_bytes(_LENGTH, "little") + body)
 
     def ask(self, question: Callable[[int], _Message]) -> asyncio.Future:
-        """Send the message that `question` makes of a number; give what `resolve` will be called with for that number."""
+        """Send the message `question(number)`; the future is the answer that `resolve` gets for that number."""
         number = next(self._numbers)
         self.send(question(number))
         self._waiting[number] = asyncio.get_running_loop().create_future()
         return self._waiting[number]
 
     def resolve(self, number: int, answer: Any) -> None:
-        """Give whoever asked under this number the answer."""
+        """Complete the future of the question with this number."""
         future = self._waiting.pop(number, None)
         if future is not None and not future.done():
             future.set_result(answer)
 
     def fail(self, error: Exception) -> None:
-        """Give whoever waits for an answer this error."""
+        """Fail all pending questions with this error."""
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # nobody may wait any more, which is no mistake to log
+                future.exception()  # marks it as retrieved: nobody may wait for it any more
 
     async def messages(self) -> AsyncIterator[Any]:
-        """Give each message of the other end until that closes."""
+        """Yield the other end's messages until it closes."""
         try:
             while True:
                 length = int.from_bytes(await self._reader.readexactly(_LENGTH), "little")
@@ -292,15 +294,15 @@ class Channel:
             return
 
     def close(self) -> None:
-        """Close this end; what was sent still arrives."""
+        """Close this end. Sent messages still arrive."""
         self._writer.close()
 
 
 def read_first(end: socket.socket) -> Any:
-    """Read the engine's first message, before there is an event loop to read the others.
+    """Read the engine's first message, before the event loop starts.
 
     Raises:
-        EOFError: the engine's process has gone.
+        EOFError: the engine's process has ended.
     """
     return msgspec.msgpack.decode(_exactly(end, int.from_bytes(_exactly(end, _LENGTH), "little")), type=FromEngine)
 

@@ -1,4 +1,4 @@
-"""The processes of the front ends, seen from the engine's: `FrontEnds` starts them, starts them again, and asks them."""
+"""`FrontEnds`: starts the front end processes, restarts them and collects their counters."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _RESTART_SECONDS = 0.5
 
 
 class FrontEnds:
-    """All front ends: one listening socket for each, which stays open in this process, so that a successor finds what waits there.
+    """All front ends. Each one's listening socket stays open in this process, so that its successor gets the connections that wait.
 
     Attributes:
-        gate: turns requests away, whichever front end they come from; None: none.
+        gate: limits the queue over all front ends; None: no limit.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class FrontEnds:
 
     @property
     def links(self) -> list[FrontEnd]:
-        """Those that live."""
+        """The front ends that run."""
         return list(self._links.values())
 
     async def start(self, address: str) -> None:
-        """Start all, and wait until each listens. address: of the engine's own server, for what only that can answer.
+        """Start all and wait until they listen. address: of the engine's own server, for forwarded requests.
 
         Raises:
-            UserError: one of them does not come up.
+            UserError: one of them does not start.
         """
         self.address = address
         for index in range(len(self._listeners)):
@@ -90,36 +90,36 @@ class FrontEnds:
         self._spawn(self._gather_often())
 
     def send_all(self, message: Any) -> None:
-        """Send every front end a message."""
+        """Send a message to every front end."""
         for link in self.links:
             link.send(message)
 
     def fail(self) -> None:
-        """Tell all that the engine has failed: each tells its clients, and ends."""
+        """Report that the engine has failed; each front end tells its clients and ends."""
         self._ending = True
         self.send_all(Failed())
 
     def send_phase(self, phase: Phase) -> None:
-        """Send every front end the phase that the server is in."""
+        """Send the server's phase to every front end."""
         self._phase = phase
         self.send_all(PhaseIs(phase.value))
 
     async def abort(self, request_id: str | None) -> int:
-        """End the requests of an id, or all, wherever they are; give how many there were."""
+        """Abort the requests with an id, or all, in every front end; return their number."""
         counts = await self._ask(lambda number: AbortById(number, request_id))
         return sum(counts)
 
     async def gather(self) -> None:
-        """Ask all for their counters."""
+        """Collect the counters of all front ends."""
         await self._ask(Gather)
 
     def families(self, families: Sequence[Family]) -> list[Family]:
-        """Return the engine's own families, with what all front ends, those that have gone too, have counted added to them."""
+        """Return the engine's metric families plus the counts of all front ends, ended ones included."""
         snapshots = [[(*key, value) for key, value in self._departed.items()]]
         return summed(families, snapshots + [link.samples for link in self.links])
 
     async def end(self) -> None:
-        """Have all close their doors and end; whoever takes too long is killed."""
+        """Let all front ends stop listening and end; kill those that take too long."""
         self._ending = True
         self.send_all(EndProcess())
         deadline = time.monotonic() + _END_SECONDS
@@ -133,7 +133,7 @@ class FrontEnds:
             listener.close()
 
     def kill(self) -> None:
-        """End all processes at once."""
+        """Kill all processes."""
         self._ending = True
         for link in self.links:
             if link.process.poll() is None:
@@ -145,7 +145,7 @@ class FrontEnds:
         task.add_done_callback(self._tasks.discard)
 
     async def _keep(self, index: int) -> None:
-        """Keep one front end running: a new one whenever it dies, unless it dies again and again before it listens."""
+        """Restart a front end whenever it dies, unless it dies again and again before it listens."""
         failed = 0
         while not self._ending:
             link = None
@@ -155,7 +155,7 @@ class FrontEnds:
             except OSError as error:
                 note_failure("front end", error, "It is started again.")
                 how = f"it cannot be started: {error.strerror or error}" if link is None else _how(link.process)
-            except Exception as error:  # what it said is no message
+            except Exception as error:  # it sent something else than a message
                 note_failure("front end", error, "Another takes its place.")
                 how = f"{type(error).__name__}: {error}"
             else:
@@ -164,9 +164,7 @@ class FrontEnds:
                 return
             if link is not None and link.listens.is_set():
                 failed = 0
-            elif (
-                link is not None or self._phase is Phase.WARMING_UP
-            ):  # while serving, others serve until it can be started
+            elif link is not None or self._phase is Phase.WARMING_UP:  # the other front ends serve meanwhile
                 failed += 1
             logger.error("front end %d has ended (%s); another takes its place", index, how)
             if failed == _MOST_FAILED_STARTS:
@@ -206,7 +204,7 @@ class FrontEnds:
         return link
 
     async def _serve(self, link: FrontEnd) -> None:
-        """Do what a front end says until it is gone; then end what was its."""
+        """Handle a front end's messages until it ends; then abort its requests."""
         try:
             async for message in link.channel.messages():
                 try:
@@ -249,13 +247,13 @@ class FrontEnds:
         refusal = self._refusal(message)
         if refusal is not None:
             link.send(AddResponse(message.number, refusal))
-        elif any(one.params.structured_outputs is not None for one in message.requests):
+        elif any(request.params.structured_outputs is not None for request in message.requests):
             self._spawn(self._add_slowly(link, message))
         else:
             self._admit(link, message, self._requests(message))
 
     async def _add_slowly(self, link: FrontEnd, message: Add) -> None:
-        handles = {handle for one in message.requests for handle, _, _ in one.completions}
+        handles = {handle for request in message.requests for handle, _, _ in request.completions}
         link.preparing |= handles
         try:
             made = await asyncio.to_thread(self._requests, message)
@@ -268,40 +266,41 @@ class FrontEnds:
             link.preparing -= handles
 
     def _requests(self, message: Add) -> list[list[Request]]:
-        """Make what the core is given; a grammar takes long to compile."""
+        """Create the core's requests. Compiling a grammar takes long."""
         make_rules = self.engine.make_rules
         return [
-            one.requests(make_rules(one.params, frozenset(one.stop_ids), one.token_ids)) for one in message.requests
+            request.requests(make_rules(request.params, frozenset(request.stop_ids), request.token_ids))
+            for request in message.requests
         ]
 
     def _admit(self, link: FrontEnd, message: Add, made: list[list[Request]]) -> None:
-        for one, requests in zip(message.requests, made, strict=True):
-            self.engine.admit(link, one, requests)
+        for request, completions in zip(message.requests, made, strict=True):
+            self.engine.admit(link, request, completions)
         link.send(AddResponse(message.number))
 
     def _refuse(self, link: FrontEnd, message: Add, error: Exception) -> None:
-        """Tell a front end that its requests cannot be admitted, and why."""
+        """Tell a front end why its requests were not admitted."""
         if isinstance(error, SamplingError):
             link.send(AddResponse(message.number, error.reason, error.param))
             return
         note_failure("front end requests", error, "The requests of one message get an error.")
-        self.engine.drop(link, [handle for one in message.requests for handle, _, _ in one.completions])
+        self.engine.drop(link, [handle for request in message.requests for handle, _, _ in request.completions])
         link.send(AddResponse(message.number, "the engine's process could not take the request over", failed=True))
 
     def _refusal(self, message: Add) -> str | None:
-        requests = sum(len(one.completions) for one in message.requests)
-        tokens = sum(len(one.completions) * len(one.token_ids) for one in message.requests)
+        requests = sum(len(request.completions) for request in message.requests)
+        tokens = sum(len(request.completions) * len(request.token_ids) for request in message.requests)
         return self.gate and self.gate.full(requests, tokens)
 
     async def _ask(self, question: Callable[[int], Any]) -> list[Any]:
-        """Ask all; give the answers that come in time."""
+        """Ask all front ends; return the answers that arrive in time."""
         futures = [link.channel.ask(question) for link in self.links]
         if futures:
             await asyncio.wait(futures, timeout=_ANSWER_SECONDS)
         return [future.result() for future in futures if future.done() and future.exception() is None]
 
     async def _gather_often(self) -> None:
-        """Ask for counters every two seconds: little of what a front end has counted is lost when it dies, and the history has it."""
+        """Collect counters every two seconds, for the history and so that few are lost when a front end dies."""
         while True:
             await asyncio.sleep(_GATHER_SECONDS)
             with contained("front end counters"):

@@ -1,4 +1,4 @@
-"""`SharedEngine`: the engine in its process where front ends have the clients; it hands each front end its tokens."""
+"""`SharedEngine`: the engine behind front ends, to which it sends the tokens of their requests."""
 
 from __future__ import annotations
 
@@ -14,53 +14,53 @@ from dsjax.serve.front_ends.messages import EndStreams, NewRequest, RequestProgr
 
 
 class SharedEngine(ThreadedEngine):
-    """The engine for requests that other processes have checked: it follows no text, and passes tokens on.
+    """An engine for requests that front ends have checked. It sends tokens on and handles no text.
 
     Attributes:
-        make_rules: makes what changes a request's logits.
+        make_rules: creates a request's logit rules.
     """
 
     def __init__(self, parts: EngineParts):
         super().__init__(parts)
         self.make_rules = parts.inputs.make_rules
         self.front_ends: Links | None = None
-        # By the core's id: where a completion came from, its handle there, and whether its first token was sent.
+        # By the core's id of a completion.
         self._owners: dict[str, _Owner] = {}
 
     @property
     def num_unfinished(self) -> int:
-        """Completions that have not ended."""
+        """Number of unfinished completions."""
         return len(self._owners)
 
     def admit(self, link: FrontEnd, request: NewRequest, requests: Sequence[Request]) -> None:
         """Queue the completions of a front end's request."""
-        for (handle, request_id, _), one in zip(request.completions, requests, strict=True):
-            link.requests[handle] = one
+        for (handle, request_id, _), completion in zip(request.completions, requests, strict=True):
+            link.requests[handle] = completion
             self._owners[request_id] = _Owner(link, handle)
         self._thread.add(requests)
 
     def drop(self, link: FrontEnd, handles: Iterable[int]) -> list[Request]:
-        """End completions that nobody waits for; give those that had not ended."""
-        ended = [one for handle in handles if (one := link.requests.pop(handle, None)) is not None]
-        for one in ended:
-            self._owners.pop(one.request_id, None)
-        self._thread.abort([one.request_id for one in ended])
-        return ended
+        """Abort completions whose clients have left; return those that had not finished."""
+        dropped = [request for handle in handles if (request := link.requests.pop(handle, None)) is not None]
+        for request in dropped:
+            self._owners.pop(request.request_id, None)
+        self._thread.abort([request.request_id for request in dropped])
+        return dropped
 
     def abort_all(self) -> None:
-        """End every request; each client gets an error from its front end."""
+        """Abort all requests; clients get an error from their front end."""
         self.front_ends.send_all(EndStreams())
         for link in self.front_ends.links:
             self.drop(link, list(link.requests))
 
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End the front ends, then the engine's thread."""
-        self.closing = True  # before the thread ends: front ends take a while
+        self.closing = True  # ending the front ends takes a while
         await self.front_ends.end()
         await super().shutdown(timeout)
 
     def deliver(self, updates: list[Update], stats: StepStats | None) -> None:
-        """Send each front end what a step did to its requests."""
+        """Send each front end the updates of its requests."""
         entries_by_link: dict[FrontEnd, list[UpdateEntry]] = {}
         for update in updates:
             owner = self._owners.get(update.request.request_id)
@@ -77,14 +77,14 @@ class SharedEngine(ThreadedEngine):
                 observer.on_step(stats)
 
     def fail_requests(self, error: BaseException) -> None:
-        """Have every front end end its requests and itself."""
+        """Let all front ends fail their requests and end."""
         self.error = error
         self._owners.clear()
         self.front_ends.fail()
 
 
 class _Owner:
-    """Where a completion came from."""
+    """The front end of a completion, its handle there, and whether its first token was sent."""
 
     __slots__ = ("first_sent", "handle", "link")
 
@@ -92,7 +92,7 @@ class _Owner:
         self.link, self.handle, self.first_sent = link, handle, False
 
     def entry(self, update: Update) -> UpdateEntry:
-        """Write an update as the front end gets it."""
+        """Return an update as the front end gets it."""
         request, result, reason = update
         progress = None if self.first_sent and reason is None else RequestProgress.of(request)
         self.first_sent |= result is not None and bool(result.token_ids)

@@ -1,4 +1,4 @@
-"""`GET /docs`: the OpenAPI schema as a page to read. It needs no network: FastAPI's own page loads its scripts from elsewhere."""
+"""`GET /docs`: the OpenAPI schema as an HTML page that loads nothing from other sites, unlike FastAPI's."""
 
 import importlib.resources
 import json
@@ -22,11 +22,11 @@ _BOUNDS = (
     ("pattern", "matches {}"),
 )
 _SAID_BY_TYPE = (-(2**31), 1 - 2**31, 2**31 - 1)
-"""Bounds that tell no more than that a number has 32 bits."""
+"""Bounds that only say that an integer has 32 bits."""
 
 
 def reference(schema: Schema) -> str:
-    """Write the page, as HTML; everything that the schema says is escaped.
+    """Return the page as HTML, with the schema's texts escaped.
 
     Args:
         schema: of OpenAPI 3.1, as `FastAPI.openapi` gives it.
@@ -53,7 +53,7 @@ def _body_of(operation: Schema) -> Markup | None:
 
 
 def _fields(shape: Schema) -> Iterator[tuple[str, Markup, str, str]]:
-    """Name, type, whether and with what it may be left out, and what it means, of each field."""
+    """Yield name, type, default and description of each field."""
     required = shape.get("required", ())
     for name, field in shape.get("properties", {}).items():
         if name in required:
@@ -68,13 +68,13 @@ def _words(shape: Schema) -> str:
 
 
 def type_name(schema: Schema) -> Markup:
-    """Write a type in words, with its bounds, and with links to the shapes that it names. A value that may be null can be left out."""
+    """Return a type in words with its bounds, and links to the shapes that it names. `null` is left out."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return Markup('<a href="#{0}">{1}</a>').format(name, name.rpartition("__")[2])
     either = schema.get("anyOf") or schema.get("oneOf")
     if either:
-        return Markup(" or ").join(type_name(each) for each in either if each.get("type") != "null")
+        return Markup(" or ").join(type_name(branch) for branch in either if branch.get("type") != "null")
     if "const" in schema or "enum" in schema:
         return escape(" or ".join(f'"{value}"' for value in schema.get("enum", [schema.get("const")])))
     bounds = [words.format(schema[key]) for key, words in _BOUNDS if key in schema and schema[key] not in _SAID_BY_TYPE]

@@ -21,7 +21,7 @@ _FILES = {
 }
 
 PAGE_PATHS = frozenset({*_FILES, "/docs"})
-"""What a browser opens or loads by itself, where nobody can type a key into the page: it asks its user for a password."""
+"""Paths that a browser loads without a key, so that it asks its user for one as a password."""
 
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -32,11 +32,11 @@ _HEADERS = {
 
 
 def create_page_routes(app: FastAPI) -> None:
-    """Add the routes. The page learns everything from the API."""
+    """Add the page's routes. The page itself uses the API."""
     for path, (name, content_type) in _FILES.items():
         content = (importlib.resources.files(__package__) / name).read_bytes()
         app.add_api_route(path, _answer_with(content, content_type), methods=["GET", "HEAD"], include_in_schema=False)
-    written = functools.cache(lambda: reference(app.openapi()).encode())  # once all routes are there
+    written = functools.cache(lambda: reference(app.openapi()).encode())  # after all routes have been added
 
     async def docs() -> Response:
         return Response(written(), headers={"Content-Type": "text/html; charset=utf-8", **_HEADERS})

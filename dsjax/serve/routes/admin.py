@@ -1,4 +1,4 @@
-"""What only an administrator may do. `Keys` has checked the key before a request comes here."""
+"""Endpoints for administrators. `Keys` checks the key before a request arrives here."""
 
 import asyncio
 from typing import Annotated, Any
@@ -23,14 +23,14 @@ RequestId = Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARACT
 
 
 class AbortRequest(StrictModel):
-    """Which requests to end: one id, the answer's or the client's own, or all."""
+    """Which requests to abort: all, or those with an id (the answer's, or one that the client gave)."""
 
     request_id: RequestId | None = None
     abort_all: bool = False
 
 
 class ScaleRequest(StrictModel):
-    """The mesh to go on on, as `--mesh` has it; or the experts' side, as `--expert-mesh` and `--afd-address` have it."""
+    """The new mesh, written as for `--mesh`, or the new expert processes, as for `--expert-mesh` and `--afd-address`."""
 
     mesh: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     expert_mesh: Annotated[str, Field(min_length=1, max_length=64)] | None = None
@@ -38,7 +38,7 @@ class ScaleRequest(StrictModel):
 
 
 def admin_routes(serving: Serving) -> APIRouter:
-    """Make the routes that only an administrator may use."""
+    """Return the router of the admin endpoints."""
     router = APIRouter(route_class=StrictRoute)
     profiler = Profiler(serving.options.profile_dir)
     documented = errors(403, 503)
@@ -49,13 +49,13 @@ def admin_routes(serving: Serving) -> APIRouter:
 
     @router.post("/flush_cache", responses=documented)
     async def flush_cache() -> State:
-        """Forget all cached prefixes. Running requests keep the pages that they read."""
+        """Empty the prefix cache. Running requests keep their pages."""
         await serving.ask(lambda core: core.flush_prefix_cache())
         return {"status": "flushed"}
 
     @router.post("/abort_request", responses=errors(403))
     async def abort_request(body: AbortRequest) -> Aborted:
-        """End requests; their clients get an error."""
+        """Abort requests; their clients get an error."""
         if (body.request_id is None) != body.abort_all:
             raise ApiError(400, "found both or none, expected request_id or abort_all: true", param="request_id")
         elsewhere = await serving.front_ends.abort(body.request_id) if serving.front_ends is not None else 0
@@ -63,12 +63,12 @@ def admin_routes(serving: Serving) -> APIRouter:
 
     @router.post("/start_profile", responses=documented)
     async def start_profile() -> State:
-        """Begin a trace of all the process's devices, between two steps."""
+        """Start a JAX trace of this process's devices before the next step."""
         return {"status": await serving.ask(lambda core: profiler.start())}
 
     @router.post("/stop_profile", responses=documented)
     async def stop_profile() -> Profiled:
-        """End the trace, write it, and say which share of the devices' time went into exchanges; metrics show that too."""
+        """Write the trace and return the share of device time spent in collectives, which the metrics show too."""
         folder = await serving.ask(lambda core: profiler.stop())
         spent = await asyncio.to_thread(device_time, folder)
         if serving.metrics is not None:
@@ -77,20 +77,20 @@ def admin_routes(serving: Serving) -> APIRouter:
 
     @router.post("/start_expert_distribution_record", responses=documented)
     async def start_record() -> State:
-        """Count from zero how tokens reach their experts."""
+        """Start to count tokens by expert, from zero."""
         await serving.ask(lambda core: core.executor.set_recording(True))
         return {"status": "recording"}
 
     @router.post("/stop_expert_distribution_record", responses=documented)
     async def stop_record() -> State:
-        """Count no more; what was counted can still be dumped."""
+        """Stop counting. The counts can still be dumped."""
         await read_record()
         await serving.ask(lambda core: core.executor.set_recording(False))
         return {"status": "stopped"}
 
     @router.post("/dump_expert_distribution_record", responses=documented)
     async def dump_record() -> ExpertLoad:
-        """Give what was counted since the record began."""
+        """Return the counts since the record began."""
         await read_record()
         if serving.expert_counts is None:
             raise ApiError(
@@ -100,7 +100,7 @@ def admin_routes(serving: Serving) -> APIRouter:
 
     @router.post("/rebalance_experts", responses=errors(403, 409, 503))
     async def rebalance_experts() -> Rebalance:
-        """Place experts after the load since the last window began, between the next steps, whether or not that pays."""
+        """Rebalance experts now by the load since the last window began, even where the gain does not cover the cost."""
         try:
             moves = await serving.ask(_rebalance)
         except RebalanceUnderWayError as error:
@@ -113,8 +113,7 @@ def admin_routes(serving: Serving) -> APIRouter:
 
     @router.post("/scale", responses=errors(403, 409, 503))
     async def scale(body: ScaleRequest) -> Scaled:
-        """Continue on another mesh, or with other expert processes. Requests continue and streams stay open. The answer comes when the
-        change is complete."""
+        """Move to another mesh or other expert processes, and answer when that is done. Requests continue, streams stay open."""
         serving.check_running()
         mesh, experts, address = body.mesh, body.expert_mesh, body.afd_address
         if mesh is None and experts is None and address is None:
@@ -148,7 +147,7 @@ def admin_routes(serving: Serving) -> APIRouter:
 
 
 def _rebalance(core: EngineCore) -> dict[str, Any] | None:
-    """Have a core's balancer move experts now; give what moves, or None where experts stay where they are."""
+    """Let a core's balancer rebalance now. Return what moves; None if nothing does."""
     from dsjax.engine.experts.expert_balancer import ExpertBalancer  # loads NumPy
 
     balancer = core.part(ExpertBalancer)

@@ -42,7 +42,7 @@ Rank = Annotated[
 
 
 async def place_of(session: Session = None, dp_rank: Rank = None) -> RequestOptions:
-    """Read from the headers where the request is to run. Not a plain function: FastAPI calls those in another thread."""
+    """Read session and DP rank from the headers. It is a coroutine because FastAPI runs plain functions in a thread."""
     return RequestOptions(session=session, dp_rank=dp_rank)
 
 
@@ -50,7 +50,7 @@ Wanted = Annotated[RequestOptions, Depends(place_of)]
 
 
 def openai_routes(serving: Serving) -> APIRouter:
-    """Make the routes under `/v1`."""
+    """Return the router of the endpoints under `/v1`."""
     router = APIRouter(prefix="/v1", route_class=StrictRoute)
     stream = {"description": "the answer, or its events", "content": {"text/event-stream": {}}}
     generating = {200: stream, **errors(429, 500, 503)}
@@ -79,13 +79,13 @@ def openai_routes(serving: Serving) -> APIRouter:
 
     @router.post("/responses", responses=generating)
     async def responses(body: ResponsesRequest, request: Request, place: Wanted) -> Response:
-        """Continue a conversation, told as items and named events. Stateless: nothing is stored."""
+        """Continue a conversation in the form of the Responses API: items, named events. Nothing is stored."""
         answer = ResponsesAnswer(serving, body, request_id_of(request, body.request_id))
         return await _answer(serving, answer, body.stream, request, place, NamedEvents)
 
     @router.post("/messages", responses=generating)
     async def messages(body: MessagesRequest, request: Request, place: Wanted) -> Response:
-        """Continue a conversation, as Anthropic's API has it."""
+        """Continue a conversation in the form of Anthropic's Messages API."""
         answer = MessagesAnswer(serving, body, request_id_of(request, None))
         return await _answer(serving, answer, body.stream, request, place, NamedEvents)
 

@@ -1,4 +1,4 @@
-"""How the server is: alive, ready, loaded, and what it has measured."""
+"""Endpoints that tell the server's state: liveness, readiness, load, metrics."""
 
 import asyncio
 import contextlib
@@ -22,19 +22,19 @@ _LOADS_SECONDS = 0.5
 
 
 def status_routes(serving: Serving) -> APIRouter:
-    """Make the routes `/health`, `/ready`, `/version`, `/get_load`, `/server_info`."""
+    """Return the router of `/health`, `/ready`, `/version`, `/get_load` and `/server_info`."""
     router = APIRouter()
 
     @router.get("/health", responses=errors(503))
     async def health() -> State:
-        """Say whether the server is alive; also before it is ready."""
+        """Answer 200 while the process lives, also before it is ready."""
         if serving.engine.error is not None:
             raise ApiError(503, "the engine has failed", type="server_error")
         return {"status": "ok"}
 
     @router.get("/ready", responses=errors(503))
     async def ready() -> State:
-        """Say whether the server is warmed up and computes. While its mesh is changed it does not; requests wait meanwhile."""
+        """Answer 200 once the server is warmed up, and 503 while its mesh changes; requests wait meanwhile."""
         if serving.engine.error is not None or serving.state != Phase.READY.value:
             state = "failed" if serving.engine.error is not None else serving.state
             raise ApiError(503, f"the server is not ready: {state}", type="server_error", code="not_ready")
@@ -42,19 +42,19 @@ def status_routes(serving: Serving) -> APIRouter:
 
     @router.get("/version", responses=errors())
     async def version_of_server() -> Version:
-        """Give the version of dsjax."""
+        """Return the version of dsjax."""
         return {"version": package_version()}
 
     @router.get("/get_load", responses=errors(503))
     async def get_load() -> Load:
-        """Say what each DP rank has to do."""
+        """Return the load of each DP rank."""
         loads, parts = await serving.ask(lambda core: (core.loads(), core.statistics()))
         disk = parts.get("disk")
         return {"ranks": load_bodies(loads), "disk": None if disk is None else disk._asdict()}
 
     @router.get("/server_info", response_model=ServerInfo, responses=errors(503))
     async def server_info(request: Request) -> Response:
-        """Say what is served, how, and under which load; and whether the request's key opens the admin endpoints."""
+        """Return model, mesh, options and load, and whether the request's key opens the admin endpoints."""
         experts = serving.expert_counts
         body: ServerInfo = {
             "version": package_version(),
@@ -73,11 +73,9 @@ def status_routes(serving: Serving) -> APIRouter:
 
 
 def create_metrics_routes(app: FastAPI, serving: Any) -> None:
-    """Add `GET /metrics`, the text format or OpenMetrics, whichever the scraper prefers, and `GET /history` for the page.
+    """Add `GET /metrics` (text format or OpenMetrics, as the scraper accepts) and `GET /history` for the page.
 
-    `serving.metrics` is a `Metrics`.
-
-    `?name[]=NAME`, as often as wanted, gives the samples of these names alone: the live views read a few of thousands.
+    `?name[]=NAME`, which may be repeated, selects samples by name: the live views need a few of thousands. `serving` has `metrics`.
     """
 
     @app.get("/metrics", include_in_schema=False)
@@ -86,21 +84,22 @@ def create_metrics_routes(app: FastAPI, serving: Any) -> None:
         openmetrics = content_type.startswith("application/openmetrics-text")
         await _refresh_loads(serving)
         names = request.query_params.getlist("name[]")
-        # Some 8,500 samples with 32 ranks: tens of milliseconds that streams should not wait for.
+        # 32 ranks have some 8,500 samples. Rendering takes tens of milliseconds, in which streams should not wait.
         body = await asyncio.to_thread(serving.metrics.render, names, openmetrics=openmetrics)
         return Response(body, headers={"Content-Type": content_type, "Cache-Control": "no-store"})
 
     @app.get("/history", responses=errors())
     async def history() -> HistoryBody:
-        """Say what the server did in the last minutes, every two seconds in which it computed."""
+        """Return sums of the last minutes, one point for every two seconds with a step."""
         await _refresh_loads(serving)
         return serving.metrics.history.to_json()
 
 
 async def _refresh_loads(serving: Any) -> None:
-    """Steps tell of the ranks' load, but the last request may end by an abort, after which there is no step to tell of it.
+    """Ask the engine for the ranks' loads.
 
-    Where the engine does not answer soon, because a step takes long or it is dead, the last known loads stand.
+    Each step reports them, but no step follows when the last request is aborted. The last known loads stay where the engine does not
+    answer soon, because a step takes long or it has failed.
     """
     if getattr(serving, "front_ends", None) is not None:
         await serving.front_ends.gather()
@@ -108,11 +107,11 @@ async def _refresh_loads(serving: Any) -> None:
         call = serving.engine.call(lambda core: (core.loads(), core.statistics()))
         async with asyncio.timeout(_LOADS_SECONDS):
             loads, parts = await call
-        serving.metrics.show(loads, parts)  # experts may have moved since, without a step
+        serving.metrics.show(loads, parts)  # experts may have moved since the last step
 
 
 def load_bodies(loads: list[RankLoad]) -> list[RankLoadBody]:
-    """Describe what each DP rank has to do, as it is between two steps of the engine."""
+    """Return the JSON body of each DP rank's load."""
     bodies = []
     for load in loads:
         body, host = load._asdict(), load.tiers.get("host")
@@ -124,7 +123,7 @@ def load_bodies(loads: list[RankLoad]) -> list[RankLoadBody]:
 
 
 def expert_load(counts: ExpertCounts, model: str) -> ExpertLoad:
-    """Make recorded counts something that JSON can hold."""
+    """Return the JSON body of recorded expert counts."""
     location = ExpertLocation(model, counts.logical_load, counts.physical_to_logical)
     return {
         **location.to_json(),
@@ -137,5 +136,5 @@ def expert_load(counts: ExpertCounts, model: str) -> ExpertLoad:
 
 
 def package_version() -> str:
-    """Return the version of dsjax that is installed."""
+    """Return the installed version of dsjax."""
     return installed_version("dsjax", missing="unknown")

@@ -1,4 +1,4 @@
-"""What the tokenizer does, without the model: vLLM's endpoints."""
+"""vLLM's endpoints for the tokenizer alone."""
 
 import asyncio
 from typing import Annotated, Any
@@ -47,14 +47,14 @@ TokenizeRequest = Annotated[
 
 
 class DetokenizeRequest(StrictModel):
-    """Token ids to turn into text, special tokens too."""
+    """Token ids to detokenise; special tokens are kept."""
 
     model: Name | None = None
     tokens: list[int]
 
 
 def tokenizer_routes(serving: Serving) -> APIRouter:
-    """Make the routes `/tokenize`, `/detokenize`, `/tokenizer_info`."""
+    """Return the router of `/tokenize`, `/detokenize` and `/tokenizer_info`."""
     router = APIRouter(route_class=StrictRoute)
 
     @router.post("/tokenize", responses=errors())

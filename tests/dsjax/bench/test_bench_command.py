@@ -165,10 +165,13 @@ def test_where_nothing_was_answered_nothing_is_drawn_and_the_exit_status_says_so
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--request-rate", "0"), "--request-rate is 0.0, expected more than 0"),
+        (("--request-rate", "0"), "--request-rate is 0.0, expected a number above 0"),
         (("--goodput", "itl:3"), "--goodput has 'itl:3'"),
-        (("--num-prompts", "99999999999"), "--num-prompts is 99999999999, expected at most 10,000,000"),
-        (("--temperature", "inf"), "--temperature is inf, expected at most 10,000,000"),
+        (
+            ("--num-prompts", "99999999999"),
+            "--num-prompts is 99999999999, expected an integer of at least 1 and of at most 10,000,000",
+        ),
+        (("--temperature", "inf"), "--temperature is inf, expected a number of at least 0 and of at most 10,000,000"),
         (("stray",), "found 'stray', which belongs to no option"),
         (("--sweep-concurrency", "1,x"), "--sweep-concurrency is '1,x', expected positive integers"),
         (("--sweep-concurrency", ""), "--sweep-concurrency is '', expected positive integers"),

@@ -59,7 +59,7 @@ def given(monkeypatch, tmp_path):
         ("--moe-a2a-backend none", {"dispatch": "gather"}),
         ("--attention-backend TRITON_MLA", {"kernels": "pallas"}),
         ("--num-gpu-blocks-override 100 --block-size 32", {"page_size": 32, "cache_tokens": 3200}),
-        ("--max-total-tokens 1001", {"cache_tokens": 992}),
+        ("--max-total-tokens 1008", {"cache_tokens": 1008}),
         ("--chunked-prefill-size 512", {"prefill_chunk": 512}),
         ("--long-prefill-token-threshold 512", {"prefill_chunk": 512}),
         ("--kv-offloading-size 1.5", {"host_cache_bytes": 1_610_612_736}),
@@ -88,8 +88,17 @@ def test_an_option_of_another_engine_is_taken_for_ours(given, words, options):
     [
         ("--quantization awq", "--quantization awq has no counterpart here; give --weights: fp8, nvfp4"),
         ("--moe-a2a-backend pplx", "give --dispatch: gather, padded, ragged or hierarchical; auto chooses"),
-        ("-ep --seed 3", "-ep --seed has no counterpart here; give --mesh ep=N: "),
+        (
+            "-ep --seed 3",
+            "-ep is not needed: experts are spread over all dp × tp devices unless --mesh has an ep; leave it out",
+        ),
+        ("--ep --seed 3", "--ep --seed has no counterpart here; give --mesh ep=N: "),
         ("-tp", "-tp without a value has no counterpart here; give --mesh tp=N"),
+        ("--max-total-tokens 1001", "--cache-tokens is 1001, which is no whole number of pages of 16 tokens"),
+        (
+            "--chunked-prefill-size 8192",
+            "--prefill-chunk is 8192, more than --max-num-batched-tokens 2048, which a step",
+        ),
         ("--block-size 0", "--page-size is 0, expected an integer of at least 1"),
         ("--config", "Option '--config' requires an argument"),
         ("--model-path", "--model-path without a value has no counterpart here; give --model"),

@@ -240,7 +240,7 @@ class FakeExecutor:
     def expert_counts(self):
         return None
 
-    def warm_up(self, progress=None) -> None:
+    def warm_up(self, progress=None, lazily=False) -> None:
         for done in range(1, 4):
             if progress:
                 progress(done, 3, f"bucket {done}")

@@ -92,7 +92,7 @@ class Told:
     def expert_counts(self):
         self.events.append(("read record",))
 
-    def warm_up(self, progress=None):
+    def warm_up(self, progress=None, lazily=False):
         progress and progress(0, 1, "a shape")
         self.events.append(("warm up",))
 

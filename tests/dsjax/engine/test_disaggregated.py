@@ -153,6 +153,8 @@ def test_each_side_has_its_own_mesh_and_sizes_and_decode_alone_the_tiers():
     of_whom = [{name: getattr(side(args), name) for name in own} for side in (prefill_args, decode_args)]
     assert of_whom == [own, {name: getattr(both, name) for name in own}]
     assert {name: getattr(prefill_args(both), name) for name in own} == of_whom[1], "as the others' by default"
+    small = replace(both, max_num_seqs=8, prefill_config={"max_num_batched_tokens": 128})
+    assert (prefill_args(small).chunk_tokens, decode_args(small).chunk_tokens) == (128, 256), "no longer than a step"
     balanced = {"enable_eplb": True, "eplb_config": {"num_redundant_experts": 8, "payback": 2}}
     moving = replace(args, redundant_experts=0, **balanced)
     assert (prefill_args(moving).num_redundant, decode_args(moving).num_redundant) == (0, 8)

@@ -333,6 +333,27 @@ def test_after_warming_up_nothing_more_is_compiled(checkpoint, monkeypatch):
         warm.shutdown()
 
 
+def test_a_lazy_warm_up_compiles_what_one_request_needs_and_the_rest_while_commands_run(checkpoint):
+    with load(checkpoint) as lazy:
+        executor = lazy.executor
+        executor.buckets = Buckets((1, 4), (Rectangle(1, 16), Rectangle(2, 8)), False, (Rectangle(1, 8),))
+        rest, wanted = lazy.parts.warm_up(lazily=True), set(executor.programs.labels(executor.buckets))
+        first = executor.programs.compiled
+        assert first < wanted
+        lazy.generate(prompt(5), greedy(3))
+        lazy.generate(prompt(20), SamplingParams(max_tokens=3, logprobs=2))
+        assert executor.programs.compiled == first
+        several = lazy.generate([prompt(5), prompt(6), prompt(7)], greedy(4))  # on each rank more than one
+        assert first < executor.programs.compiled < wanted
+        assert executor.counts().compilations_after_warm_up == 0, "they were awaited"
+        rest(lambda: None)
+        assert executor.programs.compiled == wanted
+        assert tokens_of(lazy.generate([prompt(5), prompt(6), prompt(7)], greedy(4))) == tokens_of(several)
+        executor.programs.drop()
+        rest(lambda: None)
+        assert not executor.programs.compiled, "of a mesh that was left nothing more is compiled"
+
+
 def test_chat_continues_the_rendered_conversation(llm, monkeypatch):
     template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{{ '!' if add_generation_prompt else thinking }}"
 

@@ -205,6 +205,18 @@ def test_columns_and_branches_of_a_product_have_the_bits_of_the_whole(kernels, N
         np.testing.assert_array_equal(add_as_tree(jnp.stack(branches)).reshape(N, 96), whole)
 
 
+@pytest.mark.parametrize("N", [3, 40])
+def test_each_group_of_a_matrix_multiplies_values_of_its_own(kernels, N):
+    rng = np.random.default_rng(3)
+    weight, rows = (rng.normal(0, 1, shape).astype(np.float32) for shape in ((1, 24, 5, 37), (N, 5, 24)))
+    rows[1] = 0  # padding
+    dense = jax.jit(functools.partial(kernels.native.dense, grouped=True))
+    found = np.asarray(dense(weight, None, jnp.int32(0), rows))
+    for group in range(5):
+        alone = kernels.native.dense(weight[:, :, group], None, jnp.int32(0), rows[:, group])
+        np.testing.assert_array_equal(found[:, group], alone)
+
+
 @pytest.mark.parametrize("width", [1, 16, 37, 256])
 def test_norms_are_those_of_the_plain_form_and_each_row_is_by_itself(kernels, width):
     rng = np.random.default_rng(width)
@@ -275,6 +287,32 @@ def test_a_token_alone_has_the_bits_of_it_behind_others(kernels, stored, H):
     np.testing.assert_array_equal(
         attention_of(kernels, alone, "absorbed")[:, 0], attention_of(kernels, case, "absorbed")[:, 5]
     )
+
+
+@pytest.mark.parametrize(("H", "chooses", "threads"), [(50, False, 3), (3, True, 1)])
+def test_attention_of_one_key_value_head_is_a_softmax_with_a_sink_a_window_and_entries(kernels, H, chooses, threads):
+    rng, M, G, E, span, Pw = np.random.default_rng(8), 37, 8, 4, 10, 3
+    window, entries, query = (
+        rng.normal(0, 1, shape).astype(np.float32) for shape in ((2, 7, G, M), (2, 7, E, M), (2, 3, H, M))
+    )
+    sink, filled = rng.normal(0, 2, H).astype(np.float32), rng.random((7, G)) < 0.7
+    positions, count = np.array([[20, 21, 22], [3, -1, -1]]), np.array([[9, 8, 10], [1, 0, 0]])
+    ring, tables = np.array([[4, 1, 6], [2, 0, 5]]), np.array([[6, 0, 2], [3, 1, 4]])
+    chosen = np.array([[np.sort(rng.permutation(12)[:10]) for _ in range(3)] for _ in range(2)], np.int32)
+    attend = with_threads(kernels, threads).native.compressed_attention
+    found = jax.jit(functools.partial(attend, span=span, scale=0.2))(
+        query, sink, window, entries, (jnp.int32(1), jnp.int32(0)), positions, ring, tables, filled, chosen if chooses else None, count
+    )  # fmt: skip
+    for row, c in np.ndindex(2, 3):
+        at, expected = positions[row, c], np.zeros((H, M))
+        if at >= 0:
+            slots = [(ring[row, p // G % Pw], p % G, p) for p in range(max(at - span + 1, 0), at + 1)]
+            context = [window[1, page, slot] for page, slot, p in slots if filled[page, slot] or p == at]
+            seen = chosen[row, c] if chooses else range(12)
+            context += [entries[0, tables[row, entry // E], entry % E] for entry in seen[: count[row, c]]]
+            weights = np.exp(0.2 * query[row, c].astype(float) @ np.array(context, float).T)
+            expected = weights @ np.array(context, float) / (np.exp(sink)[:, None] + weights.sum(axis=1, keepdims=True))
+        np.testing.assert_allclose(found[row, c], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_of_no_queries_reads_nothing(kernels):

@@ -242,7 +242,7 @@ def test_pallas_is_for_gpus_and_says_so_elsewhere():
     assert not on_gpu.pallas.interpret
     assert {operation: on_gpu.name(operation) for operation in OPERATIONS} == {
         "decode attention": "pallas", "prefill attention": "pallas", "experts": "pallas", "other products": "pallas",
-        "index choice": "pallas", "router": "plain",
+        "index choice": "pallas", "hyper-connections": "plain", "router": "plain",
     }  # fmt: skip
     assert "interpreter" in PALLAS.note
     with pytest.raises(UserError, match="--kernels is pallas, but these kernels are for GPUs and TPUs"):

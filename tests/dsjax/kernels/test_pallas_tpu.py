@@ -65,7 +65,15 @@ def test_a_tpu_takes_the_kernels_by_itself_and_says_which_caches_experts_and_key
     assert chosen.pallas == PallasKernels("tpu")
     assert chosen.name("decode attention") == "pallas"
     left = dataclasses.replace(chosen, left_plain=("prefill attention",))
-    assert [left.name(name) for name in OPERATIONS] == ["pallas", "plain", "pallas", "plain", "pallas", "pallas"]
+    assert [left.name(name) for name in OPERATIONS] == [
+        "pallas",
+        "plain",
+        "pallas",
+        "plain",
+        "plain",
+        "pallas",
+        "pallas",
+    ]
     bf16 = np.dtype(ml_dtypes.bfloat16)
     assert tpu_attention.refuses(16, bf16) == "" == tpu_attention.refuses(8, np.dtype(np.float32))
     assert "that 16 divides, and it is 8" in tpu_attention.refuses(8, bf16)

@@ -157,7 +157,7 @@ def test_what_would_be_ignored_or_cannot_be_is_refused(options, message):
     ("words", "message"),
     [
         (["simulate", "--request-rate", "1000", *ONE_LAYOUT], "requests a second, so that queues would grow"),
-        (["simulate", "--request-rate", "4", "--burstiness", "0"], "--burstiness is 0.0, expected more than 0"),
+        (["simulate", "--request-rate", "4", "--burstiness", "0"], "--burstiness is 0.0, expected a number above 0"),
         (
             ["simulate", "--max-concurrency", "4", "--burstiness", "0.5"],
             "--burstiness and --max-concurrency exclude each other",
@@ -245,7 +245,7 @@ def test_a_recipe_is_of_an_engine_whose_limits_are_those_that_were_priced(ask):
     args = engine_of(recipe("demo", question, winner)["services"][0]["command"])
     assert args.max_num_seqs >= winner.batch
     assert args.max_num_batched_tokens >= winner.prefill_tokens + winner.batch
-    assert args.prefill_chunk >= min(winner.prefill_tokens, 300)
+    assert args.chunk_tokens >= min(winner.prefill_tokens, 300)
     assert args.max_model_len >= 340
 
 
@@ -268,7 +268,7 @@ def test_a_separated_plan_that_a_host_has_room_for_is_one_process_with_the_sizes
     assert decode.max_num_batched_tokens >= winner.batch
     assert prefill.max_num_seqs * 300 >= winner.prefill_tokens > decode.max_num_seqs != prefill.max_num_seqs
     assert prefill.max_num_batched_tokens >= winner.prefill_tokens
-    assert prefill.prefill_chunk >= min(winner.prefill_tokens, 300)
+    assert prefill.chunk_tokens >= min(winner.prefill_tokens, 300)
     assert min(decode.max_model_len, prefill.max_model_len) >= 340
 
 

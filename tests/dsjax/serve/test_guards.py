@@ -219,7 +219,7 @@ def test_completions_that_cannot_be_count_among_none_that_wait(start_server, mon
 
 def test_it_listens_while_it_warms_up(start_server):
     may_end = threading.Event()
-    server = start_server(warm_up=lambda check: may_end.wait(60))
+    server = start_server(warm_up=lambda check: may_end.wait(60) and None)
     assert server.get("/health").status_code == 200
     assert server.get("/version").status_code == 200
     assert server.get("/server_info").json()["phase"] == "warming up"
@@ -230,6 +230,23 @@ def test_it_listens_while_it_warms_up(start_server):
     wait_until(lambda: server.get("/ready").status_code == 200)
     assert server.post(COMPLETIONS, {**LONG, "max_tokens": 1}).status_code == 200
     assert server.get("/server_info").json()["phase"] == "ready"
+
+
+def test_it_serves_while_the_rest_is_compiled_and_ends_without_all_of_it(start_server):
+    compiling = threading.Event()
+
+    def rest(check_going_on):
+        while True:
+            check_going_on()
+            compiling.set()
+            time.sleep(0.01)
+
+    server = start_server(warm_up=lambda check: rest)
+    assert compiling.wait(60)
+    wait_until(lambda: server.get("/ready").status_code == 200)
+    assert server.post(COMPLETIONS, {**LONG, "max_tokens": 1}).status_code == 200
+    server.signal()
+    assert server.join() == 0
 
 
 def test_it_listens_while_it_drains_and_admits_nothing(start_server):

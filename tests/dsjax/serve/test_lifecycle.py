@@ -121,7 +121,7 @@ def test_an_address_in_use_is_known_before_anything_is_loaded():
 
 def test_a_server_that_cannot_begin_to_serve_ends_with_the_reason_instead_of_listening_for_ever(monkeypatch):
     warmed = threading.Event()
-    server = LiveServer(warm_up=lambda check: warmed.wait(60))
+    server = LiveServer(warm_up=lambda check: warmed.wait(60) and None)
     monkeypatch.setattr(server.engine, "start", Mock(side_effect=RuntimeError("can't start new thread")))
     warmed.set()
     server.join()

@@ -32,7 +32,7 @@ from dsjax.serve.command import serve_model
 from dsjax.serve.logs import configure_logging
 
 class SlowToCompile(FakeExecutor):
-    def warm_up(self, progress):
+    def warm_up(self, progress, lazily):
         for done in range(500):
             progress(done, 500, f"shape {done}")
             print("shape", done, flush=True)

@@ -99,6 +99,8 @@ def test_a_field_can_be_changed_to_what_it_could_be_made_with_and_to_nothing_els
 def test_a_clone_is_changed_by_itself():
     params = SamplingParams(logit_bias={5: 1.0}, structured_outputs={"regex": "a"})
     assert params.structured_outputs == StructuredOutputs(regex="a")
+    with pytest.raises(SamplingError, match="found the unknown field yaml; the fields are json, "):
+        SamplingParams(structured_outputs={"yaml": "a"})
     clone = params.clone()
     assert clone == params
     clone.logit_bias[6], clone.n = 2.0, 2

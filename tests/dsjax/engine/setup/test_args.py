@@ -23,6 +23,10 @@ SEVERAL = SIDES | {"afd_role": "expert", "afd_address": "10.0.0.1:7000, 10.0.0.2
         ({"gpu_memory_utilization": 90}, "--gpu-memory-utilization is 90, expected a number above 0"),
         ({"page_size": 0}, "--page-size is 0, expected an integer of at least 1"),
         ({"max_num_seqs": 600, "max_num_batched_tokens": 512}, "less than --max-num-seqs 600"),
+        (
+            {"prefill_chunk": 300, "max_num_batched_tokens": 256},
+            "--prefill-chunk is 300, more than --max-num-batched-tokens 256",
+        ),
         ({"mla_decode": "ABC"}, "--mla-decode is 'ABC'"),
         ({"router": "hash"}, "--router is 'hash', expected a class"),
         ({"enable_prefix_caching": "no"}, "--enable-prefix-caching is 'no', expected True or False"),
@@ -56,11 +60,16 @@ def test_the_scheduler_uses_all_the_room_of_the_runner():
     assert (config.max_num_batched_tokens, config.policy, config.prefix_caching) == (99, "priority", False)
 
 
-@pytest.mark.parametrize("command", [["generate", "--prompt", "a"], ["dryrun"]], ids=lambda command: command[0])
-def test_a_command_that_is_no_side_of_two_refuses_to_be_one(command):
-    result = CliRunner().invoke(app, [*command, "--disaggregation-mode", "decode"])
+def test_a_command_that_is_no_side_of_two_refuses_to_be_one():
+    result = CliRunner().invoke(app, ["generate", "--prompt", "a", "--disaggregation-mode", "decode"])
     assert "--disaggregation-mode decode" in str(result.exception)
     assert isinstance(result.exception, UserError)
+
+
+@pytest.mark.parametrize("option", ["--disaggregation-mode", "--scheduling-policy", "--num-processes", "--afd-role"])
+def test_a_dry_run_has_no_options_of_a_host(option):
+    result = CliRunner().invoke(app, ["dryrun", option, "decode"])
+    assert (result.exit_code, f"No such option: {option}" in result.output) == (2, True)
 
 
 @pytest.mark.parametrize(

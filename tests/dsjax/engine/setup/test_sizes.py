@@ -8,7 +8,8 @@ from layouts import TINY
 from sliding_attention import slides
 from tiny_steps import limits_of, step_of, tiny
 
-from dsjax.config import ModelConfig
+from dsjax.checkpoint.hub import resolve_config
+from dsjax.config import ModelConfig, load_config
 from dsjax.engine.device import cache as device_cache
 from dsjax.engine.device.buckets import Buckets
 from dsjax.engine.device.cache import Pool
@@ -93,6 +94,13 @@ def test_the_cache_has_the_pages_that_were_asked_for_and_one_that_is_never_used(
     assert not limits.moves_pages
     args, layout = laid_out(max_num_seqs=3, max_model_len=40)
     assert layout.limits(args, ProgramLibrary(), {}, None).pages_per_rank == 1 + 3 * 10
+
+
+def test_tokens_of_the_cache_are_whole_pages_of_the_model():
+    with pytest.raises(UserError, match=r"pages of 4 tokens .*; give 44"):
+        laid_out(cache_tokens=42)
+    assert EngineArgs().page_size_of(load_config(resolve_config("demo"))) == 16
+    assert EngineArgs().page_size_of(load_config(resolve_config("deepseek-v4-flash"))) == 128
 
 
 def test_window_pages_are_what_requests_may_hold_and_a_fifth_of_the_bytes(tmp_path):

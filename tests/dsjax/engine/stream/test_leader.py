@@ -70,7 +70,7 @@ def test_emulated_devices_are_waited_for_until_nothing_more_is_under_way():
 
 def test_a_warm_up_that_fails_elsewhere_is_raised_by_the_leader():
     pair = Pair()
-    pair.told.warm_up = lambda progress=None: (_ for _ in ()).throw(RuntimeError("no compiler"))
+    pair.told.warm_up = lambda *_: (_ for _ in ()).throw(RuntimeError("no compiler"))
     with pytest.raises(GroupError, match=r"process 1 \(.*\): RuntimeError: no compiler"):
         pair.leader.warm_up()
     pair.join()

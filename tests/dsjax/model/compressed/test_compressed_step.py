@@ -128,3 +128,13 @@ def test_a_mesh_that_cuts_a_group_of_the_output_projection_is_refused():
     spec = MeshSpec.parse("tp=8")
     with pytest.raises(UserError, match="tp=8 does not divide the 4 groups"):
         make_step(EngineArgs(mesh="tp=8", page_size=T), CONFIG, spec, spec.build())
+
+
+def test_with_native_kernels_no_sum_depends_on_mesh_or_batch_and_so_it_is_batch_invariant(kernels):
+    spec = MeshSpec.parse("tp=2")
+    args = {"mesh": "tp=2", "page_size": T, "dtype": "float32", "batch_invariant": True}
+    step = make_step(EngineArgs(**args), CONFIG, spec, spec.build())
+    assert step.is_exact
+    assert not step.forms_by_kind
+    with pytest.raises(UserError, match="--batch-invariant needs the native kernels"):
+        make_step(EngineArgs(**args, kernels="plain"), CONFIG, spec, spec.build())

@@ -14,6 +14,7 @@ from v4_models import v4_config, v4_tensors
 
 from dsjax.checkpoint.load import from_hf_tensors
 from dsjax.config import ModelConfig
+from dsjax.kernels.table import PLAIN
 from dsjax.model.compressed.family import Compressed
 from dsjax.model.compressed.rotations import Rotations
 from dsjax.model.forms import FORMS
@@ -27,6 +28,12 @@ from sharding.rules import Rules
 T, LENGTH, CONTEXT = 128, 300, 3  # tokens of a page, of the prompt, and pages of its context
 WIDE = {"rates": (4, 128), "sliding_window": 128, "head_dim": 32, "hidden_size": 32, "index_head_dim": 16}
 KINDS = {"window": 0, "csa": 1, "hca": 2}
+
+
+@pytest.fixture(params=["plain", "native"])
+def backend(request):
+    """The kernels that attend."""
+    return PLAIN if request.param == "plain" else request.getfixturevalue("kernels")
 
 
 @functools.cache
@@ -56,11 +63,11 @@ def weights_of(table, params, kind):
 
 
 @functools.cache
-def programs(kind, requests, chunk, drafts, mesh, topk):
+def programs(kind, requests, chunk, drafts, mesh, topk, kernels):
     """Of all layers of these sizes: attention to the cache, without and with writing first; compiled once for each."""
     config, table, _ = model(topk)
     spec = MeshSpec.parse(mesh)
-    family = Compressed(spec.build(), Rules.for_mesh(spec), config, np.dtype(np.float32), drafts)
+    family = Compressed(spec.build(), Rules.for_mesh(spec), config, np.dtype(np.float32), drafts, kernels)
     layer, windows = jnp.int32(KINDS[kind]), (LENGTH + 253) // T + 1
     shape = GroupShape(requests, chunk, CONTEXT, FORMS["A_CC_ME"], windows)
 
@@ -82,13 +89,13 @@ def programs(kind, requests, chunk, drafts, mesh, topk):
 class Layer:
     """One layer of a tiny model with its cache on a mesh, whose rows are requests with pages of their own."""
 
-    def __init__(self, kind, requests=1, *, drafts=0, mesh="dp=1", topk=16):
+    def __init__(self, kind, requests=1, *, drafts=0, mesh="dp=1", topk=16, kernels=PLAIN):
         self.config, self.table, params = model(topk)
         spec = MeshSpec.parse(mesh)
         self.mesh, self.rules, self.kind = spec.build(), Rules.for_mesh(spec), kind
         family = Compressed(self.mesh, self.rules, self.config, np.dtype(np.float32), drafts)
         self.groups, self.layer = family.groups(range(3), T), KINDS[kind]
-        self.sizes = drafts, mesh, topk
+        self.sizes = drafts, mesh, topk, kernels
         self.ranks, self.requests, self.windows = spec.dp_size, requests, (LENGTH + 253) // T + 1
         infos = self.table.infos
         self.params = {
@@ -147,15 +154,15 @@ class Layer:
 
 
 @functools.cache
-def whole(kind, topk=16):
+def whole(kind, topk=16, kernels=PLAIN):
     """A layer after one prompt of all tokens, its outputs and what it attended with."""
-    layer, p = Layer(kind, topk=topk), projected(kind, topk=topk)
+    layer, p = Layer(kind, topk=topk, kernels=kernels), projected(kind, topk=topk)
     return layer, layer.feed(p, [0], [LENGTH])[0, 0], p
 
 
 @pytest.mark.parametrize(("kind", "topk"), [("window", 16), ("csa", 16), ("csa", 96), ("hca", 16)])
-def test_a_prompt_gives_what_the_plain_form_gives(kind, topk):
-    layer, out, p = whole(kind, topk)
+def test_a_prompt_gives_what_the_plain_form_gives(kind, topk, backend):
+    layer, out, p = whole(kind, topk, backend)
     plain = jax.jit(lambda params, p: weights_of(layer.table, params, kind).attend(p))
     expected = np.asarray(plain(layer.params, p))[0]
     assert np.abs(out - expected).max() <= 1e-5 * np.abs(expected).max()
@@ -163,11 +170,11 @@ def test_a_prompt_gives_what_the_plain_form_gives(kind, topk):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_that_is_cut_at_any_place_of_a_window_and_goes_on_token_by_token_gives_the_same_bits(kind):
+def test_a_prompt_that_is_cut_at_any_place_of_a_window_and_goes_on_token_by_token_gives_the_same_bits(kind, backend):
     # At every place of a window of 128, and so of 4, and about the end of a page.
     cuts = np.arange(1, 130)
-    reference, expected, p = whole(kind)
-    layer = Layer(kind, len(cuts))
+    reference, expected, p = whole(kind, kernels=backend)
+    layer = Layer(kind, len(cuts), kernels=backend)
     out = np.zeros((len(cuts), *expected.shape), np.float32)
     first = layer.feed(p, np.zeros(len(cuts), int), cuts, int(cuts.max()))
     for row, cut in enumerate(cuts):
@@ -185,9 +192,9 @@ def test_a_prompt_that_is_cut_at_any_place_of_a_window_and_goes_on_token_by_toke
 
 
 @pytest.mark.parametrize("kind", ["csa", "hca"])
-def test_chunks_that_cross_pages_give_the_same_bits(kind):
-    reference, expected, p = whole(kind)
-    layer, start = Layer(kind), 0
+def test_chunks_that_cross_pages_give_the_same_bits(kind, backend):
+    reference, expected, p = whole(kind, kernels=backend)
+    layer, start = Layer(kind, kernels=backend), 0
     for size in (5, 150, 1, 130, 14):
         found = layer.feed(p, [start], [size])
         np.testing.assert_array_equal(found[0, 0, :size], expected[start : start + size])
@@ -197,9 +204,9 @@ def test_chunks_that_cross_pages_give_the_same_bits(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rejected_drafts_leave_the_bits_of_no_drafts(kind):
-    _, expected, p = whole(kind)
-    layer, wrong = Layer(kind, drafts=3), projected(kind, seed=1)
+def test_rejected_drafts_leave_the_bits_of_no_drafts(kind, backend):
+    _, expected, p = whole(kind, kernels=backend)
+    layer, wrong = Layer(kind, drafts=3, kernels=backend), projected(kind, seed=1)
     layer.feed(p, [0], [120])
     # At 120 a token and three drafts, of which one is right; then from 122 on the right ones, over the states of the wrong.
     mixed = jax.tree.map(lambda right, other: jnp.concatenate([right[:, :122], other[:, 122:]], axis=1), p, wrong)
@@ -210,18 +217,18 @@ def test_rejected_drafts_leave_the_bits_of_no_drafts(kind):
         np.testing.assert_array_equal(found[0, 0], expected[start : start + 4])
 
 
-def test_a_choice_of_everything_has_the_bits_of_reading_in_order():
+def test_a_choice_of_everything_has_the_bits_of_reading_in_order(backend):
     # 75 entries are seen at most; a table of 96 is read in order with 96, and by choice with 95.
-    _, in_order, _ = whole("csa", 96)
-    _, chosen, _ = whole("csa", 95)
+    _, in_order, _ = whole("csa", 96, backend)
+    _, chosen, _ = whole("csa", 95, backend)
     np.testing.assert_array_equal(chosen, in_order)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mesh"), [("window", "tp=4"), ("csa", "dp=2,tp=4"), ("hca", "dp=2")])
-def test_every_mesh_gives_the_same_bits(kind, mesh):
-    _, expected, p = whole(kind)
-    layer = Layer(kind, mesh=mesh)
+def test_every_mesh_gives_the_same_bits(kind, mesh, backend):
+    _, expected, p = whole(kind, kernels=backend)
+    layer = Layer(kind, mesh=mesh, kernels=backend)
     found = layer.feed(jax.tree.map(np.asarray, p), [0], [LENGTH])
     for rank in found:
         np.testing.assert_array_equal(rank[0], expected)
@@ -234,8 +241,8 @@ def without_sinks(kind, **options):
     return layer
 
 
-def test_a_window_has_128_tokens_with_the_query_itself():
-    layer, p = without_sinks("window"), projected("window")
+def test_a_window_has_128_tokens_with_the_query_itself(backend):
+    layer, p = without_sinks("window", kernels=backend), projected("window")
     p = dataclasses.replace(p, query=jnp.zeros_like(p.query), entry=jnp.ones_like(p.entry))
     out = layer.feed(p, [0], [LENGTH])[0, 0]
     for position, tokens in {0: 1, 126: 127, 127: 128, 128: 128, 260: 128}.items():
@@ -247,8 +254,8 @@ def test_a_window_has_128_tokens_with_the_query_itself():
     ("kind", "counts"),
     [("csa", {0: 0, 2: 0, 3: 1, 5: 1, 6: 1, 7: 2, 8: 2}), ("hca", {126: 0, 127: 1, 254: 1, 255: 2})],
 )
-def test_a_query_sees_the_entries_of_windows_that_are_full(kind, counts):
-    layer, p = without_sinks(kind, topk=96), projected(kind, topk=96)
+def test_a_query_sees_the_entries_of_windows_that_are_full(kind, counts, backend):
+    layer, p = without_sinks(kind, topk=96, kernels=backend), projected(kind, topk=96)
     p = dataclasses.replace(p, query=jnp.zeros_like(p.query), entry=jnp.zeros_like(p.entry))
     layer.feed(p, [0], [LENGTH])
     name = {"csa": "c4", "hca": "c128"}[kind]

@@ -1,0 +1,46 @@
+"""The trained DeepSeek-V4, served: one device's text on other meshes, and with drafts, of which many are accepted."""
+
+import dataclasses
+
+import pytest
+
+from dsjax import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PROMPTS = ["def main(", "import os\nimport sys\n\n\nclass Queue:\n", "# " + "value = 1\n" * 40]
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "prefill_chunk": 64, "max_model_len": 256, "dtype": "float32"}
+
+pytestmark = pytest.mark.slow
+
+
+def texts(llm: LLM) -> list[list[int]]:
+    llm.executor.buckets = dataclasses.replace(llm.executor.buckets, decode=(4,))  # one program of decodes
+    try:
+        return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, GREEDY)]
+    finally:
+        llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return texts(LLM("demo-v4", mesh="dp=1", **SIZES))
+
+
+@pytest.mark.parametrize("mesh", ["dp=8", "tp=4"])
+def test_greedy_text_is_one_devices(mesh, expected):
+    assert texts(LLM("demo-v4", mesh=mesh, **SIZES)) == expected
+
+
+def test_half_of_the_drafts_are_accepted_and_change_nothing(expected, monkeypatch):
+    llm = LLM("demo-v4", mesh="dp=1", speculative_config={"method": "mtp", "num_speculative_tokens": 1}, **SIZES)
+    core, counts = llm.engine.core, []
+    step = core.step
+
+    def watched(*arguments, **keywords):
+        updates = step(*arguments, **keywords)
+        counts.extend([core.stats().drafts] if updates and core.stats().drafts else [])
+        return updates
+
+    monkeypatch.setattr(core, "step", watched)
+    assert texts(llm) == expected
+    assert sum(count.num_accepted_tokens for count in counts) > 0.5 * sum(count.num_draft_tokens for count in counts)
