@@ -11,6 +11,7 @@ import secrets
 import socket as sockets
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -285,6 +286,7 @@ class Link(_Bulk):
         host, port = split_address(address)
         endpoint.credentials.check_host(host)
         self.address, self._has_ended = address, False
+        self._heard: deque[Message] = deque()
         super().__init__(endpoint, zmq.DEALER, host)
         if encrypted or endpoint.credentials.encrypt_bulk:
             connect_with_curve(self._socket, endpoint.credentials.key, role)
@@ -314,16 +316,14 @@ class Link(_Bulk):
         end = None if seconds is None else time.monotonic() + seconds
         with self._in_use():
             while True:
-                try:
-                    header, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                    if not header.bytes and not frames:
-                        continue  # the listener looked whether this side is there
-                    return Message(self.address, header.bytes, [frame.buffer for frame in frames])
-                except zmq.Again:
-                    if self._has_ended:
-                        raise self._lost_error() from None
-                    if self._look():
-                        continue  # it may have sent something before
+                ended = self._has_ended
+                self._read()
+                if self._heard:
+                    return self._heard.popleft()
+                if ended:
+                    raise self._lost_error()
+                if self._look():
+                    continue  # it may have sent something before
                 left = 1.0 if end is None else end - time.monotonic()
                 if left <= 0 or self._poll(min(left, 1.0)):
                     return None
@@ -339,9 +339,18 @@ class Link(_Bulk):
         return False
 
     def _look(self) -> bool:
-        """Find out whether the other side is gone."""
+        """Find out whether the other side is gone. Also empties the socket: a side that only sends is looked for as often as any."""
+        self._read()
         self._has_ended |= zmq.EVENT_DISCONNECTED in self._events()
         return self._has_ended
+
+    def _read(self) -> None:
+        """Take what has come."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                header, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                if header.bytes or frames:  # else the listener looked whether this side is there
+                    self._heard.append(Message(self.address, header.bytes, [frame.buffer for frame in frames]))
 
     def _lost_error(self) -> PeerLostError:
         return PeerLostError(f"the link to {self.address} has ended")

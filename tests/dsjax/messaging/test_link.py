@@ -152,3 +152,15 @@ def test_a_listener_that_nobody_waits_at_keeps_nothing_of_strangers(listener):
     while listener._monitor.poll(0):
         assert time.monotonic() < deadline, "events of each stranger wait in memory"
         time.sleep(0.1)
+
+
+def test_a_link_that_only_sends_keeps_nothing_of_what_its_listener_looks_for(listener, link):
+    link.send(b"there")
+    assert listener.receive(SECONDS).header == b"there"
+    for _ in range(5):
+        socket.create_connection(split_address(listener.address), SECONDS).close()
+        listener.receive(0.5)
+    deadline = time.monotonic() + SECONDS
+    while link._socket.poll(0):
+        assert time.monotonic() < deadline, "an empty message for each look waits in memory"
+        time.sleep(0.1)
