@@ -8,6 +8,8 @@ import errno
 import logging
 import socket
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -564,3 +566,33 @@ def test_a_thread_that_does_not_restart_releases_who_waits_and_ends(caplog):
 def test_an_interrupt_is_not_contained():
     with pytest.raises(KeyboardInterrupt), contained("messaging"):
         raise KeyboardInterrupt
+
+
+def test_only_the_first_failure_of_a_work_has_its_traceback(monkeypatch, caplog):
+    monkeypatch.setattr(background, "_counts", Counter())
+    for _ in range(2):
+        with contained("leave"):
+            raise BROKEN
+    assert [record.exc_info is not None for record in caplog.records] == [True, False]
+
+
+def test_a_queue_that_is_closed_does_all_its_tasks_and_ends_each_of_its_threads():
+    work, done = WorkQueue("chunk pull", "pulls to their end", threads=3), []
+    for number in range(9):
+        work.put(partial(done.append, number))
+    work.start()
+    assert work.close(20)
+    assert sorted(done) == list(range(9))
+    assert "pulls to their end" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_queue_whose_tasks_go_on_says_so_after_one_wait_for_all_its_threads():
+    work, go_on = WorkQueue("chunk pull", "long pulls", threads=8), threading.Event()
+    work.start()
+    for _ in range(8):
+        work.put(go_on.wait)
+    began = time.monotonic()
+    assert not work.close(0.5)
+    assert time.monotonic() - began < 3
+    go_on.set()
+    assert work.close(20)

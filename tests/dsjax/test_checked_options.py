@@ -1,11 +1,12 @@
 """`dsjax/options.py`: options are checked against their types, choices and bounds where a dataclass of them is made."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from dsjax.options import Checked, OptionError, option
+from dsjax.options import Checked, OptionError, check_place, option
 
 
 @dataclass(frozen=True)
@@ -47,3 +48,13 @@ def test_a_value_of_another_type_or_beyond_its_bounds_is_named_with_what_was_exp
 
 def test_whole_numbers_are_numbers_a_class_may_stand_for_a_choice_and_json_is_read_elsewhere():
     Oven(on=True, trays=20_000, heat=180, mode=Oven, maker=Oven, recipe="a.md", extra={"a": 1})
+
+
+def test_a_file_is_refused_where_it_may_not_be_written_though_its_folder_may(tmp_path, monkeypatch):
+    there = tmp_path / "there.json"
+    there.touch()
+    check_place("--json", str(there))
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != there)  # tests may run as root
+    with pytest.raises(OptionError, match=r"--json is .*there.json', where no file can be written"):
+        check_place("--json", str(there))
+    check_place("--json", str(tmp_path / "new.json"))

@@ -333,7 +333,7 @@ def test_after_warming_up_nothing_more_is_compiled(checkpoint, monkeypatch):
         warm.shutdown()
 
 
-def test_a_lazy_warm_up_compiles_what_one_request_needs_and_the_rest_while_commands_run(checkpoint):
+def test_a_lazy_warm_up_compiles_what_one_request_needs_and_the_rest_while_commands_run(checkpoint, monkeypatch):
     with load(checkpoint) as lazy:
         executor = lazy.executor
         executor.buckets = Buckets((1, 4), (Rectangle(1, 16), Rectangle(2, 8)), False, (Rectangle(1, 8),))
@@ -346,12 +346,21 @@ def test_a_lazy_warm_up_compiles_what_one_request_needs_and_the_rest_while_comma
         several = lazy.generate([prompt(5), prompt(6), prompt(7)], greedy(4))  # on each rank more than one
         assert first < executor.programs.compiled < wanted
         assert executor.counts().compilations_after_warm_up == 0, "they were awaited"
+        before = executor.programs.compiled
+        with pytest.raises(ZeroDivisionError):
+            rest(lambda: 1 / 0)
+        assert executor.programs.compiled == before, "who is asked before each program may end it"
         rest(lambda: None)
         assert executor.programs.compiled == wanted
         assert tokens_of(lazy.generate([prompt(5), prompt(6), prompt(7)], greedy(4))) == tokens_of(several)
         executor.programs.drop()
         rest(lambda: None)
         assert not executor.programs.compiled, "of a mesh that was left nothing more is compiled"
+        for name, value in (("shared", True), ("experts", object())):
+            with monkeypatch.context() as patch:
+                patch.setattr(executor.programs, name, value)
+                first = executor.programs.wanted_first(executor.buckets)
+                assert first == executor.programs.labels(executor.buckets), "other processes would wait for the rest"
 
 
 def test_chat_continues_the_rendered_conversation(llm, monkeypatch):

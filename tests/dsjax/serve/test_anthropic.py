@@ -191,6 +191,18 @@ def test_a_last_message_of_the_assistant_is_continued(start):
     assert server.post(URL, asked).json()["content"][0]["text"] == " it is"
 
 
+def test_results_alone_are_no_message_of_the_user_and_an_answer_with_calls_is_not_continued(start):
+    server = start()
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}
+    chat = [HELLO, {"role": "assistant", "content": "One moment.", "tool_calls": [call]}]
+    chat += [{"role": "tool", "tool_call_id": "a", "content": "19 °C"}]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "One moment."}, USE]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "19 °C"}]}
+    for told, messages in ((chat[:2], [HELLO, answer]), (chat, [HELLO, answer, result])):
+        tokens = server.post("/tokenize", {"messages": told}).json()["count"]
+        assert server.post(COUNT, {"model": "tiny", "messages": messages}).json() == {"input_tokens": tokens}
+
+
 def test_an_output_format_binds(start):
     config = {"format": {"type": "json_schema", "schema": {"type": "integer"}}, "effort": "high"}
     answer = start("7").post(URL, {**BODY, "output_config": config, "thinking": {"type": "disabled"}})

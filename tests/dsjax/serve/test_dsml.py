@@ -124,6 +124,9 @@ def test_each_turn_of_a_conversation_with_tools_is_read_from_deepseek_s_prompt_a
             [("f", '{"a": "1"}'), ("g", "{}")],
         ),
         (f'<{DSML}invoke name="f">\n<{DSML}invoke name="g">\n{END}', None, [("f", "{}"), ("g", "{}")]),
+        (f'<{DSML}invoke name="f">{parameter("a", "1")[:-18]}{END}y', "y", [("f", '{"a": "1"}')]),
+        (f'<{DSML}invoke name="f"/>', None, [("f", "{}")]),
+        (invoke("f", parameter("a", "1"), '{"b": 2}'), None, [("f", '{"a": "1"}')]),
     ],
 )
 def test_models_do_not_always_write_what_they_should(text, content, calls):

@@ -1,5 +1,6 @@
 """The engine finds the fastest number of drafts, on machines whose step times a test gives. `schedule/draft_choice.py`."""
 
+import itertools
 import random
 from types import SimpleNamespace
 
@@ -123,4 +124,27 @@ def test_steps_with_prompts_measure_nothing_and_another_mesh_begins_anew():
     machine.run(500, prompts=1)
     assert machine.choice.choose() == 0
     machine.choice.start(None, SimpleNamespace(num_batches=2))
+    assert machine.choice.choose() == MOST
+
+
+def test_what_steps_took_long_ago_does_not_count():
+    machine = Machine(lambda drafts, rows: 1 + 0.05 * drafts, 0.8).run(1000)
+    machine.seconds = lambda drafts, rows: 1 + 9 * drafts
+    assert machine.run(20).chosen[-4:] == [0] * 4
+
+
+def test_trials_have_a_pause_between_them_and_take_turns():
+    machine = Machine(lambda drafts, rows: (1, 1.1, 1.6, 2.1)[drafts], 0.7, noise=0).run(5000)
+    begins = [step for step in range(100, 5000) if machine.chosen[step] != 1 == machine.chosen[step - 1]]
+    assert min(after - before for before, after in itertools.pairwise(begins)) >= BETWEEN
+    assert {machine.chosen[step] for step in begins} == {0, MOST}
+
+
+def test_a_step_behind_one_with_another_number_measures_nothing():
+    machine = Machine(lambda drafts, rows: 1 + (0.05 if rows < 16 else 3) * drafts, 0.8)
+    machine.run(300, rows=1).run(300, rows=16)
+    machine.seconds = lambda drafts, rows: 1 + 9 * drafts
+    for _ in range(20):  # with most drafts and with none by turns
+        machine.run(1, rows=1).run(1, rows=16)
+    machine.scheduler.ranks[0].running = [None]
     assert machine.choice.choose() == MOST

@@ -112,6 +112,14 @@ def test_a_page_that_can_be_loaded_or_is_promised_counts():
     assert pool.usable(names, 5, (), {names[3]}) == 4
 
 
+def test_a_window_page_that_comes_with_pages_belongs_to_the_border_behind_the_last():
+    pool, one = PagePool(50, G, num_windows=50), request("a", 5 * G)
+    names = extend_hashes(one, G)
+    pool.seal_of(one, 0, pool.allocate(2))
+    pool.seal_of(one, 2, pool.allocate(3) + pool.allocate(1, windows=True))
+    assert (pool.usable(names, 5), pool.usable(names, 4)) == (5, 0)
+
+
 def test_window_pages_are_given_back_behind_confirmed_tokens_alone():
     of = scheduler(drafts=3)
     of.add(one := request("a", 254, 300))
@@ -144,9 +152,14 @@ def test_window_pages_that_are_not_kept_go_first_and_are_found_until_then():
     pool.release(pages)
     assert pool.find([b"b"]) == [pages[1]]
     assert (pool.num_free_windows, pool.num_free) == (4, 1)
-    pool.keep(b"a")  # used again
-    for name in (b"b", b"d", b"c", b"a"):
+    pool.keep(b"c")  # used again
+    for name in (b"b", b"d", b"a", b"c"):
         before = set(pool._page_of)
         pool.allocate(1, windows=True)
         assert before - set(pool._page_of) == {name}
-    assert evicted == [b"c", b"a"], "what is not kept goes to no tier"
+    assert evicted == [b"a", b"c"], "what is not kept goes to no tier"
+    for page in pages:
+        pool.seal(page, bytes([page]))
+    pool.release(pages)
+    pool.allocate(4, windows=True)
+    assert evicted == [b"a", b"c"], "a page is kept as long as it has its name"

@@ -52,5 +52,8 @@ def test_the_fold_is_the_softmax_of_each_window_wherever_it_is_cut(series):
 
 def test_gates_of_any_size_neither_overflow_nor_vanish():
     gates = jnp.asarray([[[300.0]], [[-300.0]], [[300.0]], [[-jnp.inf]]])
-    means, _ = folded(gates, jnp.asarray([[[1.0]], [[5.0]], [[3.0]], [[9.0]]]), 4)
+    values = jnp.asarray([[[1.0]], [[5.0]], [[3.0]], [[9.0]]])
+    means, _ = folded(gates, values, 4)
     assert means.ravel().tolist() == [2.0]
+    means, _ = folded(jnp.minimum(gates, -300), values, 4)
+    assert means.ravel().tolist() == [3.0]
