@@ -340,6 +340,7 @@ def test_a_lazy_warm_up_compiles_what_one_request_needs_and_the_rest_while_comma
         rest, wanted = lazy.parts.warm_up(lazily=True), set(executor.programs.labels(executor.buckets))
         first = executor.programs.compiled
         assert first < wanted
+        assert ("step", True) not in [(key[0], key[-1]) for key in first], "prompt scores are seldom asked for"
         lazy.generate(prompt(5), greedy(3))
         lazy.generate(prompt(20), SamplingParams(max_tokens=3, logprobs=2))
         assert executor.programs.compiled == first

@@ -203,6 +203,14 @@ def test_chunks_that_cross_pages_give_the_same_bits(kind, backend):
         np.testing.assert_array_equal(array, reference.own(0)[name], err_msg=name)
 
 
+@pytest.mark.parametrize("kind", ["csa", "hca"])
+def test_a_prompt_on_pages_that_another_has_had_has_the_same_bits(kind, backend):
+    _, expected, p = whole(kind, kernels=backend)
+    layer = Layer(kind, kernels=backend)
+    layer.feed(projected(kind, seed=1), [0], [LENGTH])
+    np.testing.assert_array_equal(layer.feed(p, [0], [LENGTH])[0, 0], expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_rejected_drafts_leave_the_bits_of_no_drafts(kind, backend):
     _, expected, p = whole(kind, kernels=backend)
