@@ -28,6 +28,7 @@ from sharding.rules import Rules
 T, LENGTH, CONTEXT = 128, 300, 3  # tokens of a page, of the prompt, and pages of its context
 WIDE = {"rates": (4, 128), "sliding_window": 128, "head_dim": 32, "hidden_size": 32, "index_head_dim": 16}
 KINDS = {"window": 0, "csa": 1, "hca": 2}
+WINDOWS = (LENGTH + 253) // T + 1  # pages of a row's ring, which no row goes around
 
 
 @pytest.fixture(params=["plain", "native"])
@@ -63,12 +64,12 @@ def weights_of(table, params, kind):
 
 
 @functools.cache
-def programs(kind, requests, chunk, drafts, mesh, topk, kernels):
+def programs(kind, requests, chunk, drafts, mesh, topk, kernels, windows):
     """Of all layers of these sizes: attention to the cache, without and with writing first; compiled once for each."""
     config, table, _ = model(topk)
     spec = MeshSpec.parse(mesh)
     family = Compressed(spec.build(), Rules.for_mesh(spec), config, np.dtype(np.float32), drafts, kernels)
-    layer, windows = jnp.int32(KINDS[kind]), (LENGTH + 253) // T + 1
+    layer = jnp.int32(KINDS[kind])
     shape = GroupShape(requests, chunk, CONTEXT, FORMS["A_CC_ME"], windows)
 
     def attend(params, cache, p, group):
@@ -89,14 +90,14 @@ def programs(kind, requests, chunk, drafts, mesh, topk, kernels):
 class Layer:
     """One layer of a tiny model with its cache on a mesh, whose rows are requests with pages of their own."""
 
-    def __init__(self, kind, requests=1, *, drafts=0, mesh="dp=1", topk=16, kernels=PLAIN):
+    def __init__(self, kind, requests=1, *, drafts=0, mesh="dp=1", topk=16, kernels=PLAIN, windows=WINDOWS):
         self.config, self.table, params = model(topk)
         spec = MeshSpec.parse(mesh)
         self.mesh, self.rules, self.kind = spec.build(), Rules.for_mesh(spec), kind
         family = Compressed(self.mesh, self.rules, self.config, np.dtype(np.float32), drafts)
         self.groups, self.layer = family.groups(range(3), T), KINDS[kind]
-        self.sizes = drafts, mesh, topk, kernels
-        self.ranks, self.requests, self.windows = spec.dp_size, requests, (LENGTH + 253) // T + 1
+        self.sizes = drafts, mesh, topk, kernels, windows
+        self.ranks, self.requests, self.windows = spec.dp_size, requests, windows
         infos = self.table.infos
         self.params = {
             p: jax.device_put(v, self.rules.sharding(self.mesh, infos[p].logical_axes, v.shape))
@@ -201,6 +202,16 @@ def test_chunks_that_cross_pages_give_the_same_bits(kind, backend):
         start += size
     for name, array in layer.own(0).items():
         np.testing.assert_array_equal(array, reference.own(0)[name], err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["window", "csa"])
+def test_a_rows_window_pages_are_a_ring(kind, backend):
+    _, expected, p = whole(kind, kernels=backend)
+    layer = Layer(kind, kernels=backend, windows=2)
+    for start in range(0, LENGTH, T):
+        size = min(T, LENGTH - start)
+        found = layer.feed(p, [start], [size], T)
+        np.testing.assert_array_equal(found[0, 0, :size], expected[start : start + size])
 
 
 @pytest.mark.parametrize("kind", ["csa", "hca"])

@@ -13,9 +13,9 @@ from dsjax.model.parameters import Declaration, ParameterTable
 from sharding import MeshSpec
 
 
-def streams(n, *, ends=False, width=37, seed=0, eps=1e-6):
+def streams(n, *, ends=False, width=37, seed=0, **options):
     """A connection of n streams of this width, with random parameters."""
-    config = ModelConfig.from_dict(v4_config("w", hc_mult=n, hidden_size=width, hc_eps=eps))
+    config = ModelConfig.from_dict(v4_config("w", hc_mult=n, hidden_size=width, **options))
     table = ParameterTable.of(Streams(Declaration("f32", "cpu"), config, ends=ends))
     rng = np.random.default_rng(seed)
     return table.bind(
@@ -42,10 +42,10 @@ def tokens(n, count, width=37, seed=1):
     return (rng.normal(0, 2, shape).astype(np.float32) for shape in ((1, count, n, width), (1, count, width)))
 
 
-@pytest.mark.parametrize(("n", "eps"), [(1, 1e-6), (2, 0.1), (4, 1e-6)])
-def test_kernels_give_what_the_plain_form_gives(kernels, n, eps):
+@pytest.mark.parametrize(("n", "options"), [(1, {}), (2, {"hc_eps": 0.1, "hc_sinkhorn_iters": 1}), (4, {})])
+def test_kernels_give_what_the_plain_form_gives(kernels, n, options):
     x, y = tokens(n, 40)
-    plain = streams(n, eps=eps)
+    plain = streams(n, **options)
     for found, expected in zip(through(by_kernels(plain, kernels), x, y), through(plain, x, y), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     end = streams(n, ends=True)
