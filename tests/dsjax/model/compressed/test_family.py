@@ -72,9 +72,9 @@ def programs(kind, requests, chunk, drafts, mesh, topk, kernels, windows):
     layer = jnp.int32(KINDS[kind])
     shape = GroupShape(requests, chunk, CONTEXT, FORMS["A_CC_ME"], windows)
 
-    def attend(params, cache, p, group):
+    def attend(params, cache, p, group, filled=None):
         context, ring = jnp.split(group.tables, [CONTEXT], axis=-1)
-        rows = Rows(group.positions, context, group.length, None, ring)
+        rows = Rows(group.positions, context, group.length, filled, ring)
         return family.attend(weights_of(table, params, kind), FORMS["A_CC_ME"], cache, layer, None, rows, p)
 
     def step(params, cache, p, group):
@@ -123,14 +123,14 @@ class Layer:
         )
         self.tables = np.broadcast_to(tables.astype(np.int32), (self.ranks, *tables.shape))
 
-    def run(self, p, start, length, *, writes=True):
+    def run(self, p, start, length, *, writes=True, filled=None):
         """Write and attend: tokens ``[ranks, requests, C, …]`` of ``p`` from ``start`` on, of which ``length`` are no padding."""
         C = p.entry.shape[2]
         shape, attend, step = programs(self.kind, self.requests, C, *self.sizes)
         start, length = (np.broadcast_to(np.asarray(a, np.int32), (self.ranks, self.requests)) for a in (start, length))
         group = RowGroup(np.zeros((self.ranks, self.requests, C), np.int32), start, length, self.tables, shape)
         if not writes:
-            return np.asarray(attend(self.params, self.cache, p, group))
+            return np.asarray(attend(self.params, self.cache, p, group, filled))
         out, self.cache = step(self.params, self.cache, p, group)
         return np.asarray(out)
 
@@ -266,6 +266,17 @@ def test_a_window_has_128_tokens_with_the_query_itself(backend):
     out = layer.feed(p, [0], [LENGTH])[0, 0]
     for position, tokens in {0: 1, 126: 127, 127: 128, 128: 128, 260: 128}.items():
         # Weights are equal, and the sink has one of them: the unrotated values are n / (n + 1).
+        np.testing.assert_allclose(out[position, :, 0], tokens / (tokens + 1), rtol=1e-6, err_msg=f"{position}")
+
+
+def test_a_query_sees_the_slots_that_are_filled_and_itself(backend):
+    layer, p = without_sinks("window", kernels=backend), projected("window")
+    p = dataclasses.replace(p, query=jnp.zeros_like(p.query), entry=jnp.ones_like(p.entry))
+    layer.feed(p, [0], [LENGTH])
+    filled = np.zeros((WINDOWS + 1, T), bool)
+    filled[layer.tables[0, 0, CONTEXT], :10] = True  # of the first page of the ring
+    out = layer.feed(p, [0], [LENGTH], writes=False, filled=filled)[0, 0]
+    for position, tokens in {5: 6, 9: 10, 50: 11, 200: 1}.items():
         np.testing.assert_allclose(out[position, :, 0], tokens / (tokens + 1), rtol=1e-6, err_msg=f"{position}")
 
 
