@@ -144,16 +144,6 @@ def test_an_endpoint_ends_though_a_link_is_open(ends, listener, link):
         link.receive(SECONDS)
 
 
-def test_a_listener_that_nobody_waits_at_keeps_nothing_of_strangers(listener):
-    for _ in range(20):
-        with socket.create_connection(split_address(listener.address), SECONDS) as stranger:
-            stranger.sendall(b"\xff" * 70)
-    deadline = time.monotonic() + SECONDS
-    while listener._monitor.poll(0):
-        assert time.monotonic() < deadline, "events of each stranger wait in memory"
-        time.sleep(0.1)
-
-
 def test_a_link_that_only_sends_keeps_nothing_of_what_its_listener_looks_for(listener, link):
     link.send(b"there")
     assert listener.receive(SECONDS).header == b"there"
