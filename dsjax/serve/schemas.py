@@ -175,9 +175,15 @@ class ModelList(TypedDict):
 
 
 class State(TypedDict):
-    """Answer of `/health`, `/ready` and of admin endpoints without other results."""
+    """Answer of `/health` and of admin endpoints without other results."""
 
     status: str
+
+
+class Readiness(State):
+    """Answer of `/ready`. `compiling`: programs of larger batches are not all compiled yet."""
+
+    compiling: bool
 
 
 class HistoryPoint(TypedDict):

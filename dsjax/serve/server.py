@@ -103,7 +103,7 @@ class Server(uvicorn.Server):
     @property
     def exit_code(self) -> int:
         """Exit code of the process."""
-        return 0 if self._engine.error is None else 1
+        return 0 if self._engine.error is None and self._warm_up_error is None else 1
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen; then warm up, and call `on_ready` once requests are admitted."""
@@ -138,6 +138,7 @@ class Server(uvicorn.Server):
     def _run_warm_up(self) -> None:
         try:
             rest = self._warm_up(self._check_going_on)
+            self._serving.compiling = rest is not None
             self._can_serve = True
             if rest is not None:
                 rest(self._check_going_on)
@@ -149,7 +150,7 @@ class Server(uvicorn.Server):
             else:
                 self._warm_up_error = error
         finally:
-            self._warming = False
+            self._warming = self._serving.compiling = False
 
     def _check_going_on(self) -> None:
         if self.should_exit:
@@ -195,6 +196,8 @@ class Server(uvicorn.Server):
     def _exit(self) -> None:
         if sys.stdout.isatty():
             sys.stdout.write("\x1b[?25h")  # a progress bar has hidden the cursor
+        if self._warm_up_error is not None:
+            print(f"Error: {self._warm_up_error}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         self._before_exit(self.exit_code)

@@ -14,7 +14,17 @@ from dsjax.engine.setup.expert_location import ExpertLocation
 from dsjax.engine.text.outputs import EngineDeadError
 from dsjax.serve.connections import JsonResponse
 from dsjax.serve.errors import ApiError
-from dsjax.serve.schemas import ExpertLoad, HistoryBody, Load, RankLoadBody, ServerInfo, State, Version, errors
+from dsjax.serve.schemas import (
+    ExpertLoad,
+    HistoryBody,
+    Load,
+    RankLoadBody,
+    Readiness,
+    ServerInfo,
+    State,
+    Version,
+    errors,
+)
 from dsjax.serve.serving import Phase, Serving
 from dsjax.versions import installed_version
 
@@ -33,12 +43,12 @@ def status_routes(serving: Serving) -> APIRouter:
         return {"status": "ok"}
 
     @router.get("/ready", responses=errors(503))
-    async def ready() -> State:
+    async def ready() -> Readiness:
         """Answer 200 once the server is warmed up, and 503 while its mesh changes; requests wait meanwhile."""
         if serving.engine.error is not None or serving.state != Phase.READY.value:
             state = "failed" if serving.engine.error is not None else serving.state
             raise ApiError(503, f"the server is not ready: {state}", type="server_error", code="not_ready")
-        return {"status": "ready"}
+        return {"status": "ready", "compiling": serving.compiling}
 
     @router.get("/version", responses=errors())
     async def version_of_server() -> Version:
