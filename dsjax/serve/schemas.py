@@ -175,15 +175,10 @@ class ModelList(TypedDict):
 
 
 class State(TypedDict):
-    """Answer of `/health` and of admin endpoints without other results."""
+    """Answer of `/health`, `/ready` and of admin endpoints without other results. `compiling`: of `/ready`, for larger batches."""
 
     status: str
-
-
-class Readiness(State):
-    """Answer of `/ready`. `compiling`: programs of larger batches are not all compiled yet."""
-
-    compiling: bool
+    compiling: NotRequired[bool]
 
 
 class HistoryPoint(TypedDict):

@@ -44,9 +44,7 @@ class Server(uvicorn.Server):
 
     It listens at once, warms up, and is then ready. After the first signal it refuses new requests but still listens, so that `/ready`
     answers 503; running requests have `shutdown_timeout` seconds to finish and then end with an error. A second signal ends the server
-    at once. `exit_code` is 1 if the engine has failed, else 0.
-
-    A signal during the warm-up ends it after the current program, or after `shutdown_timeout` seconds.
+    at once. A signal during the warm-up ends it after the current program, or after `shutdown_timeout` seconds.
 
     Args:
         warm_up: compiles shapes, in a thread. Its argument is a function to call between two shapes, which raises when the server

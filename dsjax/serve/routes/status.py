@@ -14,17 +14,7 @@ from dsjax.engine.setup.expert_location import ExpertLocation
 from dsjax.engine.text.outputs import EngineDeadError
 from dsjax.serve.connections import JsonResponse
 from dsjax.serve.errors import ApiError
-from dsjax.serve.schemas import (
-    ExpertLoad,
-    HistoryBody,
-    Load,
-    RankLoadBody,
-    Readiness,
-    ServerInfo,
-    State,
-    Version,
-    errors,
-)
+from dsjax.serve.schemas import ExpertLoad, HistoryBody, Load, RankLoadBody, ServerInfo, State, Version, errors
 from dsjax.serve.serving import Phase, Serving
 from dsjax.versions import installed_version
 
@@ -43,7 +33,7 @@ def status_routes(serving: Serving) -> APIRouter:
         return {"status": "ok"}
 
     @router.get("/ready", responses=errors(503))
-    async def ready() -> Readiness:
+    async def ready() -> State:
         """Answer 200 once the server is warmed up, and 503 while its mesh changes; requests wait meanwhile."""
         if serving.engine.error is not None or serving.state != Phase.READY.value:
             state = "failed" if serving.engine.error is not None else serving.state

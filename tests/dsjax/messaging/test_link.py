@@ -170,7 +170,8 @@ def test_the_messaging_thread_leaves_a_link_alone_while_it_opens(ends, listener,
     monkeypatch.setattr(Link, "_is_connected", tend_meanwhile)
     link = Link(ends[1], listener.address, listener.ticket, "two")
     link.send(b"there")
-    assert listener.receive(SECONDS).header == b"there" and tended.is_set()
+    assert listener.receive(SECONDS).header == b"there"
+    assert tended.is_set()
 
 
 def test_a_listener_that_was_only_tended_still_hears_that_who_sent_to_it_is_gone(ends, listener, link):
