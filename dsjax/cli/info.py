@@ -74,7 +74,7 @@ def describe(model: str, mesh: str = "dp=1", redundant: int = 0, revision: str |
         "model": model,
         "path": str(_path(where)),
         "config": config.to_dict(),
-        "parameters": counts,
+        "parameters": dict(counts),
         "layers": {
             "dense": config.num_dense_layers,
             "moe": config.num_moe_layers,

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from dsjax.addresses import join_address, split_address
-from dsjax.engine.setup.side_options import DEFAULT_PAGE
+from dsjax.engine.setup.side_options import default_page
 from dsjax.errors import UserError
 from dsjax.toml_files import bundled_text
 
@@ -65,7 +65,13 @@ def _coordinator(given: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _page(given: Mapping[str, str]) -> int:
-    return int(given.get("--page-size", DEFAULT_PAGE))
+    """Tokens of a page: as given, or the default of the given model."""
+    if "--page-size" in given:
+        return int(given["--page-size"])
+    from dsjax.checkpoint.hub import resolve_config
+    from dsjax.config import load_config
+
+    return default_page(load_config(resolve_config(given["--model"], revision=given.get("--revision"))))
 
 
 TRANSLATIONS: dict[str, Translation] = {

@@ -25,6 +25,10 @@ class Family:
     lists_mlps: bool = False
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    def has(self, attention: Any) -> bool:
+        """Whether an `MlaConfig` describes the family's attention."""
+        return (attention.indexer is not None) == self.sparse
+
 
 FAMILIES = {
     "deepseek_v2": Family(

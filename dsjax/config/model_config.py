@@ -104,6 +104,8 @@ class ModelConfig:
         if (self.v4 is not None, self.mla is None) != (of_v4, of_v4):
             raise reject("model_type", self.model_type, "deepseek_v4 with `v4` alone, and any other with `mla` alone")
         if self.v4 is None:
+            if not self.family.has(self.mla):
+                raise reject("model_type", self.model_type, "a family whose attention `mla` describes")
             return
         if not self.is_moe:
             raise reject("n_routed_experts", 0, "an integer of at least 1: every layer of deepseek_v4 has experts")

@@ -65,7 +65,7 @@ class Message(NamedTuple):
 class _Bulk:
     """A socket, what tells of its connections, and what wakes the thread that waits at it.
 
-    The endpoint tends it from the constructor's end on: a subclass sets what `_look` reads before.
+    A subclass holds the lock while it opens and calls `Endpoint.own`, which has the messaging thread tend it whenever the lock is free.
     """
 
     def __init__(self, endpoint: Endpoint, kind: int, host: str):
@@ -76,7 +76,6 @@ class _Bulk:
         for one in (self._socket, self._monitor, self._woken.fileno()):
             self._poller.register(one, zmq.POLLIN)
         self._lock, self._is_cancelled, self._is_closed = threading.RLock(), False, False
-        endpoint.own(self)
 
     def wake(self) -> None:
         """Have `receive` return without a message, now or when it is called next. Any thread may call it."""
@@ -158,8 +157,13 @@ class LinkListener(_Bulk):
         self._gone: set[bytes] = set()  # what they sent before can still be taken
         self._lost: list[str] = []
         super().__init__(endpoint, zmq.ROUTER, endpoint.host)
+        with self._lock:
+            endpoint.own(self)
+            self._listen(encrypted)
+
+    def _listen(self, encrypted: bool) -> None:
+        endpoint, credentials = self._endpoint, self._endpoint.credentials
         self._socket.router_mandatory = True
-        credentials = endpoint.credentials
         if encrypted or credentials.encrypt_bulk:
             listen_with_curve(self._socket, credentials.key, self._domain)
             endpoint.admit(self._domain, verify_roles(credentials.key))
@@ -242,6 +246,7 @@ class LinkListener(_Bulk):
         if self._names is not None and opening.name not in self._names:
             return
         self._ids[frames[0].bytes], self._of[opening.name] = opening.name, frames[0].bytes
+        self._sweeps, self._sweep_at = 20, 0.0  # its end may have been told of before
 
     def _look(self) -> None:
         """Find out who is gone, where a connection has ended: a message to it cannot be sent."""
@@ -288,21 +293,23 @@ class Link(_Bulk):
         self.address, self._has_ended = address, False
         self._heard: deque[Message] = deque()
         super().__init__(endpoint, zmq.DEALER, host)
-        if encrypted or endpoint.credentials.encrypt_bulk:
-            connect_with_curve(self._socket, endpoint.credentials.key, role)
-        else:
-            self._socket.plain_username, self._socket.plain_password = b"link", ticket
-        try:
-            self._socket.connect(zmq_endpoint(host, port))
-            end = time.monotonic() + 2 * CONNECT_SECONDS
-            while not self._is_connected():
-                if time.monotonic() > end:
-                    raise PeerLostError(f"nobody answers at {address}")
-                self._poll(_LOOK_SECONDS)
-            self._socket.send(msgspec.msgpack.encode(Opening(name, ticket)))
-        except BaseException:
-            self.close()
-            raise
+        with self._lock:
+            endpoint.own(self)
+            if encrypted or endpoint.credentials.encrypt_bulk:
+                connect_with_curve(self._socket, endpoint.credentials.key, role)
+            else:
+                self._socket.plain_username, self._socket.plain_password = b"link", ticket
+            try:
+                self._socket.connect(zmq_endpoint(host, port))
+                end = time.monotonic() + 2 * CONNECT_SECONDS
+                while not self._is_connected():
+                    if time.monotonic() > end:
+                        raise PeerLostError(f"nobody answers at {address}")
+                    self._poll(_LOOK_SECONDS)
+                self._socket.send(msgspec.msgpack.encode(Opening(name, ticket)))
+            except BaseException:
+                self.close()
+                raise
 
     def send(self, header: bytes, *buffers: Any) -> None:
         """Send a message; a `PeerLostError` where the other side is gone. The buffers must not change before it answers."""

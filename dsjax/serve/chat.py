@@ -35,9 +35,8 @@ class ChatAnswer(Answer):
         self._parsers: list[MessageParser] = []  # by choice of a stream
         self._prompt_is_sent = False
         self._only_text_changes = not (body.logprobs or body.return_token_ids or body.continuous_usage)
-        self._text_events: dict[
-            tuple[int, tuple[str, ...]], TextEvent
-        ] = {}  # by choice and names of the delta's fields
+        # By choice and names of the delta's fields.
+        self._text_events: dict[tuple[int, tuple[str, ...]], TextEvent] = {}
 
     def without_effect(self) -> list[str]:
         """Return the names of the request's fields that have no effect."""

@@ -19,7 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from dsjax.background import contained, note_failure
+from dsjax.background import contained
 from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.text.outputs import RequestOutput
 from dsjax.serve.errors import ApiError, anthropic_body, to_api_error
@@ -246,13 +246,11 @@ async def unless_client_leaves(request: Request, work: Awaitable[Answer]) -> Ans
 
 async def _disconnected(receive: Receive) -> bool:
     """Return True once the client has left; False at once if that cannot be watched."""
-    try:
+    with contained("client watch", _UNWATCHED):
         while (await receive())["type"] != "http.disconnect":
             pass
         return True
-    except Exception as error:
-        note_failure("client watch", error, _UNWATCHED)
-        return False
+    return False
 
 
 class _HeadTooLargeError(Exception):

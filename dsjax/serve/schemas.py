@@ -175,9 +175,10 @@ class ModelList(TypedDict):
 
 
 class State(TypedDict):
-    """Answer of `/health`, `/ready` and of admin endpoints without other results."""
+    """Answer of `/health`, `/ready` and of admin endpoints without other results. `compiling`: of `/ready`, for larger batches."""
 
     status: str
+    compiling: NotRequired[bool]
 
 
 class HistoryPoint(TypedDict):

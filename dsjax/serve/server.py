@@ -44,9 +44,7 @@ class Server(uvicorn.Server):
 
     It listens at once, warms up, and is then ready. After the first signal it refuses new requests but still listens, so that `/ready`
     answers 503; running requests have `shutdown_timeout` seconds to finish and then end with an error. A second signal ends the server
-    at once. `exit_code` is 1 if the engine has failed, else 0.
-
-    A signal during the warm-up ends it after the current program, or after `shutdown_timeout` seconds.
+    at once. A signal during the warm-up ends it after the current program, or after `shutdown_timeout` seconds.
 
     Args:
         warm_up: compiles shapes, in a thread. Its argument is a function to call between two shapes, which raises when the server
@@ -103,7 +101,7 @@ class Server(uvicorn.Server):
     @property
     def exit_code(self) -> int:
         """Exit code of the process."""
-        return 0 if self._engine.error is None else 1
+        return 0 if self._engine.error is None and self._warm_up_error is None else 1
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen; then warm up, and call `on_ready` once requests are admitted."""
@@ -138,6 +136,7 @@ class Server(uvicorn.Server):
     def _run_warm_up(self) -> None:
         try:
             rest = self._warm_up(self._check_going_on)
+            self._serving.compiling = rest is not None
             self._can_serve = True
             if rest is not None:
                 rest(self._check_going_on)
@@ -149,7 +148,7 @@ class Server(uvicorn.Server):
             else:
                 self._warm_up_error = error
         finally:
-            self._warming = False
+            self._warming = self._serving.compiling = False
 
     def _check_going_on(self) -> None:
         if self.should_exit:
@@ -195,6 +194,8 @@ class Server(uvicorn.Server):
     def _exit(self) -> None:
         if sys.stdout.isatty():
             sys.stdout.write("\x1b[?25h")  # a progress bar has hidden the cursor
+        if self._warm_up_error is not None:
+            print(f"Error: {self._warm_up_error}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         self._before_exit(self.exit_code)

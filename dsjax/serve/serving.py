@@ -112,6 +112,7 @@ class Serving:
         metrics: count steps, outputs and refused requests.
         orders_by_priority: whether the scheduler orders by `priority`.
         front_ends: the front ends, if this is the engine's process behind them.
+        compiling: whether programs of larger batches are compiled while requests are served.
         on_phase: called with each new phase.
     """
 
@@ -124,6 +125,7 @@ class Serving:
     metrics: Metrics | None = None
     orders_by_priority: bool = False
     phase: Phase = Phase.READY
+    compiling: bool = False
     front_ends: Links | None = None
     on_phase: Callable[[Phase], None] = lambda phase: None
     created: int = field(default_factory=lambda: int(time.time()))

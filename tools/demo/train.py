@@ -82,7 +82,10 @@ def read_batches(run: Path, schedule, bos_id: int, seed: int = 0):
         if difference := describe_differences(files, heldout):
             print(f"note: {difference}", file=sys.stderr)
         run.mkdir(parents=True, exist_ok=True)
-        np.save(stream, encode_training_text(files, FOLDER))
+        part = stream.with_suffix(".part")
+        with open(part, "wb") as file:
+            np.save(file, encode_training_text(files, FOLDER))
+        part.replace(stream)
     return Batches(np.load(stream), schedule.batch_tokens, bos_id, seed)
 
 

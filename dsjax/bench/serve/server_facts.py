@@ -85,17 +85,19 @@ async def _models(session: aiohttp.ClientSession, url: str, model: str | None, d
 
 
 async def _wait_until_ready(session: aiohttp.ClientSession, url: str, deadline: float) -> None:
-    """Wait while `/ready` says 503; a server that has no such path is ready."""
+    """Wait while `/ready` says 503, and then while dsjax compiles beside its steps; a server that has no such path is ready."""
     while True:
         why = ""
         try:
             async with session.get(f"{url}/ready", timeout=_TIMEOUT) as response:
                 if response.status != 503:
-                    return
+                    break
         except (aiohttp.ClientError, OSError) as error:  # a server that has just begun to start again
             why = f" (/ready: {_reason(error)})"
         if time.monotonic() >= deadline:
             raise ServerError(f"the server at {url} is not ready yet{why}; wait for it with --ready-check-timeout-sec")
+        await asyncio.sleep(0.5)
+    while (await _optional(session, f"{url}/ready")).get("compiling") is True:
         await asyncio.sleep(0.5)
 
 

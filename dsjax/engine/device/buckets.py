@@ -122,9 +122,9 @@ class Buckets:
         return alone + with_prompts
 
     def serves_one(self, decode: Rectangle | None, prefill: Rectangle | None) -> bool:
-        """Whether one request alone on its rank asks for a pair of `shapes`: its decodes, and a prompt in the narrowest or widest row."""
-        narrowest = (self.single or self.prefill)[-1]
-        return (decode is None or decode.rows == self.decode[0]) and prefill in (None, self.prefill[0], narrowest)
+        """Whether one request alone on its rank asks for a pair of `shapes`: its decodes, and a prompt of any length."""
+        prompts = (self.prefill[0], *(self.single or self.prefill))
+        return (decode is None or decode.rows == self.decode[0]) and prefill in (None, *prompts)
 
     def launches(self, step: Step) -> list[Launch]:
         """Lay a step into rectangles; if ``mixed``, the decodes join the first prefill rectangle, if there is one.

@@ -38,7 +38,7 @@ from dsjax.engine.device.launch_rows import (
 )
 from dsjax.engine.device.lowered_programs import COPIES
 from dsjax.engine.device.page_staging import PageStaging
-from dsjax.engine.device.process import explain_out_of_memory
+from dsjax.engine.device.process import explained_out_of_memory
 from dsjax.engine.device.programs import Programs
 from dsjax.engine.device.slots import LaunchShape
 from dsjax.engine.program_cache.library import ProgramLibrary
@@ -131,7 +131,7 @@ class MeshExecutor(DeviceAccess):
         pending = Pending(command, handler)
         pending.running = handler.execute(pending, command)
         self._queue.append(pending)
-        try:
+        with explained_out_of_memory("a step was launched", SMALLER_STEPS):
             if self.max_in_flight > 1:
                 pending.started = time.monotonic()
                 for array in pending.running:
@@ -140,14 +140,11 @@ class MeshExecutor(DeviceAccess):
                     pending.last = None  # part of the state, which is donated to the next program
             elif len(self._queue) == 1:
                 self._advance()
-        except (jax.errors.JaxRuntimeError, ValueError) as error:
-            explain_out_of_memory(error, "a step was launched", SMALLER_STEPS)
-            raise
         return pending
 
     def wait(self, pending: Pending) -> None:
         """Wait until a command is done, and start the next one."""
-        try:
+        with explained_out_of_memory("a step was computed", SMALLER_STEPS):
             while not pending.done:
                 head = self._queue[0]
                 self._finish(head)
@@ -155,9 +152,6 @@ class MeshExecutor(DeviceAccess):
                 if self._queue and self._queue[0].started:  # it was enqueued before and runs only now
                     self._queue[0].started = max(self._queue[0].started, head.ended)
                 self._advance()
-        except (jax.errors.JaxRuntimeError, ValueError) as error:
-            explain_out_of_memory(error, "a step was computed", SMALLER_STEPS)
-            raise
 
     def collect(self, pending: Pending) -> Any:
         """Wait for a command and return its results."""
@@ -173,13 +167,13 @@ class MeshExecutor(DeviceAccess):
             self.programs.meet()
         for part in self._parts:
             part.rehearse(lambda command: self.collect(self.launch(command)))
-        self._warm = self.programs.compiled | labels.keys()
+        self._warm = self.programs.compiled
         left = [key for key in labels if key not in first]
         return partial(self.programs.compile_beside, left) if left else None
 
     def counts(self) -> ExecutorCounts:
         """Return the counts of the last step and of the programs."""
-        late = 0 if self._warm is None else len(self.programs.compiled - self._warm)
+        late = 0 if self._warm is None else len(self.programs.compiled - self._warm - self.programs.compiled_beside)
         return ExecutorCounts(self._padding, late, self._recorder.counts() if self.recording else None)
 
     @property

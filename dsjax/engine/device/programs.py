@@ -65,7 +65,7 @@ class Programs(LoweredPrograms):
         library: keeps programs for later meshes of the same layout, and for later starts.
 
     Attributes:
-        store: the compiled programs.
+        store: the compiled programs. compiled_beside: keys of those that ``compile_beside`` has compiled.
         put_rows: sends an array to the devices of each DP rank.
     """
 
@@ -86,7 +86,7 @@ class Programs(LoweredPrograms):
         parts = type(self), self._step, self._params, self._state, limits, experts_per_exchange
         shelf = Shelf(library, step.mesh, parts, self._compiler_options)
         self.store = CompiledPrograms(self.lower, self.meet, shelf)
-        self._is_dropped = False
+        self._is_dropped, self.compiled_beside = False, frozenset()
         self._no_masks: dict[int, Array] = {}
         self._shapes: dict[tuple[Rectangle | None, Rectangle | None], LaunchShape] = {}
 
@@ -164,6 +164,7 @@ class Programs(LoweredPrograms):
             if self._is_dropped:
                 return
             if key not in self.store.compiled:
+                self.compiled_beside |= {key}
                 self.store.compile(key, partial(self.lower, key))
 
     def compile_ahead(self, buckets: Buckets, go_on: Callable[[int, str], bool]) -> bool:

@@ -160,9 +160,8 @@ class Rank:
         for request in prompts:
             if budget <= 0 or len(plan.prefills) == self.config.max_prefill_rows:
                 break
-            if (
-                request.status is Status.RUNNING and not request.must_leave
-            ):  # an earlier prompt may need its window pages
+            # An earlier prompt may need its window pages.
+            if request.status is Status.RUNNING and not request.must_leave:
                 budget -= self._schedule_chunk(request, budget, plan.prefills)
         if self.waiting and preemptions == self.num_preemptions:
             self._admit(budget, plan, prompts + computing, now)
@@ -308,9 +307,8 @@ class Rank:
     def _start(self, request: Request, cached: list[int], copied: list[int], count: int, now: float) -> None:
         """Give a request its slot and pages: the `cached` ones and `count` more, the last of them for a copy of `copied`."""
         self.pool.hold(cached)
-        self.pool.hold(
-            copied
-        )  # so that `allocate` does not take it; the copy runs before anything that is planned later
+        # So that `allocate` does not take it; the copy runs before anything that is planned later.
+        self.pool.hold(copied)
         request.pages = cached + self.pool.allocate(count)
         self.pool.release(copied)
         request.num_sealed_pages = len(cached)

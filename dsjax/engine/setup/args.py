@@ -1,7 +1,6 @@
 """`EngineArgs`: every option of an engine, once, for `LLM(...)`, `dsjax serve` and `dsjax generate` alike."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from dsjax.engine.contract.speculative import SpeculativeConfig
 from dsjax.engine.experts.eplb import ExpertOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.combinations import check_combinations
-from dsjax.engine.setup.side_options import DEFAULT_PAGE, SideOptions, check_sides, check_sizes
+from dsjax.engine.setup.side_options import SideOptions, check_sides, check_sizes, default_page
 from dsjax.engine.text.prompt_encoder import TOKENIZER_MODES
 from dsjax.engine.tiers.options import TierOptions
 from dsjax.errors import UserError
@@ -241,8 +240,8 @@ class EngineArgs(
         return sum(MeshSpec.parse(mesh).num_devices for mesh in (self.decode_mesh, self.prefill_mesh))
 
     def page_size_of(self, config: ModelConfig) -> int:
-        """Tokens of a page, by default the least multiple of 16 that the model's windows divide."""
-        return self.page_size or math.lcm(DEFAULT_PAGE, config.page_tokens)
+        """Tokens of a page."""
+        return self.page_size or default_page(config)
 
     @property
     def executor_options(self) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """`SideOptions`, of prefill apart from decode: which options each side's engine gets, and whether they go together. No JAX."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
+from dsjax.config import ModelConfig
 from dsjax.engine.contract.json_option import JsonOption
 from dsjax.engine.transfer.messages import TRANSFER_SECONDS
 from dsjax.engine.transfer.transport import BACKENDS, check_installed
@@ -17,6 +19,13 @@ Args = TypeVar("Args")
 
 DEFAULT_PAGE = 16
 """Tokens of a page, where the model does not need more."""
+
+
+def default_page(config: ModelConfig) -> int:
+    """Return the default of `--page-size`: the least multiple of 16 that the model's windows divide."""
+    return math.lcm(DEFAULT_PAGE, config.page_tokens)
+
+
 _DECODES_ALONE = {
     "host_cache_bytes": 0,
     "disk_cache": None,

@@ -225,9 +225,8 @@ class EventPublisher:
                     seconds = _TURN_SECONDS if is_busy else _POLL_SECONDS
                     item = self._queue.get(timeout=seconds if self._replays else _IDLE_SECONDS)
                 except queue.Empty:
-                    for socket in (
-                        self._sockets
-                    ):  # libzmq frees what it keeps of subscribers that have gone when a socket is used
+                    # libzmq frees what it keeps of subscribers that have gone when a socket is used.
+                    for socket in self._sockets:
                         socket.getsockopt(zmq.EVENTS)
                     continue
                 if item is None:

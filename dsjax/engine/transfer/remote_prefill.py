@@ -252,9 +252,8 @@ class RemotePrefills(PageSource):
         if isinstance(message, TransfersUnderWay):
             for name in message.transfers:
                 transfer = self._of_link(link, name)
-                if (
-                    transfer is not None and not transfer.offers and not transfer.pulling
-                ):  # otherwise this side has to act
+                # Otherwise this side has to act.
+                if transfer is not None and not transfer.offers and not transfer.pulling:
                     transfer.since = now
             return
         transfer = self._of_link(link, message.transfer)

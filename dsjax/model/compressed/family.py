@@ -17,7 +17,7 @@ import numpy as np
 from einops import rearrange
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dsjax.config import ModelConfig
 from dsjax.kernels.table import Kernels
@@ -34,6 +34,7 @@ from dsjax.model.paging import Cache, Rows
 from dsjax.model.parameters import Multiply, reinterpret, store, value_of
 from dsjax.model.rows import GroupShape
 from dsjax.model.softmax import fold
+from dsjax.model.sparse.attend import CPU_BYTES
 from dsjax.model.sparse.choose import choose, index_scores, positions_of
 from sharding import Rules
 from sharding.indices import take
@@ -257,8 +258,13 @@ class Compressed:
         if name is not None:
             count = (positions + 1) // config.v4.rate(kind)
         if keys is not None and tables.shape[1] * own[name].shape[2] > config.v4.indexer.topk:
-            scored = {"index": own[keys]}, at[keys], count - 1, tables, None, config.v4.indexer.topk
-            chosen, found, _ = kernels.index_choice(*index, *scored)
+            cached = {"index": own[keys]}, at[keys]
+
+            def chosen_by(last, *index):
+                return kernels.index_choice(*index, *cached, last, tables, None, config.v4.indexer.topk)[:2]
+
+            scores = 4 * tables.shape[0] * tables.shape[1] * own[name].shape[2]
+            chosen, found = _in_blocks(chosen_by, max(1, CPU_BYTES // scores), count - 1, *index)
             count = jnp.minimum(count, found)
         return kernels.compressed_attention(
             query,
@@ -384,3 +390,14 @@ class _Attended:
         array = self.cache[name]
         found = paging.read_tokens(array, self.at[name], table[None], at[None])[0]
         return reinterpret(found, self.cache_dtype).astype(dtype)
+
+
+def _in_blocks(run: Callable, most: int, *queries: Shaped[Array, "R C ..."]) -> tuple[Array, ...]:
+    """Call ``run`` for at most ``most`` queries of each row at a time, which bounds the memory of their scores."""
+    C = queries[0].shape[1]
+    block = next(width for width in range(min(most, C), 0, -1) if C % width == 0)
+    if block == C:
+        return run(*queries)
+    blocks = [rearrange(array, "r (n c) ... -> n r c ...", c=block) for array in queries]
+    found = jax.lax.map(lambda block: run(*block), blocks)
+    return tuple(rearrange(array, "n r c ... -> r (n c) ...") for array in found)

@@ -38,7 +38,7 @@ def status_routes(serving: Serving) -> APIRouter:
         if serving.engine.error is not None or serving.state != Phase.READY.value:
             state = "failed" if serving.engine.error is not None else serving.state
             raise ApiError(503, f"the server is not ready: {state}", type="server_error", code="not_ready")
-        return {"status": "ready"}
+        return {"status": "ready", "compiling": serving.compiling}
 
     @router.get("/version", responses=errors())
     async def version_of_server() -> Version:

@@ -59,6 +59,10 @@ def given(monkeypatch, tmp_path):
         ("--moe-a2a-backend none", {"dispatch": "gather"}),
         ("--attention-backend TRITON_MLA", {"kernels": "pallas"}),
         ("--num-gpu-blocks-override 100 --block-size 32", {"page_size": 32, "cache_tokens": 3200}),
+        (
+            "--num-gpu-blocks-override 100 --model deepseek-v4-flash",
+            {"model": "deepseek-v4-flash", "cache_tokens": 12800},
+        ),
         ("--max-total-tokens 1008", {"cache_tokens": 1008}),
         ("--chunked-prefill-size 512", {"prefill_chunk": 512}),
         ("--long-prefill-token-threshold 512", {"prefill_chunk": 512}),

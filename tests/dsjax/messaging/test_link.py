@@ -144,16 +144,6 @@ def test_an_endpoint_ends_though_a_link_is_open(ends, listener, link):
         link.receive(SECONDS)
 
 
-def test_a_listener_that_nobody_waits_at_keeps_nothing_of_strangers(listener):
-    for _ in range(20):
-        with socket.create_connection(split_address(listener.address), SECONDS) as stranger:
-            stranger.sendall(b"\xff" * 70)
-    deadline = time.monotonic() + SECONDS
-    while listener._monitor.poll(0):
-        assert time.monotonic() < deadline, "events of each stranger wait in memory"
-        time.sleep(0.1)
-
-
 def test_a_link_that_only_sends_keeps_nothing_of_what_its_listener_looks_for(listener, link):
     link.send(b"there")
     assert listener.receive(SECONDS).header == b"there"
@@ -164,3 +154,33 @@ def test_a_link_that_only_sends_keeps_nothing_of_what_its_listener_looks_for(lis
     while link._socket.poll(0):
         assert time.monotonic() < deadline, "an empty message for each look waits in memory"
         time.sleep(0.1)
+
+
+def test_the_messaging_thread_leaves_a_link_alone_while_it_opens(ends, listener, monkeypatch):
+    tended = threading.Event()
+
+    def tend_meanwhile(link):
+        thread = threading.Thread(target=lambda: (link.tend(), tended.set()))
+        time.sleep(0.2)  # the handshake is over, and nobody has looked
+        thread.start()
+        thread.join()
+        return is_connected(link)
+
+    is_connected = Link._is_connected
+    monkeypatch.setattr(Link, "_is_connected", tend_meanwhile)
+    link = Link(ends[1], listener.address, listener.ticket, "two")
+    link.send(b"there")
+    assert listener.receive(SECONDS).header == b"there"
+    assert tended.is_set()
+
+
+def test_a_listener_that_was_only_tended_still_hears_that_who_sent_to_it_is_gone(ends, listener, link):
+    link.send(b"last words")
+    link.close(linger=SECONDS)
+    for _ in range(40):
+        time.sleep(0.02)
+        listener._sweep_at = 0.0
+        listener.tend()
+    assert listener.receive(SECONDS).header == b"last words"
+    with pytest.raises(LinkLostError):
+        listener.receive(SECONDS)

@@ -78,6 +78,22 @@ def asked(cluster="h200-8", prompt=2000, ttft=2.0, tpot=0.05, modes=("aggregated
     return Question(CONFIG, cluster, Workload(Lengths(prompt), Lengths(500)), Objective(ttft, tpot), options)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("modes", [("aggregated",), ("separated",)])
+def test_no_easement_of_a_plan_makes_it_worse(modes):
+    cluster = load_cluster("h200-8" if modes == ("aggregated",) else "h200-16")
+    now = search(asked(cluster, modes=modes)).winner.throughput
+    more_memory = dataclasses.replace(cluster.hardware, driver_bytes=round(cluster.hardware.visible_bytes * 1.2))
+    for easier in (
+        *(asked(cluster.scaled(resource, 1.2), modes=modes) for resource in RESOURCES),
+        asked(dataclasses.replace(cluster, hardware=more_memory), modes=modes),
+        asked(cluster, prompt=1900, modes=modes),
+        asked(cluster, ttft=2.3, modes=modes),
+        asked(cluster, tpot=0.057, modes=modes),
+    ):
+        assert search(easier).winner.throughput >= now / ROUNDING
+
+
 def drawn(source):
     """A cluster, a workload and objectives such as people ask for."""
     cluster = load_cluster(source.choice(bundled_clusters()))

@@ -90,6 +90,13 @@ def test_a_fullest_rank_has_room_in_the_cache(ask):
         assert bool(plan.ranked) is fits
 
 
+@pytest.mark.slow
+def test_a_rate_is_kept_up_with_by_as_few_devices_as_do(ask):
+    plan = search(ask("h200-16", objective=Objective(tpot=0.05), rate=5.0))
+    assert plan.winner.throughput >= 5 * 500
+    assert plan.winner.devices == min(c.devices for c in plan.ranked) < 16
+
+
 @pytest.mark.parametrize(
     ("rate", "ttft", "options", "devices"),
     [

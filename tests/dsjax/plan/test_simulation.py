@@ -105,6 +105,13 @@ def test_a_simulated_step_of_even_ranks_is_the_plans(step_model, mesh, how):
     assert prices.seconds([RankWork()] * ranks) == 0
 
 
+def test_beyond_a_power_of_two_a_simulated_batch_costs_no_more_than_a_planned_one(model):
+    """Its attention was extrapolated in proportion to the batch from 32 on, where kernels gain: 1.2 % of the step at 38."""
+    wide = model("dp=16", redundant=32)
+    found = StepPrices([wide]).seconds([RankWork(38, 38 * 2250)] * 16)
+    assert found == pytest.approx(wide.decode(38, 2250), rel=0.002)
+
+
 def test_steps_are_played_at_the_pace_of_programs(step_model):
     models, work = [step_model("dp=8")], [RankWork(decodes=8, context=9000)] * 8
     usual, slow = (StepPrices(models, paces=[(1.0, pace)]).seconds(work) for pace in (1.0, 5.0))

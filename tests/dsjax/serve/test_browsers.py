@@ -91,7 +91,7 @@ def test_https_serves_answers_and_streams(start_server, files, front_ends):
     url = server.url.replace("http:", "https:")
     context = ssl.create_default_context(cafile=files["ssl_certfile"])
     with httpx.Client(verify=context) as client:
-        assert client.get(f"{url}/ready").json() == {"status": "ready"}
+        assert client.get(f"{url}/ready").json() == {"status": "ready", "compiling": False}
         answer = client.post(f"{url}/v1/chat/completions", json=CHAT)
         streamed = client.post(f"{url}/v1/chat/completions", json={**CHAT, "stream": True})
     assert answer.json()["usage"]["completion_tokens"] == 2

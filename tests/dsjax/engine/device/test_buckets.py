@@ -111,10 +111,10 @@ def test_few_shapes_cover_everything(sequences, chunk, mixed):
     assert buckets.single == tuple(Rectangle(1, r.chunk) for r in buckets.prefill[1:])
 
 
-def test_one_request_alone_needs_one_row_of_decodes_and_of_the_narrowest_and_the_widest_prompts():
+def test_one_request_alone_needs_one_row_of_decodes_and_one_of_each_width_of_prompts():
     buckets = Buckets.covering(32, 256, mixed=False)
     needed = [(decode, prefill) for decode, prefill, _ in buckets.shapes() if buckets.serves_one(decode, prefill)]
-    assert needed == [(Rectangle(1, 1), None), (None, Rectangle(1, 256)), (None, Rectangle(1, 32))]
+    assert needed == [(Rectangle(1, 1), None), *((None, Rectangle(1, width)) for width in (256, 128, 64, 32))]
     both = Buckets.covering(1, 16, mixed=True)
     assert all(both.serves_one(decode, prefill) for decode, prefill, _ in both.shapes())
 

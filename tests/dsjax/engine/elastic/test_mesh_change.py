@@ -23,7 +23,7 @@ def config(experts=32, heads=8):
         is_moe=bool(experts),
         num_attention_heads=heads,
         moe_intermediate_size=16,
-        v4=None,
+        head_groups=heads,
         widths_over_tp=lambda in_blocks: {},
     )
 

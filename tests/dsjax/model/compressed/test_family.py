@@ -15,13 +15,16 @@ from v4_models import v4_config, v4_tensors
 from dsjax.checkpoint.load import from_hf_tensors
 from dsjax.config import ModelConfig
 from dsjax.kernels.table import PLAIN
+from dsjax.model.compressed import family
 from dsjax.model.compressed.family import Compressed
 from dsjax.model.compressed.rotations import Rotations
 from dsjax.model.forms import FORMS
 from dsjax.model.layer_values import Tokens
+from dsjax.model.native_products import NativeProducts
 from dsjax.model.paging import Rows
 from dsjax.model.parameter_table import parameter_table
 from dsjax.model.rows import GroupShape, RowGroup, flatten
+from dsjax.model.transformer import XlaProducts
 from sharding import MeshSpec
 from sharding.rules import Rules
 
@@ -68,20 +71,20 @@ def programs(kind, requests, chunk, drafts, mesh, topk, kernels, windows):
     """Of all layers of these sizes: attention to the cache, without and with writing first; compiled once for each."""
     config, table, _ = model(topk)
     spec = MeshSpec.parse(mesh)
-    family = Compressed(spec.build(), Rules.for_mesh(spec), config, np.dtype(np.float32), drafts, kernels)
+    made = Compressed(spec.build(), Rules.for_mesh(spec), config, np.dtype(np.float32), drafts, kernels)
     layer = jnp.int32(KINDS[kind])
     shape = GroupShape(requests, chunk, CONTEXT, FORMS["A_CC_ME"], windows)
 
     def attend(params, cache, p, group, filled=None):
         context, ring = jnp.split(group.tables, [CONTEXT], axis=-1)
         rows = Rows(group.positions, context, group.length, filled, ring)
-        return family.attend(weights_of(table, params, kind), FORMS["A_CC_ME"], cache, layer, None, rows, p)
+        return made.attend(weights_of(table, params, kind), FORMS["A_CC_ME"], cache, layer, None, rows, p)
 
     def step(params, cache, p, group):
         flat = jax.tree.map(lambda a: a.reshape(len(a), -1, *a.shape[3:]), p)
         slots = flatten([group.window_slots(T)])
         tokens = Tokens([group], slots, flatten([group.active]), slots, Rotations.at(slots, config), None, slots)
-        cache = family.cache_entries(weights_of(table, params, kind), cache, layer, tokens, flat)
+        cache = made.cache_entries(weights_of(table, params, kind), cache, layer, tokens, flat)
         return attend(params, cache, p, group), cache
 
     return shape, jax.jit(attend), jax.jit(step)
@@ -94,8 +97,10 @@ class Layer:
         self.config, self.table, params = model(topk)
         spec = MeshSpec.parse(mesh)
         self.mesh, self.rules, self.kind = spec.build(), Rules.for_mesh(spec), kind
-        family = Compressed(self.mesh, self.rules, self.config, np.dtype(np.float32), drafts)
-        self.groups, self.layer = family.groups(range(3), T), KINDS[kind]
+        self.groups, self.layer = (
+            Compressed(self.mesh, self.rules, self.config, np.dtype(np.float32), drafts).groups(range(3), T),
+            KINDS[kind],
+        )
         self.sizes = drafts, mesh, topk, kernels, windows
         self.ranks, self.requests, self.windows = spec.dp_size, requests, windows
         infos = self.table.infos
@@ -204,6 +209,17 @@ def test_chunks_that_cross_pages_give_the_same_bits(kind, backend):
         np.testing.assert_array_equal(array, reference.own(0)[name], err_msg=name)
 
 
+def test_queries_that_choose_in_blocks_give_the_same_bits(kernels, monkeypatch):
+    _, expected, p = whole("csa", kernels=kernels)
+    scores_of_a_query = 4 * CONTEXT * T // 4
+    monkeypatch.setattr(family, "CPU_BYTES", 70 * scores_of_a_query)
+    programs.cache_clear()
+    try:
+        np.testing.assert_array_equal(Layer("csa", kernels=kernels).feed(p, [0], [LENGTH])[0, 0], expected)
+    finally:
+        programs.cache_clear()
+
+
 @pytest.mark.parametrize("kind", ["window", "csa"])
 def test_a_rows_window_pages_are_a_ring(kind, backend):
     _, expected, p = whole(kind, kernels=backend)
@@ -295,3 +311,11 @@ def test_a_query_sees_the_entries_of_windows_that_are_full(kind, counts, backend
     for position, entries in counts.items():
         expected = entries / (min(position + 1, 128) + entries + 1)
         np.testing.assert_allclose(out[position, :, 0], expected, rtol=1e-6, err_msg=f"{position}")
+
+
+def test_a_trainers_products_take_the_model_too(kernels):
+    config, table, params = model()
+    tokens = jnp.asarray(np.random.default_rng(4).integers(2, config.vocab_size, (1, 40)))
+    products = XlaProducts(), NativeProducts(kernels.native)
+    plain, native = (np.asarray(table.bind(params)(tokens, products=one).logits) for one in products)
+    assert np.abs(native - plain).max() <= 1e-4 * np.abs(plain).max()
