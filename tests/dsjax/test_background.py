@@ -519,7 +519,7 @@ def fail_observers(monkeypatch):
 def fail_warm_up(monkeypatch):
     """Of what is compiled while requests are served: a program is compiled when it is wanted."""
     how = {"_warm_up": lambda check: Mock(side_effect=BROKEN), "_check_going_on": None, "_warm_up_error": None}
-    server = SimpleNamespace(**how, _warming=True, _can_serve=False)
+    server = SimpleNamespace(**how, _serving=SimpleNamespace(), _warming=True, _can_serve=False)
     Server._run_warm_up(server)
     assert (server._can_serve, server._warming, server._warm_up_error) == (True, False, None)
 
