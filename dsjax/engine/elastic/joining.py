@@ -68,12 +68,15 @@ def _alike(args: EngineArgs, devices: int, options: HostOptions) -> dict[str, An
     """List what must be the same in all processes, by name as messages have it."""
     from dsjax.checkpoint.fingerprint import fingerprint
     from dsjax.checkpoint.hub import resolve
+    from dsjax.config import load_config
 
     if devices < options.num_processes:
         raise UserError(
             f"--mesh {args.mesh} has {devices} devices, fewer than the {options.num_processes} processes; start {devices}"
         )
     values = {name: value for name, value in args.executor_options.items() if name not in _OWN}
+    checkpoint = resolve(args.model, revision=args.revision)
+    values |= {"page_size": args.page_size_of(load_config(checkpoint)), "prefill_chunk": args.chunk_tokens}
     values["heartbeat_timeout"] = options.heartbeat_timeout
     for name in ("encrypt_bulk", "afd_address", "disaggregation_mode", "disaggregation_transfer_backend"):
         values[name] = getattr(args, name)
@@ -81,7 +84,7 @@ def _alike(args: EngineArgs, devices: int, options: HostOptions) -> dict[str, An
         **versions(),
         "the version of dsjax's commands": VERSION,
         **{f"--{name.replace('_', '-')}": value for name, value in values.items()},
-        "the checkpoint fingerprint": fingerprint(resolve(args.model, revision=args.revision)),
+        "the checkpoint fingerprint": fingerprint(checkpoint),
     }
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 from layouts import TINY
+from v4_models import v4_config
 
 from dsjax.config import ModelConfig
 from dsjax.engine.setup.args import EngineArgs
@@ -41,3 +42,10 @@ def test_a_step_is_exact_where_both_forms_have_native_kernels_that_read_its_cach
 def test_what_would_leave_a_sum_open_is_refused_with_the_reason(kernels, options, why):
     with pytest.raises(UserError, match=why):
         step_of(batch_invariant=True, **options)
+
+
+def test_a_cache_that_native_attention_does_not_read_is_named(kernels):
+    args = EngineArgs(dtype="float32", kv_cache_dtype="bfloat16", batch_invariant=True)
+    spec = MeshSpec.parse("dp=1")
+    with pytest.raises(UserError, match=r"decode attention and prefill attention have none for a cache in bfloat16"):
+        make_step(args, ModelConfig.from_dict(v4_config("wc")), spec, spec.build())

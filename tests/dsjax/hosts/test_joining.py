@@ -45,6 +45,10 @@ def test_options_that_change_what_is_computed_must_be_alike_and_the_schedulers_n
     assert differ == (set() if name == "seed" else {f"--{name.replace('_', '-')}"})
 
 
+def test_a_default_is_alike_though_one_process_was_given_it(checkpoint):
+    assert alike(checkpoint) == alike(checkpoint, page_size=16, prefill_chunk=256)
+
+
 def test_a_mesh_with_fewer_devices_than_processes_is_refused(checkpoint):
     with pytest.raises(UserError, match=r"--mesh dp=1 has 1 devices, fewer than the 2 processes; start 1"):
         alike(checkpoint, mesh="dp=1", devices=1)
