@@ -1,4 +1,4 @@
-"""What a step did, for whoever watches: metrics, load, the live views."""
+"""Statistics of a step, for metrics, load reports and live views."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +13,9 @@ from dsjax.engine.text.outputs import RequestOutput
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """What came of the drafts that a step verified; vLLM's names. num_drafts: rows that had any, with num_draft_tokens.
+    """Counts of the drafts that a step verified, with vLLM's names.
 
-    accepted_per_position: of the first, second, … draft of each row, how many were accepted.
+    num_drafts: rows with drafts. accepted_per_position: number of rows whose first, second, … draft was accepted.
     """
 
     num_drafts: int
@@ -25,29 +25,29 @@ class DraftCounts:
 
     @classmethod
     def of(cls, results: Sequence[RankResults]) -> "DraftCounts":
-        """Count a step's decode rows. A row's last token is the model's own; a row that failed has none, its tokens are all drafts."""
+        """Count a step's decode rows. The last token of a row is the model's own; all tokens of a failed row are drafts."""
         rows = [row for rank in results for row in rank.decodes if row.num_drafts]
         accepted = [max(0, min(row.num_drafts, len(row.token_ids) - (not row.failed))) for row in rows]
-        most = max((row.num_drafts for row in rows), default=0)
-        per_position = tuple(sum(count > place for count in accepted) for place in range(most))
+        max_drafts = max((row.num_drafts for row in rows), default=0)
+        per_position = tuple(sum(count > position for count in accepted) for position in range(max_drafts))
         return cls(len(rows), sum(row.num_drafts for row in rows), sum(accepted), per_position)
 
 
 @dataclass(frozen=True, eq=False)
 class StepStats:
-    """One step of the engine. All counts are of this step alone unless said otherwise.
+    """One step of the engine. Counts are for this step alone unless stated otherwise.
 
     Attributes:
-        time: seconds of the engine's clock when its results were entered.
-        duration: seconds from planning to entering. With asynchronous scheduling two steps overlap.
-        host_seconds: by part: `plan`, `launch` (inputs laid out and sent), `device` (behind the step before, and computing), `enter`.
-        num_decode_tokens, num_prompt_tokens: computed; a preempted request's tokens are prompt tokens when computed again.
-            num_padding_tokens: computed for nothing.
-        compilations_after_warm_up: total so far; must stay 0. ranks: after the step.
-        drafts: None where none were to be verified.
-        parts: what the core's attachments have done so far, by their names: `balance` (`BalanceStats`), `disk` (`DiskCounts`), `transfers`
+        time: when the step's results were entered, in seconds of the engine's clock.
+        duration: seconds from planning the step to entering its results. With asynchronous scheduling two steps overlap.
+        host_seconds: by part: `plan`, `launch` (lay out and send inputs), `device` (wait for the previous step, and compute), `enter`.
+        num_decode_tokens, num_prompt_tokens: computed tokens. A preempted request's tokens are prompt tokens when they are recomputed.
+        num_padding_tokens: computed for padding slots.
+        compilations_after_warm_up: total so far; must stay 0. ranks: loads after the step.
+        drafts: None if the step had no drafts to verify.
+        parts: totals so far of each engine plugin, by its name: `balance` (`BalanceStats`), `disk` (`DiskCounts`), `transfers`
             (`TransferCounts`).
-        page_waits: (tier, seconds) that requests have waited for pages to come from there, since the stats before.
+        page_waits: (tier, seconds) of each wait for pages from that tier since the previous stats.
     """
 
     time: float
@@ -66,19 +66,19 @@ class StepStats:
 
 
 class EngineObserver(Protocol):
-    """Told of everything that `AsyncEngine` does, in the event loop's thread. Must be quick: streams wait meanwhile."""
+    """Gets each event of `AsyncEngine` in the event loop's thread. Its methods must return quickly, because streams wait meanwhile."""
 
     def on_step(self, stats: StepStats) -> None:
         """A step has ended."""
 
     def on_updates(self, updates: Sequence[Update]) -> None:
-        """A step did this to completions that somebody waits for, whether or not their outputs are delivered yet."""
+        """A step updated completions that a client waits for. Their outputs may not be delivered yet."""
 
     def on_ended(self, requests: Sequence[Request], reason: FinishReason) -> None:
-        """These completions ended outside a step: a stop string was found in their text, or nobody waits for them any more."""
+        """These completions ended outside a step: their text contained a stop string, or no client waits for them any more."""
 
     def on_outputs(self, outputs: list[RequestOutput]) -> None:
-        """These outputs were delivered: first tokens, further ones, ends."""
+        """These outputs were delivered. They have first or later tokens, or the end of a completion."""
 
     def on_rejected(self, reason: str) -> None:
-        """A request was turned away before it reached the engine."""
+        """A request was rejected before it reached the engine."""

@@ -1,8 +1,8 @@
-"""The four parts of a decoder layer: attention, the way of its tokens to their experts, these, and the way back.
+"""The four parts of a decoder layer: ``attend``, ``send`` (dispatch to experts), ``compute`` (experts), ``receive`` (combine).
 
-Each part takes one value of ``dsjax/model/layer_values.py`` and gives the next; whoever runs a layer calls them one after the other, or
-something else between them (``docs/architecture.md``). What travels in ``send`` and ``receive`` are ``ways_there`` and ``ways_back``,
-which compute nothing.
+Each part takes one value of ``dsjax/model/layer_values.py`` and returns the next. The caller runs the parts one after the other, or
+interleaves them with other work (``docs/architecture.md``). ``ways_there`` and ``ways_back`` are the exchanges of ``send`` and
+``receive``; they only move tokens.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from sharding.dispatch.transit import in_turn
 
 @dataclass(frozen=True, eq=False)
 class LayerParts:
-    """The parts of every layer of a step, traced.
+    """The parts of any layer, for use while a step is traced.
 
-    forms: of prompts and of decodes. apart: whether routed experts are on devices of their own, so that tokens leave this mesh.
+    forms: of prefill and of decode. apart: whether routed experts are on devices of their own (AFD), so that tokens leave this mesh.
     """
 
     attention: AttentionFamily
@@ -48,9 +48,9 @@ class LayerParts:
     apart: bool
 
     def by_data(self, of: Layer, x: Float[Array, "B T *n D"]) -> bool:
-        """Whether the layer's tokens are split over ``tp`` behind attention, since nothing that follows in it is cut over ``tp``.
+        """Whether to split the layer's tokens over ``tp`` after attention, because no later weight of the layer is sharded over ``tp``.
 
-        Attention's sum is then scattered, and the layer's result gathered: together what one all-reduce sends.
+        Attention then ends in a reduce-scatter and the layer in an all-gather. Together they send as much as one all-reduce.
         """
         tp, cut = self.sharding.spec.tp_size, self.products.rules.table
         if tp == 1 or x.shape[1] % tp:
@@ -61,22 +61,22 @@ class LayerParts:
             return False
         return not (hasattr(of.block.moe, "shared") and cut["shared_width"])
 
-    # The first part, and what stands behind it in a layer without routed experts.
+    # First part: attention. In a dense layer the MLP follows it.
 
     def attend(self, of: Layer, x: Float[Array, "B T *n D"], cache: Cache) -> tuple[Float[Array, "B T *n D"], Cache]:
-        """Attention, and the entries that it writes to the cache."""
+        """Run attention. Return the tokens after it, and the cache with their entries."""
         projected, cache = self.project(of, x, cache)
         return self.attend_projected(of, projected, cache), cache
 
     def project(self, of: Layer, x: Float[Array, "B T *n D"], cache: Cache) -> tuple[Projected, Cache]:
-        """What stands before attention's heads: its projections, and the entries that it writes to the cache."""
+        """Run attention up to its heads. Return its projections, and the cache with the tokens' entries."""
         x = self.sharding.whole(x)
         project = partial(self._project, of, x)
         mix, p = self.sharding.if_any(of.tokens.active, project, lambda: _zeros(jax.eval_shape(project)))
         return Projected(x, mix, p), self.attention.cache_entries(of.block.attn, cache, of.layer, of.tokens, p)
 
     def attend_projected(self, of: Layer, projected: Projected, cache: Cache) -> Float[Array, "B T *n D"]:
-        """The rest of ``attend``."""
+        """Run the rest of ``attend``: the heads and the output projection."""
         x, mix, p = projected.x, projected.mix, projected.projections
         return self.sharding.if_any(
             of.tokens.active, lambda: self.add_heads(of, x, mix, self.heads(of, p, cache)), lambda: x
@@ -91,9 +91,9 @@ class LayerParts:
         return mix, self.attention.project(of.block.attn, normed, tokens.rotation, forms, **products)
 
     def heads(self, of: Layer, p: Projections, cache: Cache) -> list[Array]:
-        """What attention gives of each row group, before its output projection."""
+        """Return attention's result for each row group, before its output projection."""
         of = of.here()
-        tokens, found, start = of.tokens, [], 0
+        tokens, results, start = of.tokens, [], 0
         for group in tokens.groups:
             _, R, C = group.tokens.shape
             part = jax.tree.map(lambda a: rearrange(a[:, start : start + R * C], "b (r c) ... -> b r c ...", c=C), p)  # noqa: B023
@@ -105,33 +105,33 @@ class LayerParts:
                 rows = Rows(group.positions, tables, length, tokens.filled, windows)
                 return self.attention.attend(of.block.attn, form, cache, of.layer, of.index, rows, part)
 
-            found.append(self._attend_by_kind(group, attend))
+            results.append(self._attend_by_kind(group, attend))
             start += R * C
-        return found
+        return results
 
     def _attend_by_kind(self, group: RowGroup, attend: Callable[[Form, Int[Array, "B R"]], Array]) -> Array:
-        """``attend(form, length)`` of a row group: its prompt tokens in the prompts' form, its answer tokens in the decodes'.
+        """Return ``attend(form, length)`` of a row group: prompt tokens in the prefill form, output tokens in the decode form.
 
-        length: number of each row's first tokens to compute. A group of one kind runs ``attend`` once.
+        length: how many tokens of each row to compute, from its first one. A group with only one kind of tokens runs ``attend`` once.
         """
         form, length = group.shape.form, group.length
         if group.prompt_length is None:
             return attend(form, length)
         prompts = jnp.clip(group.prompt_length - group.start, 0, length)
-        answers = jnp.where(prompts < length, length, 0)  # from the row's first token on, as kernels take rows
+        outputs = jnp.where(prompts < length, length, 0)  # kernels start at a row's first token
         prefill, decode = self.forms
 
         def both() -> Array:
             is_prompt = group.positions < group.prompt_length[..., None]
-            return jnp.where(is_prompt[..., None, None], attend(prefill, prompts), attend(decode, answers))
+            return jnp.where(is_prompt[..., None, None], attend(prefill, prompts), attend(decode, outputs))
 
-        others = answers if form == prefill else prompts
-        return jax.lax.cond(jnp.any(others > 0), both, lambda: attend(form, length))
+        other_kind = outputs if form == prefill else prompts
+        return jax.lax.cond(jnp.any(other_kind > 0), both, lambda: attend(form, length))
 
     def add_heads(
         self, of: Layer, x: Float[Array, "B T *n D"], mix: Any, found: Sequence[Array]
     ) -> Float[Array, "B T *n D"]:
-        """The output projection of what ``heads`` gave, added to the tokens."""
+        """Project the results of ``heads`` (``found``), and add them to the tokens through the residual connection."""
         of = of.here()
         index, tokens, by_data = of.index, of.tokens, self.by_data(of, x)
         multiply, outs = self.products.multiply(index), []
@@ -150,7 +150,7 @@ class LayerParts:
         return self.sharding.split(x) if by_data else x
 
     def multiply_dense(self, of: Layer, x: Float[Array, "B T *n D"]) -> Float[Array, "B T *n D"]:
-        """The tokens after a dense layer's MLP: what follows attention there in place of the other three parts."""
+        """Return the tokens after a dense layer's MLP, which replaces the other three parts."""
 
         def multiplied() -> Float[Array, "B T *n D"]:
             here, by_data = of.here(), self.by_data(of, x)
@@ -161,20 +161,20 @@ class LayerParts:
         return self.sharding.if_any(of.tokens.active, multiplied, lambda: x)
 
     def _normed(self, of: Layer, x: Float[Array, "B T *n D"]) -> tuple[Float[Array, "B T D"], Any]:
-        """What attention left, normalised for the MLP or the experts; and what ``Residual.post`` is given."""
+        """Normalise the tokens after attention for the MLP or the experts. Also return the ``mix`` for ``Residual.post``."""
         by_data = self.by_data(of, x)
         read, mix = self.products.residual(of.block.mlp_residual, by_data=by_data).pre(x)
         normed = self.products.normalise(of.block.mlp_norm, read, by_data=by_data)
         return (self.sharding.split(normed) if by_data else self.sharding.whole(normed)), mix
 
-    # The second part.
+    # Second part: dispatch.
 
     def send(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sent:
-        """Choose the experts of each token, and send it to them."""
+        """Choose each token's experts, and send the token to them."""
         return in_turn(self.ways_there(of, x), self.route(of, x))
 
     def route(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sent:
-        """``send`` without the exchange: active tokens are packed for the physical copies of their experts."""
+        """Run ``send`` without its exchanges: choose experts, and pack the active tokens for the experts' physical copies."""
         (B, T, *_, D), by_data, spec = x.shape, self.by_data(of, x), self.sharding.spec
         exchange, _ = self.experts.exchange(of, x)
 
@@ -187,50 +187,50 @@ class LayerParts:
                 transit = exchange.prepare(rows, *self.experts.assign(here, routing, by_data=by_data))
                 return Sent(x, mix, normed, transit)
 
-        def nowhere() -> Sent:
-            choices, zeros = (B * T, self.products.config.num_experts_per_tok), jnp.zeros((B, T, D), x.dtype)
-            transit = exchange.prepare(rearrange(zeros, "b t d -> (b t) d"), jnp.full(choices, -1), jnp.zeros(choices))
+        def inactive() -> Sent:
+            shape, zeros = (B * T, self.products.config.num_experts_per_tok), jnp.zeros((B, T, D), x.dtype)
+            transit = exchange.prepare(rearrange(zeros, "b t d -> (b t) d"), jnp.full(shape, -1), jnp.zeros(shape))
             mix = _zeros(jax.eval_shape(lambda: of.block.mlp_residual.pre(x)[1]))
             return Sent(x, mix, zeros, transit)
 
-        return self.sharding.if_any(of.tokens.active, routed, nowhere)
+        return self.sharding.if_any(of.tokens.active, routed, inactive)
 
     def choose(self, of: Layer, x: Float[Array, "B T *n D"]) -> tuple[Float[Array, "B T D"], Any, Routing]:
-        """The tokens as experts read them, what ``Residual.post`` is given, and the experts of each."""
+        """Return the normalised tokens, the ``mix`` for ``Residual.post``, and each token's experts."""
         (normed, mix), by_data = self._normed(of, x), self.by_data(of, x)
         multiply, router = self.products.multiply(of.index, split_tokens=True, by_data=by_data), of.block.moe.router
         with jax.named_scope("router"):
             logits = multiply(router, normed.astype(jnp.float32))
-            # Each DP rank chooses for its own tokens: XLA cannot partition ``top_k``, and would gather all tokens' scores on every device.
-            graph, weight, beside = nnx.split(router, lambda path, _: path[-1] == "weight", ...)
+            # Each DP rank chooses for its own tokens: XLA cannot partition ``top_k``, and would gather all tokens' scores on each device.
+            graph, weight, others = nnx.split(router, lambda path, _: path[-1] == "weight", ...)
 
-            def choose_here(beside: nnx.State, logits: Array, tokens: Array) -> Routing:
-                own = nnx.merge(graph, weight, beside)
-                return (native_choice(self.products.kernels, own) or own.choose)(logits, tokens)
+            def choose_on_rank(others: nnx.State, logits: Array, tokens: Array) -> Routing:
+                local = nnx.merge(graph, weight, others)
+                return (native_choice(self.products.kernels, local) or local.choose)(logits, tokens)
 
-            routing = self.sharding.on_each_rank(choose_here, by_data=by_data)(beside, logits, of.tokens.ids)
+            routing = self.sharding.on_each_rank(choose_on_rank, by_data=by_data)(others, logits, of.tokens.ids)
         return normed, mix, routing
 
     def ways_there(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sequence[Callable[[Sent], Sent]]:
-        """The rest of ``send``, the exchanges alone: one, or two where rows go by way of another rank."""
+        """Return the exchanges of ``send``: one, or two if another rank forwards the rows."""
         exchange, _ = self.experts.exchange(of, x)
         return [*map(_travelling, exchange.there)]
 
-    # The third part.
+    # Third part: experts.
 
     def compute(self, of: Layer, sent: Sent) -> Computed:
-        """The routed experts of the tokens that arrived here, and the shared experts of this rank's own."""
+        """Run the routed experts on the tokens received, and the shared experts on this rank's own tokens."""
         return replace(self.compute_routed(of, sent), shared=self.share(of, sent.normed))
 
     def compute_routed(self, of: Layer, sent: Sent) -> Computed:
-        """``compute`` without the shared experts."""
+        """Run ``compute`` without the shared experts."""
         exchange, experts = self.experts.exchange(of, sent.normed)
         with jax.named_scope("experts"):
             transit = exchange.compute(sent.transit, experts)
         return Computed(sent.x, sent.mix, transit, None)
 
     def share(self, of: Layer, normed: Float[Array, "B T D"]) -> Float[Array, "B T D"] | None:
-        """What the shared experts add, where they are not among the routed ones."""
+        """Return the shared experts' output; None if there are none, or they run among the routed experts."""
         if not hasattr(of.block.moe, "shared"):
             return None
         multiply = self.products.multiply(of.index, split_tokens=True, by_data=self.by_data(of, normed))
@@ -241,19 +241,19 @@ class LayerParts:
             else share()
         )
 
-    # The fourth part.
+    # Fourth part: combine.
 
     def receive(self, of: Layer, computed: Computed) -> tuple[Float[Array, "B T *n D"], dict[str, Array]]:
-        """Bring the experts' sums back, and add them; and the exchange's counts."""
+        """Return the experts' results to their tokens and add them. Also return the exchange's counts."""
         return self.add(of, in_turn(self.ways_back(of, computed.x), computed))
 
     def ways_back(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sequence[Callable[[Computed], Computed]]:
-        """The exchanges of ``receive`` alone, as ``ways_there``."""
+        """Return the exchanges of ``receive``, like ``ways_there``."""
         exchange, _ = self.experts.exchange(of, x)
         return [*map(_travelling, exchange.back)]
 
     def add(self, of: Layer, computed: Computed) -> tuple[Float[Array, "B T *n D"], dict[str, Array]]:
-        """The rest of ``receive``: each token's sum of what came back."""
+        """Run the rest of ``receive``: sum the returned results of each token, and add the sum and the shared experts' output."""
         exchange, experts = self.experts.exchange(of, computed.x)
         with jax.named_scope("experts"):
             y, report = exchange.add(computed.transit, experts)
@@ -265,15 +265,15 @@ class LayerParts:
     def add_shared(
         self, y: Float[Array, "B T D"], shared: Float[Array, "B T D"] | None, *, by_data: bool = False
     ) -> Float[Array, "B T D"]:
-        """The sums of the routed and of the shared experts. by_data: both are split over ``tp``."""
-        # Where the shared experts' sum comes split, too, the two are added before they are gathered.
+        """Add the shared experts' output to the routed experts'. by_data: both are split over ``tp``."""
+        # With Pallas or `by_data` the shared experts' output is split too, so add the two before the gather.
         if self.products.kernels.name("other products") != "pallas" and not by_data:
             y = self.sharding.whole(y)
         return y if shared is None else y + shared
 
 
 def _travelling(exchange: Callable[[Transit], Transit]) -> Callable[[Any], Any]:
-    """An exchange as a step of ``Sent`` or ``Computed``."""
+    """Apply an exchange to the ``transit`` of a ``Sent`` or ``Computed``."""
 
     def travel(value: Any) -> Any:
         with jax.named_scope("experts"):

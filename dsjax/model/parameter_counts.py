@@ -1,7 +1,7 @@
-"""How many parameters a model has, by component, and how many act on a token. Plain arithmetic on `ModelConfig`.
+"""Numbers of parameters of a model, by component, and of those active for a token. Plain arithmetic on `ModelConfig`.
 
-The planner and `dsjax info` use these without building a model; a test holds them equal to the model's own table.
-Letters as in `docs/glossary.md`.
+The planner and `dsjax info` use these without building a model; a test compares them with the model's own table.
+For the letters see `docs/glossary.md`.
 """
 
 import functools
@@ -13,7 +13,7 @@ from dsjax.config.layers import LayerKind
 
 
 def mla_parameters(config: ModelConfig) -> int:
-    """One attention layer: projections, biases, the norms on the latents, and the indexer (V3: 187,107,328; V3.2: 201,066,752)."""
+    """Parameters of one MLA layer: projections, biases, the norms on the latents, and the indexer (V3: 187,107,328; V3.2: 201,066,752)."""
     matrices, others = attention_matrices(config)
     mla = config.mla
     widths = (mla.q_lora_rank or 0, mla.kv_lora_rank, mla.qk_rope_head_dim, config.hidden_size)
@@ -22,7 +22,7 @@ def mla_parameters(config: ModelConfig) -> int:
 
 
 def compressed_parameters(config: ModelConfig, attention: str) -> int:
-    """One attention layer of a DeepSeek-V4; attention: as of `LayerKind`."""
+    """Parameters of one attention layer of a DeepSeek-V4. attention: see `LayerKind`."""
     matrices, others = _compressed_matrices(config, 1, attention)
     in_float32 = config.num_attention_heads
     in_float32 += sum(config.v4.rate(attention) * series * entry for entry, series in _compressors(config, attention))
@@ -30,7 +30,7 @@ def compressed_parameters(config: ModelConfig, attention: str) -> int:
 
 
 def residual_parameters(config: ModelConfig) -> tuple[int, int]:
-    """What a layer's two blocks have for the residual connection, and where tokens leave; 0 where it is addition."""
+    """Parameters of the hyper-connections: of one layer (both blocks), and after the last layer. 0 if the residual is a plain sum."""
     if config.v4 is None:
         return 0, 0
     streams, weights = config.v4.hc_mult, (2 + config.v4.hc_mult) * config.v4.hc_mult
@@ -39,21 +39,21 @@ def residual_parameters(config: ModelConfig) -> tuple[int, int]:
 
 
 def layer_parameters(config: ModelConfig, kind: LayerKind, active: bool = False) -> int:
-    """One layer; active: of its routed experts those of a token alone."""
+    """Parameters of one layer. active: count only the routed experts that one token uses."""
     attention = mla_parameters(config) if kind.attention == "mla" else compressed_parameters(config, kind.attention)
     total = attention + 2 * config.hidden_size + residual_parameters(config)[0]
     if not kind.routed:
         return total + mlp_parameters(config, config.intermediate_size)
     experts = (config.num_experts_per_tok if active else config.n_routed_experts) + config.n_shared_experts
-    chooses = config.vocab_size * config.num_experts_per_tok if kind.mlp == "hash" else router_bias_parameters(config)
-    return total + experts * expert_parameters(config) + router_parameters(config) + chooses
+    selection = config.vocab_size * config.num_experts_per_tok if kind.mlp == "hash" else router_bias_parameters(config)
+    return total + experts * expert_parameters(config) + router_parameters(config) + selection
 
 
 def attention_matrices(config: ModelConfig, tp: int = 1, attention: str = "mla") -> tuple[list[tuple[int, int]], int]:
-    """A device's part of one attention layer: shapes `[in, out]` of the matrices that can be quantised, and the number of all other values.
+    """One device's shard of an attention layer: shapes `[in, out]` of the quantisable matrices, and the number of other parameters.
 
-    tp: devices that share the heads; all else is whole on each of them. Biases are left out. attention: as of `LayerKind`; of V4's the
-    float32 values count twice.
+    tp: devices that share the heads; everything else is replicated. Biases are not counted. attention: see `LayerKind`. In V4's
+    kinds each float32 parameter counts as two.
     """
     if attention != "mla":
         return _compressed_matrices(config, tp, attention)
@@ -90,7 +90,7 @@ def compressor_columns(config: ModelConfig, attention: str) -> int:
 
 
 def _compressors(config: ModelConfig, attention: str) -> list[tuple[int, int]]:
-    """Width and series of each compressor of a V4 layer."""
+    """Return (entry width, number of series) of each compressor of a V4 layer."""
     if attention in ("mla", "window"):
         return []
     head = config.v4.head_dim
@@ -98,35 +98,35 @@ def _compressors(config: ModelConfig, attention: str) -> list[tuple[int, int]]:
 
 
 def mlp_parameters(config: ModelConfig, hidden: int) -> int:
-    """A SwiGLU MLP of inner width `hidden`: gate, up, down."""
+    """Parameters of a SwiGLU MLP with inner width `hidden`: gate, up, down."""
     return 3 * config.hidden_size * hidden
 
 
 def expert_parameters(config: ModelConfig) -> int:
-    """One routed expert (V3: 44,040,192); 0 for a model without experts."""
+    """Parameters of one routed expert (V3: 44,040,192); 0 for a model without experts."""
     return mlp_parameters(config, config.moe_intermediate_size) if config.is_moe else 0
 
 
 def router_parameters(config: ModelConfig) -> int:
-    """One router's matrix, without the correction bias (V3: 1,835,008)."""
+    """Parameters of one router's matrix, without the correction bias (V3: 1,835,008)."""
     return config.n_routed_experts * config.hidden_size
 
 
 def router_bias_parameters(config: ModelConfig) -> int:
-    """One router's correction bias, which only `noaux_tc` has (V3: 256)."""
+    """Parameters of one router's correction bias; only `noaux_tc` has one (V3: 256)."""
     return config.n_routed_experts if config.topk_method == "noaux_tc" else 0
 
 
 @functools.cache
 def parameter_counts(config: ModelConfig) -> Mapping[str, int]:
-    """Parameters by component, counted once for a configuration.
+    """Return the parameters by component. Cached by configuration.
 
-    Keys for one of its kind: `embedding`, `head` (0 when tied to the embedding), `mla`, `dense_mlp`, `expert`,
+    Keys that count one instance: `embedding`, `head` (0 when tied to the embedding), `mla`, `dense_mlp`, `expert`,
     `shared_experts`, `router`, `router_bias`, `layer_norms`, `dense_layer`, `moe_layer`, `final_norm`, `mtp_module`.
-    Totals: `main_model`; `mtp` (all MTP modules' own, without the embedding and head that they share);
-    `active`: `main_model` less the routed experts that a token does not use; the whole embedding counts, as in
-    DeepSeek's own figure (V3: 37,552,297,472). Of a DeepSeek-V4 `window`, `csa` and `hca` are attention, `hyper_connections` what a layer
-    has beside it, and `hash_table` chooses experts in the first layers; `mla`, `dense_layer` and `moe_layer` are not there.
+    Keys of totals: `main_model`; `mtp` (all MTP modules, without the embedding and head that they share);
+    `active` (`main_model` without the routed experts that a token does not use; the whole embedding counts, as in DeepSeek's own
+    figure; V3: 37,552,297,472). A DeepSeek-V4 has attention kinds `window`, `csa` and `hca`, `hyper_connections` (of a layer),
+    `hyper_connections_end` and `hash_table` (chooses experts in the first layers), and no `mla`, `dense_mlp`, `dense_layer`, `moe_layer`.
     """
     width, kinds = config.hidden_size, [kind for run in config.layer_runs for kind in run.kinds * run.count]
     embedding, residual = config.vocab_size * width, residual_parameters(config)
@@ -135,20 +135,20 @@ def parameter_counts(config: ModelConfig) -> Mapping[str, int]:
     mtp_module = layer_parameters(config, config.mtp_kind) + 2 * width * width + 3 * width + residual[1]
     if config.v4 is None:
         dense, moe = LayerKind("", "dense"), LayerKind("", "moe")
-        of_layers = {
+        layer_counts = {
             "mla": mla_parameters(config),
             "dense_mlp": dense_mlp,
             "dense_layer": layer_parameters(config, dense),
             "moe_layer": layer_parameters(config, moe) if config.is_moe else 0,
         }
     else:
-        of_layers = {name: compressed_parameters(config, name) for name in ("window", "csa", "hca")}
-        of_layers |= {"hyper_connections": residual[0], "hyper_connections_end": residual[1]}
-        of_layers["hash_table"] = config.vocab_size * config.num_experts_per_tok
+        layer_counts = {name: compressed_parameters(config, name) for name in ("window", "csa", "hca")}
+        layer_counts |= {"hyper_connections": residual[0], "hyper_connections_end": residual[1]}
+        layer_counts["hash_table"] = config.vocab_size * config.num_experts_per_tok
     counts = {
         "embedding": embedding,
         "head": 0 if config.tie_word_embeddings else embedding,
-        **of_layers,
+        **layer_counts,
         "expert": expert,
         "shared_experts": config.n_shared_experts * expert,
         "router": router_parameters(config),

@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, middlewares, and exceptions as errors in OpenAI's form."""
+"""The FastAPI application: routes, middlewares, and exception handlers that answer in OpenAI's error format."""
 
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(serving: Serving, before_routes: Callable[[ASGIApp], ASGIApp] | None = None) -> FastAPI:
-    """Return the application. `Server` starts the engine's thread once it is ready; the application's shutdown ends it.
+    """Create the application. `Server` starts the engine's thread after warm-up; the application's shutdown ends the thread.
 
-    before_routes: a middleware between the guards and the routes.
+    before_routes: adds a middleware that runs after the guards (keys, body limits) and before the routes.
     """
 
     @asynccontextmanager
@@ -36,28 +36,28 @@ def create_app(serving: Serving, before_routes: Callable[[ASGIApp], ASGIApp] | N
         yield
         await serving.engine.shutdown()
 
-    # FastAPI's documentation pages load scripts from other sites, so /docs is a page of our own.
+    # FastAPI's documentation pages load scripts from other sites, so dsjax serves its own /docs.
     app = FastAPI(title="dsjax", version=package_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
     for kind in (ApiError, UserError, RequestValidationError, HTTPException, ClientGoneError, Exception):
         app.add_exception_handler(kind, _answer_error)
-    usual = openai_routes(serving)
-    app.include_router(usual)
+    openai = openai_routes(serving)
+    app.include_router(openai)
     for make_routes in (tokenizer_routes, status_routes, admin_routes):
         app.include_router(make_routes(serving))
     create_page_routes(app)
     if serving.metrics is not None:
         create_metrics_routes(app, serving)
     # The last middleware added is the outermost.
-    app.add_middleware(UsualRequests, routes=usual.routes, answer_error=_answer_error)
+    app.add_middleware(UsualRequests, routes=openai.routes, answer_error=_answer_error)
     app.add_middleware(HeadRequests)
     if before_routes is not None:
         app.add_middleware(before_routes)
     app.add_middleware(BodyLimits, options=serving.options)
     app.add_middleware(Keys, options=serving.options)
     if origins := serving.options.origins:
-        shown = ("X-Request-ID", "Retry-After", "Warning")
+        exposed = ("X-Request-ID", "Retry-After", "Warning")
         app.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=shown
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
         )
     app.add_middleware(RequestIds)
     if serving.metrics is not None:

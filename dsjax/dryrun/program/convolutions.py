@@ -1,4 +1,4 @@
-"""Operations of a convolution, which is how TPU programs write their matrix products."""
+"""FLOPs of a convolution. XLA's TPU programs write matrix products as convolutions."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ _WINDOW = re.compile(r"window={([^}]*)}")
 
 
 def convolution_flops(operation: Operation, left: Shape, right: Shape) -> int:
-    """Two for each multiply-add, of those that do not fall on padding or on the holes of a dilation.
+    """Return 2 FLOPs per multiply-add, without those that read padding or the zeros which dilation inserts into the input.
 
-    A product's batch dimension is written as a space dimension whose window is so dilated or strided that each output sees
-    one position of it; counting positions that exist, as XLA's ``HloCostAnalysis`` does, gives the product's own operations.
+    XLA writes a batch dimension of a matrix product as a spatial dimension, dilated or strided so that each output reads one
+    position. Counting only elements that exist, as XLA's ``HloCostAnalysis`` does, gives the FLOPs of the matrix product.
     """
     labels = _LABELS.search(operation.attributes)
     if not labels:
         return 0
     left_labels, right_labels, out_labels = labels.groups()
-    sides = _window(operation.attributes)
-    spaces = [label for label in out_labels if label.isdigit()]
+    window = _window(operation.attributes)
+    spatial = [label for label in out_labels if label.isdigit()]
     positions = 1
-    for place, label in enumerate(sorted(spaces, key=int)):
+    for axis, label in enumerate(sorted(spatial, key=int)):
         positions *= _positions(
             left.dims[left_labels.index(label)],
             right.dims[right_labels.index(label)],
             operation.shapes[0].dims[out_labels.index(label)],
-            {name: values[place] for name, values in sides.items() if place < len(values)},
+            {name: values[axis] for name, values in window.items() if axis < len(values)},
         )
     batch = left.dims[left_labels.index("b")] // (operation.number("batch_group_count") or 1)
     features = right.dims[right_labels.index("i")] * right.dims[right_labels.index("o")]
@@ -37,25 +37,25 @@ def convolution_flops(operation: Operation, left: Shape, right: Shape) -> int:
 
 
 def _window(attributes: str) -> dict[str, list[str]]:
-    """``size=4 pad=3_3`` → each dimension's values."""
-    window = _WINDOW.search(attributes)
-    return {name: values.split("x") for name, values in re.findall(r"(\w+)=(\S+)", window.group(1))} if window else {}
+    """``size=4 pad=3_3`` → ``{name: values by spatial dimension}``."""
+    match = _WINDOW.search(attributes)
+    return {name: values.split("x") for name, values in re.findall(r"(\w+)=(\S+)", match.group(1))} if match else {}
 
 
-def _positions(size: int, kernel: int, out: int, side: dict[str, str]) -> int:
-    """Pairs of an output and a place of the kernel that meet an element of the input."""
-    stride, hole, reach = (int(side.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
-    low = int(side.get("pad", "0_0").split("_")[0])
+def _positions(size: int, kernel: int, out: int, window: dict[str, str]) -> int:
+    """Return how many pairs (output position, kernel position) read an element of the input, along one dimension."""
+    stride, lhs_dilate, rhs_dilate = (int(window.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+    low = int(window.get("pad", "0_0").split("_")[0])
     count = 0
-    for place in range(kernel):
-        # Output o reads o × stride + place × reach − low of the dilated input: 0, hole, 2 × hole … exist.
-        offset = place * reach - low
-        period = hole // math.gcd(stride, hole)
-        start = next((o for o in range(period) if (o * stride + offset) % hole == 0), None)
+    for k in range(kernel):
+        # Output o reads index o × stride + k × rhs_dilate − low of the dilated input, whose elements are at multiples of lhs_dilate.
+        offset = k * rhs_dilate - low
+        period = lhs_dilate // math.gcd(stride, lhs_dilate)
+        start = next((o for o in range(period) if (o * stride + offset) % lhs_dilate == 0), None)
         if start is None:
             continue
         first = max(0, math.ceil(-offset / stride))
-        last = min(out - 1, ((size - 1) * hole - offset) // stride)
+        last = min(out - 1, ((size - 1) * lhs_dilate - offset) // stride)
         first += (start - first) % period
         count += max(0, (last - first) // period + 1)
     return count

@@ -1,4 +1,4 @@
-"""`Rank`: the requests of one DP rank, waiting and running, and what it computes in the next step."""
+"""`Rank`: schedules the waiting and running requests of one DP rank."""
 
 import bisect
 from collections import Counter
@@ -14,7 +14,7 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
 _by_order = attrgetter("order")
 _MOST_SKIPPED = 16
-"""Waiting requests that a step passes because others compute pages for them. Requests that wait for pages do not count."""
+"""Most waiting requests that a step skips because others compute their pages. Requests whose pages are being loaded do not count."""
 
 
 class RankLoad(NamedTuple):
@@ -22,8 +22,8 @@ class RankLoad(NamedTuple):
 
     Attributes:
         waiting_tokens: known tokens of the waiting requests.
-        used_pages: held by requests. cached_pages: kept by the prefix cache alone; they count as free. usable_pages: all.
-        cost: the router's cost of a new request here besides its own tokens, in tokens to compute (docs/scheduler.md).
+        used_pages: held by requests. cached_pages: held only by the prefix cache; they count as free. usable_pages: all.
+        cost: the router's cost of sending a new request here, without the request's own tokens, in tokens to compute (docs/scheduler.md).
         hits: tokens that requests found cached at their first admission, by tier (`device`, and the tiers of page sources). queried: all
             tokens of those requests.
         tiers: counts of page sources for this rank, by tier.
@@ -45,21 +45,21 @@ class RankLoad(NamedTuple):
 class Rank:
     """The queue, pages and slots of one DP rank.
 
-    From its admission on, a request holds pages for *all* its known tokens, so only decodes allocate more. When no page is left, the newest
+    At admission a request gets pages for *all* its known tokens, so only decodes allocate more. When no page is left, the newest
     running request is preempted: it releases everything and is recomputed later, except for what the prefix cache still has. `running` is
     sorted by `order`.
 
-    A step is planned while the previous one computes, so a request may have a row under way. It is then planned with an upper bound
-    (`Request.num_in_flight`), and releases pages and slot only when none of its rows is under way, so that no late write can reach a
-    page's next owner.
+    A step is planned while the previous one computes, so a request may have a row in flight ("under way": planned, result not entered).
+    The plan then assumes an upper bound of its tokens (`Request.num_in_flight`). A request releases its pages and slot only when none of
+    its rows is in flight, so that no late write can reach a page's next owner.
 
     Attributes:
         dirty: released pages that may hold non-finite values. The reader clears the pages and then the list.
         load, waiting_tokens: known tokens of all requests, and of the waiting ones.
-        backlog: tokens to compute before every request here has made its next token: those of waiting requests that are neither cached
-            nor promised, and the rest of prompts under way.
+        backlog: tokens to compute before every request here has its next token: uncached and not promised tokens of waiting requests,
+            and the rest of the prompts being computed.
         promised: hashes of the pages that requests here will compute for their prompts, with the number of such requests.
-        prefix_queries: known tokens of the requests admitted for the first time. hits: how many of them were cached, by tier.
+        prefix_queries: known tokens of requests at their first admission. hits: how many of these tokens were cached, by tier.
     """
 
     def __init__(self, pool: PagePool, config: SchedulerConfig, loads: PageLoads):
@@ -73,7 +73,7 @@ class Rank:
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
 
     def uncached(self, request: Request) -> int:
-        """Return the tokens that this rank would have to compute before a request's next token, given what is cached and promised."""
+        """Return how many tokens of a request this rank would have to compute, i.e. those neither cached nor promised."""
         names = self.readable(request)
         found = self.pool.count(names, self.promised, self.loads)
         cached = self.pool.usable(names, found, self.loads, self.promised)
@@ -85,7 +85,7 @@ class Rank:
         self._queue(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a waiting or running request. It releases what it holds when no step has a row of it."""
+        """Remove a waiting or running request. It releases pages and slot once none of its rows is in flight."""
         if request.status is Status.RUNNING:
             self.running.remove(request)
             self._seal(request)
@@ -109,40 +109,40 @@ class Rank:
             self.load -= len(request.token_ids)
 
     def drop(self, request: Request, finite: bool) -> None:
-        """Note that a row of an ended request is done. Its result is dropped."""
+        """Drop the result of a row whose request has ended; release the request's pages and slot after its last row."""
         if not finite and request.num_clean_pages is None:
             request.num_clean_pages = request.num_sealed_pages
         if not request.num_rows_under_way:
             self._take_back(request)
 
     def invalidate_request(self, request: Request) -> None:
-        """Let no page of a request with non-finite values be found, not even shared ones, which would fail the next request too."""
+        """Drop all pages of a request with non-finite values from the prefix cache, even shared ones, so that no other request fails."""
         request.num_clean_pages = request.num_sealed_pages
         pages = request.pages + request.window_pages
         self.loads.forget(self.pool.names_of(pages))
         self.pool.forget(pages)
-        request.num_sealed_pages = len(request.pages)  # so that none will be sealed
+        request.num_sealed_pages = len(request.pages)  # so that `_seal` skips them
 
     def flush(self) -> None:
-        """Forget all pages that are computed or on their way now, on the device and in page sources."""
+        """Empty the prefix cache, on the device and in KV connectors. Pages that are being loaded will not be found either."""
         self.loads.cancel()
         self.pool.flush()
         self.loads.clear()
 
     def invalidate(self) -> None:
-        """Forget all pages whose commands may not have been carried out: those on the device, and those on their way to a page source."""
+        """Forget pages that failed commands may have left incomplete: all on the device, and those on their way to a KV connector."""
         self.loads.cancel()
         self.pool.forget_all()
         self.loads.invalidate()
 
     def leave_if_due(self, request: Request) -> None:
-        """Preempt a running request that must leave, if no row of it is under way."""
+        """Preempt a running request marked `must_leave`, if none of its rows is in flight."""
         if request.must_leave and not request.num_rows_under_way:
             self.running.remove(request)
             self._preempt(request)
 
     def enter_chunk(self, request: Request) -> None:
-        """Enter the progress of a prompt (`num_computed_tokens`)."""
+        """Account for a computed prompt chunk, after `num_computed_tokens` has been updated."""
         left = len(request.token_ids) - request.num_computed_tokens
         self._seal(request)
         if left:
@@ -151,7 +151,7 @@ class Rank:
             self._clear_backlog(request)
 
     def schedule(self, now: float, num_drafts: int = 0) -> RankPlan:
-        """Plan decodes first, then prompts under way, then new prompts, within the token budget, which does not count drafts."""
+        """Plan decodes, then running prompts, then new prompts, within the token budget. Drafts do not count against it."""
         preemptions = self.num_preemptions
         self.loads.begin(now)
         decodes, prompts, computing = self._schedule_decodes(num_drafts)
@@ -160,7 +160,7 @@ class Rank:
         for request in prompts:
             if budget <= 0 or len(plan.prefills) == self.config.max_prefill_rows:
                 break
-            # An earlier prompt may need its window pages.
+            # An earlier prompt may have preempted this one for its window pages.
             if request.status is Status.RUNNING and not request.must_leave:
                 budget -= self._schedule_chunk(request, budget, plan.prefills)
         if self.waiting and preemptions == self.num_preemptions:
@@ -168,15 +168,15 @@ class Rank:
         return plan
 
     def _schedule_decodes(self, num_drafts: int) -> tuple[list[ScheduledRow], list[Request], list[Request]]:
-        """Return decode rows, requests still in their prompt, and requests whose last prompt row is under way; oldest first."""
+        """Return decode rows, requests with prompt tokens left to plan, and requests whose last prompt row is in flight; oldest first."""
         decodes, prompts, computing = list[ScheduledRow](), list[Request](), list[Request]()
         page_size = self.pool.page_size
-        # `ScheduledRow(...)` is a Python function, which at a thousand rows a step would be a third of this loop.
+        # `ScheduledRow(...)` is a Python function, which would take a third of this loop's time at a thousand rows a step.
         new_row = partial(tuple.__new__, ScheduledRow)
-        most, windowed = 1 + num_drafts, self.pool.num_windows > 0
+        max_length, windowed = 1 + num_drafts, self.pool.num_windows > 0
         batches = self.config.num_batches
         room = len(self.running) if batches == 1 else -(-len(self.running) // batches)
-        for request in self.running:  # preemption shortens the list at its end
+        for request in self.running:  # preemption removes requests from the end of the list
             if request.must_leave:
                 continue
             planned, known = request.num_computed_tokens + request.num_in_flight, len(request.token_ids)
@@ -186,9 +186,9 @@ class Rank:
             if request.num_rows_under_way:
                 if request.num_computed_tokens + 1 < known:
                     computing.append(request)
-                if batches > 1:  # its tokens are not known before the step is entered
+                if batches > 1:  # its token is unknown until that step is entered
                     continue
-                # The rows under way will make its last token.
+                # The rows in flight will produce its last token.
                 if known + request.num_due >= request.max_total_tokens:
                     continue
                 if request.num_due and request.rules is not None and request.rules.needs_tokens:
@@ -203,8 +203,8 @@ class Rank:
                 continue
             length = 1
             if num_drafts:
-                self._grow_for_drafts(request, planned + most + num_drafts)
-                length = max(1, min(most, request.max_cached_tokens - planned))
+                self._grow_for_drafts(request, planned + max_length + num_drafts)
+                length = max(1, min(max_length, request.max_cached_tokens - planned))
             decodes.append(new_row((request, planned, length, True)))
             request.num_in_flight += length
             request.num_rows_under_way += 1
@@ -212,7 +212,7 @@ class Rank:
         return decodes, prompts, computing
 
     def _schedule_chunk(self, request: Request, budget: int, prefills: list[ScheduledRow]) -> int:
-        """Add the next chunk of a prompt and return its length; 0: it has to wait for window pages."""
+        """Add the next chunk of a prompt and return its length; 0 if it has to wait for window pages."""
         start, known = request.num_computed_tokens + request.num_in_flight, len(request.token_ids)
         length = min(known - start, self.config.prefill_chunk, budget)
         sampled = start + length == known
@@ -227,7 +227,7 @@ class Rank:
     def _admit(self, budget: int, plan: RankPlan, prompts: list[Request], now: float) -> None:
         """Admit waiting requests in order. The first one that does not fit blocks the rest, so none starves.
 
-        prompts: those being computed. A request whose next page is computed by one of them is skipped: it will find the page cached.
+        prompts: requests being prefilled. A waiting request whose next page one of them computes is skipped: it will find the page cached.
         """
         at = num_loading = 0
         while at < min(len(self.waiting), _MOST_SKIPPED + num_loading) and self._free_slots and budget > 0:
@@ -254,8 +254,8 @@ class Rank:
             request.missed_border = len(cached) if border < len(cached) else 0
             cached = cached[:border]
             at_border = [window_name(names[border - 1])] if border and self.pool.num_windows else []
-            copied = self._last_page(request) if len(cached) == len(names) else []
-            left = 1 if copied else len(request.token_ids) - len(cached) * self.pool.page_size
+            last_page = self._last_page(request) if len(cached) == len(names) else []
+            left = 1 if last_page else len(request.token_ids) - len(cached) * self.pool.page_size
             if left > 1 and len(plan.prefills) == self.config.max_prefill_rows:
                 break
             count = self.pool.pages_for(len(request.token_ids)) - len(cached)
@@ -263,21 +263,21 @@ class Rank:
             headroom = min(len(self.running), self.pool.num_usable // 100)
             windows = self.pool.pages_for(min(left, self.config.prefill_chunk, budget)) if self.pool.num_windows else 0
             shared = self.pool.find(at_border)
-            if not self.pool.can_hold(cached + shared + copied, count + headroom, windows):
-                # Release the pages held for this request last.
+            if not self.pool.can_hold(cached + shared + last_page, count + headroom, windows):
+                # Release the pages held for other requests before those held for this one.
                 if self.loads.release_held(self.waiting, request) or self.loads.release_held(self.waiting):
                     continue
                 break
             del self.waiting[at]
-            for name in at_border:  # a third request may have the same beginning
+            for name in at_border:  # another request may have the same prefix
                 self.pool.keep(name)
             self.pool.hold(shared)
             request.window_pages = shared + self.pool.allocate(windows, windows=True)
             request.first_window = len(cached) - len(shared)
-            self._start(request, cached, copied, count, now)
+            self._start(request, cached, last_page, count, now)
             self.loads.release(request)
-            if copied:
-                plan.copies.append((copied[0], request.pages[-1]))
+            if last_page:
+                plan.copies.append((last_page[0], request.pages[-1]))
             if left == 1:
                 self._clear_backlog(request)
                 start = request.num_computed_tokens
@@ -290,9 +290,9 @@ class Rank:
                 budget -= self._schedule_chunk(request, budget, plan.prefills)
 
     def _last_page(self, request: Request) -> list[int]:
-        """Return the cached page that the request's last token fills, as a list of one or none. The last token is computed in a copy of it.
+        """Return the cached page that the request's last token fills, as a list of one or none. The last token is recomputed in a copy.
 
-        Never with window pages, which do not keep the state before their last token.
+        Always empty with window pages, because they do not keep the state before their last token.
         """
         page_size = self.pool.page_size
         if (
@@ -304,15 +304,15 @@ class Rank:
             return []
         return self.pool.find(extend_hashes(request, page_size)[-1:])
 
-    def _start(self, request: Request, cached: list[int], copied: list[int], count: int, now: float) -> None:
-        """Give a request its slot and pages: the `cached` ones and `count` more, the last of them for a copy of `copied`."""
+    def _start(self, request: Request, cached: list[int], last_page: list[int], count: int, now: float) -> None:
+        """Give a request a slot, the `cached` pages and `count` new ones. The last new page is for a copy of `last_page`, if any."""
         self.pool.hold(cached)
-        # So that `allocate` does not take it; the copy runs before anything that is planned later.
-        self.pool.hold(copied)
+        # Held only so that `allocate` does not take it. The copy runs before anything that is planned later.
+        self.pool.hold(last_page)
         request.pages = cached + self.pool.allocate(count)
-        self.pool.release(copied)
+        self.pool.release(last_page)
         request.num_sealed_pages = len(cached)
-        request.num_computed_tokens = len(request.token_ids) - 1 if copied else len(cached) * self.pool.page_size
+        request.num_computed_tokens = len(request.token_ids) - 1 if last_page else len(cached) * self.pool.page_size
         request.slot = self._free_slots.pop()
         request.status = Status.RUNNING
         request.admissions += 1
@@ -337,7 +337,7 @@ class Rank:
             if self.loads.release_held(self.waiting):
                 continue
             if self.pool.num_free_windows < windows and request.num_rows_under_way:
-                return False  # these rows will let it release window pages
+                return False  # it can release window pages after these rows
             victim = self.running[-1]
             if victim.num_rows_under_way:
                 victim.must_leave = True
@@ -351,7 +351,7 @@ class Rank:
         return True
 
     def _windows_to(self, request: Request, end: int) -> int:
-        """Return how many window pages a request lacks up to page number `end`."""
+        """Return how many window pages a request lacks for its pages up to number `end` (exclusive)."""
         return max(0, end - request.num_writable_pages) if self.pool.num_windows else 0
 
     def _grow_for_drafts(self, request: Request, num_tokens: int) -> None:
@@ -385,16 +385,16 @@ class Rank:
         self.waiting_tokens += len(request.token_ids)
 
     def readable(self, request: Request) -> list[bytes]:
-        """Return the hashes of the pages that a request may read from the cache: all full ones before its last token, which is computed."""
+        """Return the hashes of the pages that a request may read from the cache: full ones before its last token, which is computed."""
         if not self.config.prefix_caching or request.wants_prompt_logprobs:
             return []
         page_size = self.pool.page_size
         return extend_hashes(request, page_size)[: (len(request.token_ids) - 1) // page_size]
 
     def _seal(self, request: Request) -> None:
-        """Let other requests find the full, computed pages, and release the window pages that no row will read any more.
+        """Add the full, computed pages to the prefix cache, and release the window pages that no later row reads.
 
-        The values are finite, because the request would have failed otherwise.
+        Their values are finite: a request with non-finite values would have failed.
         """
         # Accepted drafts may reach beyond the token that ended the request.
         computed = min(request.num_computed_tokens, len(request.token_ids))
@@ -445,17 +445,17 @@ class Rank:
 
 
 def _kept_borders(request: Request, page_size: int) -> tuple[int, int]:
-    """Return the borders, in pages, whose window page is kept because others are likely to go on from there.
+    """Return the borders (ends of pages, in pages) whose window page is kept because other requests are likely to continue there.
 
-    They are the last border before the prompt's last token, for the same prompt sent again, and the one at which this request found pages
-    without a window page: a third request may begin with what two have begun with. The window pages where a request has gone on, ended or
-    was preempted are kept too.
+    The first is the last border before the prompt's last token, for the same prompt sent again. The second is where this request found
+    cached pages but no window page: a third request may share the prefix that two have shared. Other code keeps the window pages where a
+    request continued, ended or was preempted.
     """
     return (request.num_prompt_tokens - 1) // page_size, request.missed_border
 
 
 def _computes(prompts: list[Request], index: int, name: bytes) -> bool:
-    """Whether one of these requests will compute the page with this index and hash."""
+    """Whether one of `prompts` will compute the page with this index and hash."""
     return any(
         other.num_sealed_pages <= index < len(other.page_hashes) and other.page_hashes[index] == name
         for other in prompts

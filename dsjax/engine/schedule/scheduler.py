@@ -1,4 +1,4 @@
-"""`Scheduler`: chooses the tokens that every DP rank computes in the next step. `Router`: chooses the rank of a request."""
+"""`Scheduler`: chooses the tokens that each DP rank computes in the next step. `Router`: chooses a request's rank."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -15,16 +15,16 @@ from dsjax.engine.schedule.request import FinishReason, Request, ScheduledRow, S
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 
 CONTEXT_WEIGHT = 1 / 16
-"""Cost of one token of running context, in tokens to compute. In V3 a decode spends 1/4,300 of a token's computation on reading one
-token of context; over about 270 decodes that is 1/16."""
+"""Cost of one token of running context, in tokens to compute. In V3 a decode spends 1/4,300 of a token's compute on reading one
+context token; over about 270 decodes that is 1/16."""
 REQUEST_WEIGHT = 32
 """Cost of one more row in every step, in tokens to compute."""
 MOST_SESSIONS = 65_536
-"""Sessions remembered; the least recently used one is forgotten first."""
+"""Most sessions remembered; the least recently used one is forgotten first."""
 
 
 class Update(NamedTuple):
-    """What a step did to one request. result: its tokens end where the request ended; None: the request was aborted."""
+    """What a step did to one request. result: cut off after the token that ended the request; None if the request was aborted."""
 
     request: Request
     result: RowResult | None
@@ -37,10 +37,10 @@ class Scheduler:
     The caller repeats `plan = schedule(now)`, computes the plan, and enters the results with `update(plan, results, now)`. It may plan
     ahead before it enters results. Times are seconds of any clock; the planner's simulator has a virtual one.
 
-    source: KV connector; None: pages are on the devices alone. page_events: whether to collect events for `take_page_events`.
+    source: KV connector; None if pages are only on the devices. page_events: whether to collect events for `take_page_events`.
 
     Attributes:
-        choose_drafts: returns how many tokens each row of the next step drafts; None: `SpeculativeConfig.drafts` says it.
+        choose_drafts: returns the number of drafts per row in the next step; None to use `SpeculativeConfig.drafts`.
     """
 
     def __init__(
@@ -70,15 +70,15 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step must be planned: a request is unfinished, or the page source has work."""
+        """Whether a step must be planned: a request is unfinished, or the KV connector has work."""
         return bool(self._requests) or self.source.has_work()
 
     def take_page_events(self) -> list[tuple[int, list[Event]]]:
-        """Take the (rank, page events) of the ranks that have any."""
+        """Take (rank, page events) for each rank that has events."""
         return [] if self.events is None else self.events.take()
 
     def loads(self) -> list[RankLoad]:
-        """Return the load and the free room of each rank."""
+        """Return the load and free capacity of each rank."""
         return [
             RankLoad(
                 index,
@@ -97,12 +97,12 @@ class Scheduler:
         ]
 
     def flush_prefix_cache(self) -> None:
-        """Empty the prefix cache. Requests keep the pages that they hold."""
+        """Empty the prefix cache. Requests keep their pages."""
         for rank in self.ranks:
             rank.flush()
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises an `AdmissionError` if it could never finish, a `ValueError` if an unfinished request has its id."""
+        """Queue a request. Raises `AdmissionError` if it could never finish, `ValueError` if an unfinished request has the same id."""
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
         priority = request.options.priority if self.config.policy == "priority" else 0
@@ -118,7 +118,7 @@ class Scheduler:
         self.ranks[request.rank].add(request)
 
     def abort(self, request_id: str, now: float = 0.0) -> Update | None:
-        """End a request and return its update; None if it is unknown or finished. Its pages stay until no step has a row of it."""
+        """End a request and return its update; None if it is unknown or finished. Its pages stay until none of its rows is in flight."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
@@ -130,10 +130,10 @@ class Scheduler:
     def successor(
         self, config: SchedulerConfig, num_ranks: int, parked: Sequence[Request] = ()
     ) -> tuple["Scheduler", list[tuple[Request, AdmissionError]]]:
-        """Return a scheduler for a new executor with this one's and the parked requests, and the requests that do not fit, with reasons.
+        """Return a scheduler for a new executor with all requests that fit, and the requests that do not fit, with reasons.
 
-        Running requests wait again in their old order, as if preempted. Requests without `max_tokens` may fill the new cache. The page
-        source has forgotten the requests that do not fit. This scheduler must not be used any more.
+        `parked` requests are added. Running requests wait again in their old order, as if preempted. Requests without `max_tokens` may
+        fill the new cache. The KV connector has forgotten the requests that do not fit. Do not use this scheduler any more.
         """
         source = self.source if self._is_sourced else None
         new = Scheduler(config, num_ranks, source=source, page_events=self.events is not None)
@@ -157,7 +157,7 @@ class Scheduler:
         return new, refused
 
     def schedule(self, now: float = 0.0) -> StepPlan:
-        """Plan the next step; the previous one may still compute. The plan is empty if nothing can be computed before that is entered."""
+        """Plan the next step, even while the previous one computes. The plan is empty if all work has to wait for the previous results."""
         num_drafts = self._num_drafts()
         self.source.begin_step(now)
         ranks = [rank.schedule(now, num_drafts) for rank in self.ranks]
@@ -165,12 +165,12 @@ class Scheduler:
         return StepPlan(ranks, num_drafts, self.pages.commands() if self._is_sourced else (), after_prompts)
 
     def landed(self, rank: int, numbers: Iterable[int], ok: bool, now: float = 0.0) -> None:
-        """Enter the pages that have come from a source to a rank, by their landing numbers. ok: False: they could not be brought."""
+        """Enter pages that the KV connector has brought to a rank, by their landing numbers. ok: False if it could not bring them."""
         for number in numbers:
             self.ranks[rank].loads.landed(number, ok, now)
 
     def take_dirty(self) -> list[list[int]] | None:
-        """Take the pages of each rank that must be cleared before the next step; None if there are none."""
+        """Take the pages of each rank that must be cleared before the next step; None if no rank has any."""
         if not any(rank.dirty for rank in self.ranks):
             return None
         dirty = [rank.dirty for rank in self.ranks]
@@ -181,10 +181,10 @@ class Scheduler:
     def update(self, plan: StepPlan, results: Sequence[RankResults], now: float = 0.0) -> list[Update]:
         """Enter a step's results, in the order of plans. Return an `Update` for each request that got tokens, prompt scores or an error.
 
-        Rows of requests that have ended meanwhile are dropped.
+        Rows of requests that have ended in the meantime are dropped.
         """
         updates: list[Update] = []
-        # The loop over decodes is most of the engine's host time: the usual case is written out, and `Update(...)` is a slow call.
+        # The loop over decodes takes most of the engine's host time, so the usual case is inlined, and the slow call `Update(...)` avoided.
         new_update = partial(tuple.__new__, Update)
         running = Status.RUNNING
         for rank, (decodes, prefills, *_), (decoded, prefilled) in zip(self.ranks, plan.ranks, results, strict=True):
@@ -245,10 +245,10 @@ class Scheduler:
         return updates
 
     def withdraw(self, plan: StepPlan) -> None:
-        """Take back a plan whose launch failed. Its requests start anew, because the executor may have got a part of it."""
+        """Withdraw a plan whose dispatch failed. Its requests are recomputed, because the executor may have received a part of the plan."""
         self.source.withdrawn()
         for rank, (decodes, prefills, _) in zip(self.ranks, plan.ranks, strict=True):
-            if self._is_sourced:  # it is unknown which of its commands were carried out
+            if self._is_sourced:  # some of the plan's commands may not have been executed
                 rank.invalidate()
             for request, _, length, sampled in (*decodes, *prefills):
                 request.num_in_flight -= length
@@ -258,30 +258,30 @@ class Scheduler:
                 rank.leave_if_due(request)
 
     def _num_drafts(self) -> int:
-        """Return the number of drafts of a row in the next step."""
+        """Return the number of drafts per row in the next step."""
         if self.choose_drafts is not None:
             return self.choose_drafts()
         if self.config.speculation is None:
             return 0
-        most = max(len(rank.running) + len(rank.waiting) for rank in self.ranks)
-        return self.config.speculation.drafts(max(1, min(most, self.config.max_num_seqs)))
+        num_requests = max(len(rank.running) + len(rank.waiting) for rank in self.ranks)
+        return self.config.speculation.drafts(max(1, min(num_requests, self.config.max_num_seqs)))
 
 
 def _check_fits(request: Request, config: SchedulerConfig) -> None:
-    """Raise an `AdmissionError` if a request could never finish. Where the client gave no `max_tokens`, set what the mesh can hold."""
+    """Raise an `AdmissionError` if a request could never finish. If the client gave no `max_tokens`, limit it to what the mesh can hold."""
     before = request.max_tokens
     if request.params.max_tokens is None:
-        most = config.max_request_len - request.num_prompt_tokens
-        request.set_max_tokens(max(min(most, request.max_tokens), request.num_output_tokens + 1))
+        room = config.max_request_len - request.num_prompt_tokens
+        request.set_max_tokens(max(min(room, request.max_tokens), request.num_output_tokens + 1))
     try:
         config.check_fits(request.num_prompt_tokens, request.max_tokens, request.params.max_tokens is not None)
     except AdmissionError:
-        request.set_max_tokens(before)  # a larger mesh may come
+        request.set_max_tokens(before)  # a later, larger mesh may hold more
         raise
 
 
 def _enter_chunk(rank: Rank, row: ScheduledRow, result: RowResult, now: float) -> Update | None:
-    """Enter the result of a prefill row. Return its update; None if it has neither a token nor scores."""
+    """Enter the result of a prefill row. Return an update; None if the row has neither a token nor scores nor an error."""
     request, start, length, sampled = row
     if not result.finite:
         _, reason = _enter(rank, request, result, now)
@@ -289,7 +289,7 @@ def _enter_chunk(rank: Rank, row: ScheduledRow, result: RowResult, now: float) -
     request.num_computed_tokens = start + length
     rank.enter_chunk(request)
     if result.prompt_scores is not None:
-        # A prompt that was preempted is scored again.
+        # After a preemption the prompt is scored again: keep only the new scores.
         new = result.prompt_scores[max(0, request.num_prompt_logprobs - start) :]
         request.num_prompt_logprobs = max(request.num_prompt_logprobs, start + len(result.prompt_scores))
         result = result._replace(prompt_scores=new)
@@ -301,7 +301,7 @@ def _enter_chunk(rank: Rank, row: ScheduledRow, result: RowResult, now: float) -
 
 
 def _enter(rank: Rank, request: Request, result: RowResult, now: float) -> tuple[RowResult, FinishReason | None]:
-    """Append tokens up to the one that ends the request, or fail it. Return the result with these tokens, and the finish reason."""
+    """Append tokens up to the one that ends the request, or fail it. Return the result cut off there, and the finish reason."""
     tokens, reason = request.token_ids, None
     for count, token_id in enumerate(result.token_ids, start=1):
         tokens.append(token_id)
@@ -310,7 +310,7 @@ def _enter(rank: Rank, request: Request, result: RowResult, now: float) -> tuple
         reason = request.finish_reason_after(token_id)
         if reason is not None:
             scores = None if result.scores is None else result.scores[:count]
-            if not result.finite:  # beyond the end
+            if not result.finite:  # in tokens after the end
                 rank.invalidate_request(request)
             result = result._replace(token_ids=result.token_ids[:count], scores=scores, finite=True, error=None)
             break
@@ -325,7 +325,7 @@ def _enter(rank: Rank, request: Request, result: RowResult, now: float) -> tuple
 
 
 class Router:
-    """Sends each request to the cheapest rank: by the prompt's tokens that are not cached there, plus `standing_cost`.
+    """Sends each request to the cheapest rank: the cost is the request's uncached tokens there plus `standing_cost`.
 
     Ranks without a free slot or free pages for the request come last. Ties go to the lowest rank. A session stays on its rank, unless that
     rank has a queue longer than all its slots while another rank has a free slot. `RequestOptions.dp_rank` overrides the choice if the
@@ -337,7 +337,7 @@ class Router:
         self._sessions: OrderedDict[str, int] = OrderedDict()
 
     def choose(self, request: Request) -> int:
-        """Choose the rank of a new request, and remember it for the session."""
+        """Choose the rank of a new request, and remember it for the request's session."""
         options = request.options
         if options.dp_rank is not None and 0 <= options.dp_rank < len(self._ranks):
             return options.dp_rank
@@ -369,7 +369,7 @@ def standing_cost(rank: Rank) -> float:
 
 
 def _cost(rank: Rank, request: Request) -> tuple[bool, float]:
-    """Return whether a rank is full for a request, and the request's cost there."""
+    """Return whether a rank has no room for a request, and the request's cost there."""
     uncached = rank.uncached(request)
     free_tokens = rank.pool.num_free * rank.pool.page_size
     full = not _has_slot(rank) or free_tokens < rank.backlog + uncached

@@ -1,4 +1,4 @@
-"""`SideOptions`, of prefill apart from decode: which options each side's engine gets, and whether they go together. No JAX."""
+"""`SideOptions`: options of disaggregated prefill, what each side's engine gets of them, and their checks. No JAX at import."""
 
 import dataclasses
 import math
@@ -15,14 +15,14 @@ from dsjax.errors import UserError
 from dsjax.options import Group, advanced, option
 
 Args = TypeVar("Args")
-"""`EngineArgs`, which are checked here where they are made, so that this module cannot name them."""
+"""`EngineArgs`. Its module imports this one to check the options, so this one cannot import it."""
 
 DEFAULT_PAGE = 16
-"""Tokens of a page, where the model does not need more."""
+"""Tokens per page, unless the model needs more."""
 
 
 def default_page(config: ModelConfig) -> int:
-    """Return the default of `--page-size`: the least multiple of 16 that the model's windows divide."""
+    """Return the default of `--page-size`: the least multiple of 16 that holds whole windows of the model."""
     return math.lcm(DEFAULT_PAGE, config.page_tokens)
 
 
@@ -34,14 +34,14 @@ _DECODES_ALONE = {
     "kv_events_config": None,
     "record_steps": None,
 }
-"""Options that a prefill engine does without, and their values there."""
+"""Options that only the decode engine uses, with the values that the prefill engine gets."""
 _ONE_SIDE = dict.fromkeys(("prefill_mesh", "decode_mesh", "prefill_config"))
-"""Options of two sides, and their values in the options of one."""
+"""Options that describe both sides, all None in the options of one side's engine."""
 
 
 @dataclass(frozen=True)
 class PrefillConfig(JsonOption):
-    """Sizes of the engine of `--prefill-mesh`, each in place of the option of its name; None: as that option says."""
+    """Sizes of the engine on `--prefill-mesh`. Each overrides the option of the same name; None keeps that option."""
 
     flag: ClassVar[str] = "--prefill-config"
     example: ClassVar[str] = '\'{"max_num_seqs": 16, "max_num_batched_tokens": 16384, "prefill_chunk": 16384}\''
@@ -58,13 +58,13 @@ class PrefillConfig(JsonOption):
 
     @property
     def given(self) -> dict[str, int]:
-        """The sizes that are given, by the options' names."""
+        """The sizes that are not None, by option name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SideOptions:
-    """Options of an engine that computes prompts on other devices than tokens, or hands pages to another engine or takes them from it."""
+    """Options of an engine that prefills and decodes on different devices, or sends KV pages to another engine or receives them."""
 
     prefill_mesh: str | None = option(
         None, "Devices for prompts; with --decode-mesh, for --mesh.", Group.SIDES, of_host=True
@@ -111,28 +111,28 @@ class SideOptions:
 
     @property
     def separated(self) -> bool:
-        """Whether prompts are computed on other devices than tokens are made on."""
+        """Whether this engine prefills and decodes on different devices."""
         return self.prefill_mesh is not None
 
     @property
     def prefill(self) -> PrefillConfig:
-        """`prefill_config`, read. Raises as `JsonOption.parse`."""
+        """The parsed `prefill_config`. Raises what `JsonOption.parse` raises."""
         return PrefillConfig() if self.prefill_config is None else PrefillConfig.parse(self.prefill_config)
 
     @property
     def is_side(self) -> bool:
-        """Whether this engine is one side of two that hand pages over."""
+        """Whether this engine is only the prefill or only the decode side."""
         return self.disaggregation_mode != "agg"
 
 
 def decode_args(args: Args) -> Args:
-    """Give the options of the engine that makes tokens."""
+    """Return the options of the decode engine."""
     changed: dict[str, Any] = {"mesh": args.decode_mesh, "disaggregation_mode": "decode"}
     return replace(args, **changed, **_experts(args, args.decode_mesh, {}), **_ONE_SIDE)
 
 
 def prefill_args(args: Args) -> Args:
-    """Give the options of the engine that computes prompts, with sizes of its own where they are given."""
+    """Return the options of the prefill engine. Sizes in `prefill_config` override the shared ones."""
     changed = {"mesh": args.prefill_mesh, "disaggregation_mode": "prefill"} | args.prefill.given
     with naming_prefill(args):
         changed |= _experts(args, args.prefill_mesh, changed)
@@ -141,7 +141,7 @@ def prefill_args(args: Args) -> Args:
 
 @contextmanager
 def naming_prefill(args: Args) -> Iterator[None]:
-    """Say of an error that it is the prefill side's."""
+    """Raise a `UserError` or `MeshError` again as a `UserError` that names `--prefill-mesh`."""
     from sharding.errors import MeshError
 
     try:
@@ -153,21 +153,21 @@ def naming_prefill(args: Args) -> Iterator[None]:
 
 
 def _experts(args: Args, mesh: str, sizes: dict[str, Any]) -> dict[str, Any]:
-    """The options by which the experts of a side have copies and move. A side whose devices each have all experts moves none."""
-    from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
+    """Return a side's EPLB options. EPLB is off on a side with all experts on each device, unless both sides are like that."""
+    from sharding.mesh import MeshSpec  # here, because it imports JAX
 
     if args.eplb is None:
         return {}
     redundant = sizes.get("redundant_experts", args.num_redundant)
-    has_all = {one: MeshSpec.parse(one).ep_size == 1 for one in (args.prefill_mesh, args.decode_mesh)}
-    if has_all[mesh] and not all(has_all.values()):
+    all_local = {each: MeshSpec.parse(each).ep_size == 1 for each in (args.prefill_mesh, args.decode_mesh)}
+    if all_local[mesh] and not all(all_local.values()):
         return {"enable_eplb": False, "eplb_config": None, "redundant_experts": redundant}
     config = dataclasses.asdict(args.eplb) | {"num_redundant_experts": redundant}
     return {"eplb_config": config, "redundant_experts": redundant}
 
 
 def check_sizes(args: Args) -> None:
-    """Check that the sizes of an engine go together; raise a `UserError` where they do not."""
+    """Raise a `UserError` if the sizes of an engine contradict each other."""
     seqs, tokens = args.max_num_seqs, args.max_num_batched_tokens
     if seqs is not None and tokens < seqs:
         raise UserError(
@@ -183,7 +183,7 @@ def check_sizes(args: Args) -> None:
 
 
 def check_cache_tokens(tokens: int | None, page: int) -> None:
-    """Raise a `UserError` where `--cache-tokens` is no whole number of pages."""
+    """Raise a `UserError` if `--cache-tokens` is not a multiple of the page size."""
     if tokens is not None and tokens % page:
         raise UserError(
             f"--cache-tokens is {tokens}, which is no whole number of pages of {page} tokens (--page-size); "
@@ -192,8 +192,8 @@ def check_cache_tokens(tokens: int | None, page: int) -> None:
 
 
 def check_sides(args: Args) -> None:
-    """Check the meshes, the options of the prefill side, and that there is what moves pages to another process."""
-    from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
+    """Check the meshes, the prefill side's options, and that the KV transfer backend is installed."""
+    from sharding.mesh import MeshSpec  # here, because it imports JAX
 
     MeshSpec.parse(args.mesh)
     if args.is_side:

@@ -1,4 +1,4 @@
-"""`EngineServer`: serves a `SharedEngine` on a private socket, which front ends alone reach."""
+"""`EngineServer`: serves a `SharedEngine` on a private socket that only its front ends can reach."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ MOST_ADDRESS_BYTES = 103
 
 
 def private_listener() -> socket.socket:
-    """Bind a Unix socket in a new folder that only this user can enter, below the system's or the user's temporary folders.
+    """Bind a Unix socket in a new folder that only this user can enter, inside the first temporary folder that works.
 
     Raises:
-        UserError: none of these folders can be written, or their paths are too long for a socket.
+        UserError: no temporary folder is writable with a path short enough for a socket.
     """
-    tried: dict[str, str] = {}
-    with contextlib.suppress(FileNotFoundError):  # the message lists the folders that were tried
-        tried[tempfile.gettempdir()] = ""
-    for parent in (*tried, os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", "/dev/shm"):
-        if not parent or tried.get(parent):
+    failures: dict[str, str] = {}  # reason by folder; empty: not tried yet
+    with contextlib.suppress(FileNotFoundError):  # the error below lists all folders
+        failures[tempfile.gettempdir()] = ""
+    for parent in (*failures, os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", "/dev/shm"):
+        if not parent or failures.get(parent):
             continue
         folder = None
         try:
@@ -56,10 +56,10 @@ def private_listener() -> socket.socket:
                 raise
             return listener
         except OSError as error:
-            tried[parent] = error.strerror or str(error)
+            failures[parent] = error.strerror or str(error)
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
-    reasons = "; ".join(f"{parent}: {reason}" for parent, reason in tried.items())
+    reasons = "; ".join(f"{parent}: {reason}" for parent, reason in failures.items())
     raise UserError(
         f"front ends reach the engine by a socket in a temporary folder, and none can be made ({reasons}); set TMPDIR to a folder that "
         "can be written and whose path is short"
@@ -78,9 +78,9 @@ def check_private_listener() -> None:
 
 
 class EngineServer(Server):
-    """The engine process's server on a private socket: metrics, admin endpoints and whatever else needs the engine.
+    """The engine process's server on a private socket, for endpoints that need the engine, such as metrics and admin.
 
-    It lives as a `Server` does (warm-up, signals, drain, engine failure) and tells the front ends each phase.
+    It has the life cycle of a `Server` (warm-up, signals, drain, engine failure) and sends each phase to the front ends.
     """
 
     _for_clients = False
@@ -99,11 +99,11 @@ class EngineServer(Server):
         parts: EngineParts,
         listeners: Sequence[socket.socket],
         log_json: bool = False,
-        **how: Any,
+        **options: Any,
     ) -> EngineServer:
-        """Create a server for a `SharedEngine` with one front end for each of `listeners`. how: arguments of `Server`."""
-        make = _welcome(serving, parts, len(listeners), how.get("log_level", "info"), log_json)
-        front_ends = FrontEnds(serving.engine, listeners, make)
+        """Create a server for a `SharedEngine` with one front end per listener. options: arguments of `Server`."""
+        create_welcome = _welcome(serving, parts, len(listeners), options.get("log_level", "info"), log_json)
+        front_ends = FrontEnds(serving.engine, listeners, create_welcome)
         if serving.metrics is not None:
             serving.metrics.elsewhere = front_ends.families
 
@@ -111,7 +111,7 @@ class EngineServer(Server):
             front_ends.send_all(Resized(parts.inputs.config, serving.max_model_len, generations.facts.dp_ranks))
 
         serving.engine.on_change.append(resize)
-        return cls(serving, front_ends, **how)
+        return cls(serving, front_ends, **options)
 
     def serve_behind(self) -> int:
         """Serve on a private socket until shutdown; return the exit code.
@@ -150,8 +150,8 @@ def _welcome(
     """Return a function that creates the `Welcome` of a front end."""
     inputs, tokenizer = parts.inputs, parts.tokenizer
     options = serving.options
-    # The engine's process limits the queue for all front ends, watches steps and profiles. The system spreads connections over
-    # the front ends, each of which has its share.
+    # The engine process limits the queue, watches for hung steps and profiles, for all front ends. The operating system spreads
+    # connections over the front ends, so each gets an equal share of `max_connections`.
     options_of_front_end = dataclasses.replace(
         options,
         max_queued_requests=0,
@@ -162,7 +162,7 @@ def _welcome(
     )
     starts = itertools.count()
 
-    def make(index: int, address: str) -> Welcome:
+    def create(index: int, address: str) -> Welcome:
         return Welcome(
             options=options_of_front_end,
             scheduler=inputs.config,
@@ -182,4 +182,4 @@ def _welcome(
             engine_address=address,
         )
 
-    return make
+    return create
