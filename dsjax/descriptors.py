@@ -1,21 +1,21 @@
-"""How many files and connections this process may have open at a time (`ulimit -n`)."""
+"""The limit on open files and connections of this process (`ulimit -n`), raised and checked."""
 
 import logging
 
 from dsjax.errors import UserError
 
-_OF_AN_ENGINE, _OF_A_FRONT_END = 32, 8
-"""A server had 24 open before its first client, on one device as on 32, and 4 more for each front end. The rest is for clients."""
+_ENGINE_DESCRIPTORS, _FRONT_END_DESCRIPTORS = 32, 8
+"""A server on 1 and on 32 devices had 24 open before its first client, and 4 more for each front end. The rest is for clients."""
 FEW = 1024
 
 _log = logging.getLogger(__name__)
 
 
 def descriptor_limit() -> int | None:
-    """Raise the limit as far as the system lets this process, and give it; None where there is none."""
+    """Raise the limit as far as the system allows, to 65536 at most; return the limit, or None if the system has none."""
     try:
         import resource
-    except ImportError:  # no POSIX system
+    except ImportError:  # not a POSIX system
         return None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
@@ -23,23 +23,23 @@ def descriptor_limit() -> int | None:
         return None if soft == resource.RLIM_INFINITY else soft
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except (OSError, ValueError):  # macOS has a second bound, which is not told
+    except (OSError, ValueError):  # macOS has a second bound, which getrlimit does not report
         return soft
     return wanted
 
 
 def least_descriptors(front_ends: int) -> int:
-    """Count what a server needs before its first client."""
-    return _OF_AN_ENGINE + _OF_A_FRONT_END * front_ends
+    """Return the number of descriptors that a server needs before its first client."""
+    return _ENGINE_DESCRIPTORS + _FRONT_END_DESCRIPTORS * front_ends
 
 
 def check_descriptors(front_ends: int) -> None:
-    """Make sure that a server can have its files and connections open, and warn where few are left for clients.
+    """Check that the limit is enough for a server, and warn if it leaves few connections for clients.
 
-    front_ends: processes beside the engine's.
+    front_ends: API server processes besides the engine's process.
 
     Raises:
-        UserError: it could not even start.
+        UserError: the limit is too low to start the server.
     """
     limit, least = descriptor_limit(), least_descriptors(front_ends)
     if limit is None:

@@ -1,4 +1,4 @@
-"""Writing checkpoints: from one form to another, in other weights if asked, or from parameters in memory."""
+"""Write checkpoints: convert one between forms and weight formats, or save parameters in memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Form = Literal["orbax", "hf"]
 MAX_SHARD_BYTES = 5 * 10**9
 _COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md", "")
 _SETTLED = ("num_nextn_predict_layers", "tie_word_embeddings")
-"""Fields of `config.json` in which the opened checkpoint knows better."""
+"""Fields of `config.json` to replace by those of the opened checkpoint, which has compared them with its tensors."""
 _NOT_COPIED = ("config.json", INDEX_NAME, MANIFEST_NAME, *QUANTIZATION_FILES)
 
 
@@ -47,17 +47,17 @@ def convert_checkpoint(
     overwrite: bool = False,
     progress: bool = False,
 ) -> Path:
-    """Write the checkpoint in ``source`` anew as ``destination``, whole or not at all; returns the destination.
+    """Convert the checkpoint in ``source`` and write it to ``destination``, whole or not at all; return the destination.
 
     Args:
-        source: a directory of either kind.
+        source: an Orbax or Hugging Face directory.
         destination: must not exist, unless ``overwrite``.
         to: ``orbax`` (holds one copy of the parameters in memory), or ``hf`` (one tensor at a time).
-        weights: how to keep matrices; ``auto`` as the source does, then every tensor comes back to the bit.
-        max_shard_bytes: size of a Hugging Face shard at most.
+        weights: format of the matrices; ``auto``: as in the source, so that every tensor is bit-identical.
+        max_shard_bytes: maximum size of a Hugging Face shard.
 
     Raises:
-        CheckpointError: a source that cannot be used, values that are not finite, or a destination that exists.
+        CheckpointError: the source cannot be used, a value is not finite, or the destination exists.
     """
     checkpoint = open_checkpoint(source)
     fields = json.loads((checkpoint.directory / "config.json").read_text(encoding="utf-8"))
@@ -86,17 +86,17 @@ def save(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
 ) -> Path:
-    """Write parameters in memory as a checkpoint, whole or not at all; returns the destination.
+    """Write parameters in memory as a checkpoint, whole or not at all; return the destination.
 
     Args:
         config: the model's configuration; becomes ``config.json``.
-        params: ``{path: array}`` as ``load`` or ``from_hf_tensors`` gave them, in storage or true dtypes, with
+        params: ``{path: array}`` as from ``load`` or ``from_hf_tensors``, in storage or true dtypes, with
             one copy of each expert. Sharded arrays must be addressable from this process.
         destination, to, max_shard_bytes, overwrite: as for ``convert_checkpoint``.
         companions: files and folders to copy beside the weights: tokenizer, chat template, licence.
 
     Raises:
-        CheckpointError: parameters that are not the configuration's, are not finite, or a destination that exists.
+        CheckpointError: the parameters do not match the configuration or are not finite, or the destination exists.
     """
     tensors = to_hf_tensors(config, params)
     specs = {name: TensorSpec(value.dtype, value.shape) for name, value in tensors.items()}
@@ -125,7 +125,7 @@ def _write(
     overwrite: bool,
     progress: bool = False,
 ) -> Path:
-    # A platform other than CPU: files hold the dtypes that are meant, not those that XLA's CPU backend likes.
+    # Not the CPU platform: files hold the true dtypes, not the storage dtypes for XLA's CPU backend.
     names = TensorNames(checkpoint.config, abstract_parameters(checkpoint.config, weights=weights, platform="any"))
     changed = weights != checkpoint.stored_weights
     checkpoint = checkpoint.as_wanted(names)
@@ -155,7 +155,7 @@ def _write(
         for companion in companions:
             copy = shutil.copytree if companion.is_dir() else shutil.copyfile
             copy(companion, folder / companion.name)
-        # What makes a directory one that loads comes last.
+        # Write the files that make the directory loadable last.
         config = _config_for(config_fields, weights, changed=changed)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for name, fields in quantization_files(config.get("quantization_config") or {}).items():
@@ -166,7 +166,7 @@ def _write(
 
 
 def _assembled(checkpoint: Checkpoint, assembler: Assembler, advance: Advance) -> dict[str, np.ndarray]:
-    """Every parameter, whole, in host memory."""
+    """Assemble every parameter, unsharded, in host memory."""
     values = {}
     for path, info in assembler.names.parameters.items():
         values[path] = aligned_empty(info.shape, info.dtype)
@@ -179,18 +179,18 @@ def _assembled(checkpoint: Checkpoint, assembler: Assembler, advance: Advance) -
 def _hf_tensors(
     checkpoint: Checkpoint, assembler: Assembler, copies: Sequence[str], narrow: Mapping[str, str], advance: Advance
 ) -> tuple[dict[str, TensorSpec], Callable[[str], np.ndarray]]:
-    """Specifications of all tensors to write, in order of layers, and a function that makes one."""
+    """Return the specs of all tensors to write, in layer order, and a function that makes a tensor by name."""
     names, places = assembler.names, assembler.names.places()
-    specs, made = {}, {}
+    specs, recipes = {}, {}
     for name, (path, piece) in sorted(places.items(), key=lambda item: _numeric(item[0])):
         info = names.parameters[path]
         spec = TensorSpec(np.dtype(narrow.get(path, info.dtype)), piece.shape(info.shape))
-        for tensor, (of_tensor, make) in written(names, path, name, spec).items():
-            specs[tensor], made[tensor] = of_tensor, (path, piece, make)
+        for tensor, (tensor_spec, make) in written(names, path, name, spec).items():
+            specs[tensor], recipes[tensor] = tensor_spec, (path, piece, make)
     specs.update({copy: specs[names.copies()[copy]] for copy in copies})
 
     def fetch(name: str) -> np.ndarray:
-        path, piece, make = made[names.copies().get(name, name)]
+        path, piece, make = recipes[names.copies().get(name, name)]
         value = make(lambda: assembler.tensor(path, piece)).astype(specs[name].dtype, copy=False)
         checkpoint.release()
         advance(value.nbytes)
@@ -200,7 +200,7 @@ def _hf_tensors(
 
 
 def _widened(checkpoint: Checkpoint, names: TensorNames) -> dict[str, str]:
-    """Path → source dtype of parameters that the source keeps in one narrower dtype than we do."""
+    """Path → source dtype, for parameters whose source tensors all have one dtype that is narrower than ours."""
     dtypes: dict[str, set[np.dtype]] = {}
     for name, (path, _) in names.places().items():
         if name in checkpoint.specs:
@@ -214,12 +214,12 @@ def _widened(checkpoint: Checkpoint, names: TensorNames) -> dict[str, str]:
 
 
 def _numeric(name: str) -> list[tuple[int, int, str]]:
-    """A key that sorts layer 10 after layer 9."""
+    """Return a sort key that puts layer 10 after layer 9."""
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]
 
 
 def _companions(directory: Path) -> list[Path]:
-    """Tokenizer, chat template, the prompts' encoder, generation settings, licence: the small files beside the weights."""
+    """List the files beside the weights: tokenizer, chat template, prompt encoder, generation settings, licence."""
     return [
         path
         for path in sorted(directory.iterdir())
@@ -232,7 +232,7 @@ def _is_companion(name: str, suffix: str) -> bool:
 
 
 def _config_for(fields: Mapping, weights: Weights, *, changed: bool) -> dict:
-    """``config.json`` for these weights: what it says of quantisation and dtype must be what the files hold."""
+    """Return ``config.json`` for these weights, with the quantisation and dtype that the written files have."""
     fields = dict(fields)
     written = WEIGHT_FORMATS[weights].quantization_config(fields.get("first_k_dense_replace") or 0)
     if written is None:

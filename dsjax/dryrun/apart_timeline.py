@@ -1,4 +1,4 @@
-"""`ApartTimeline`: both sides of a compiled step played in turn, with the host and the links between them."""
+"""`ApartTimeline`: simulated timeline of a compiled AFD step: attention side, expert side, host and links."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sharding.dispatch.between import Between
 
 
 class Pass(NamedTuple):
-    """A pass through layers with experts: of each micro-batch its four programs by name, and how its rows travel."""
+    """A pass through MoE layers. halves: for each micro-batch, its four programs by name and the exchange of its rows."""
 
     layers: int
     halves: Sequence[tuple[dict[str, SideProgram], Between]]
@@ -28,10 +28,10 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class ApartTimeline:
-    """A step of two sides.
+    """A simulated step of the attention and expert sides.
 
-    step: its seconds. others: of the programs outside the layers with experts, which are in it. played: each pass at the middle of
-    everything assumed. moved: of each pass, what its moves take. assumed: what these were priced with.
+    step: seconds of the whole step. others: seconds of the programs outside the MoE layers, included in `step`. played: each simulated
+    pass, with all assumptions at their middle values. moved: seconds of each pass's moves. assumed: the assumptions used.
     """
 
     step: Figure
@@ -44,29 +44,29 @@ class ApartTimeline:
     def of(
         cls, others: Sequence[Figure], passes: Sequence[Pass], attention: Cluster, experts: Cluster
     ) -> ApartTimeline:
-        """others: seconds of the programs outside the layers. attention, experts: the two sides' hosts and network."""
+        """Simulate a step. others: seconds of the programs outside the MoE layers. attention, experts: hosts and network of each side."""
 
-        def compute() -> tuple[float, float, list[tuple[Played, Moves]]]:
-            outside, passed = sum(map(drawn, others)), []
-            for one in passes:
-                ways = [_moves(between, attention, experts) for _, between in one.halves]
-                turns = [_turn(programs, way) for (programs, _), way in zip(one.halves, ways, strict=True)]
-                passed.append((play_turns(turns, one.layers, one_call=ways[0].one_call), ways[0]))
-            return outside + sum(played.seconds for played, _ in passed), outside, passed
+        def simulate() -> tuple[float, float, list[tuple[Played, Moves]]]:
+            outside, simulated = sum(map(drawn, others)), []
+            for layers, halves in passes:
+                moved = [_moves(between, attention, experts) for _, between in halves]
+                turns = [_turn(programs, move) for (programs, _), move in zip(halves, moved, strict=True)]
+                simulated.append((play_turns(turns, layers, one_call=moved[0].one_call), moved[0]))
+            return outside + sum(played.seconds for played, _ in simulated), outside, simulated
 
         with drawing(Draw()) as middle:
-            passed = compute()[2]
+            simulated = simulate()[2]
         assumed = tuple(figure for figure in middle.seen.values() if figure.kinds == Kind.ASSUMPTION)
-        step, outside = spread(lambda: compute()[:2])
+        step, outside = spread(lambda: simulate()[:2])
         step.unit = outside.unit = "s"
-        return cls(step, outside, *zip(*passed, strict=True), assumed)
+        return cls(step, outside, *zip(*simulated, strict=True), assumed)
 
     def busy(self) -> dict[str, float]:
-        """Thread → seconds in which it works in the layers with experts."""
+        """Thread → seconds for which it is busy in the MoE layers."""
         return {name: sum(one.busy[name] for one in self.played) for name in THREADS}
 
     def to_json(self) -> dict[str, Any]:
-        """Seconds: `step_seconds`, `step` (with its interval), `outside_layers` and `in_layers` with experts, `busy` by thread.
+        """Return seconds: `step_seconds`, `step` (with its interval), `outside_layers` and `in_layers` (MoE layers), `busy` by thread.
 
         `assumed`: each assumption with its range and source.
         """
@@ -80,7 +80,7 @@ class ApartTimeline:
         }
 
     def write(self, file: Path, title: str) -> None:
-        """Write the first pass as a trace for Perfetto: a thread for the host, each side and each way; compressed for ``.gz``."""
+        """Write the first pass as a Perfetto trace: one thread for the host, each side and each direction; gzipped for ``.gz``."""
         events = [{"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": title}}]
         for number, name in enumerate(THREADS):
             events.append({"ph": "M", "pid": 1, "tid": number, "name": "thread_name", "args": {"name": name}})
@@ -100,12 +100,12 @@ class ApartTimeline:
 
 
 def _moves(between: Between, attention: Cluster, experts: Cluster) -> Moves:
-    answer = between.columns * between.wire.width * jnp.dtype(between.wire.dtype).itemsize
-    sizes = between.wire.row_bytes, answer
-    needed = between.rows * (1 - (1 - 1 / between.group.size) ** between.wire.top_k)
-    return moves(attention, experts, between.senders, between.group.size, between.capacity, needed, sizes)
+    answer_bytes = between.columns * between.wire.width * jnp.dtype(between.wire.dtype).itemsize
+    row_bytes = between.wire.row_bytes, answer_bytes
+    needed = between.rows * (1 - (1 - 1 / between.group.size) ** between.wire.top_k)  # mean rows, by even routing
+    return moves(attention, experts, between.senders, between.group.size, between.capacity, needed, row_bytes)
 
 
-def _turn(programs: dict[str, SideProgram], way: Moves) -> Turn:
+def _turn(programs: dict[str, SideProgram], moved: Moves) -> Turn:
     computed = [drawn(programs[name].report.timeline.step) for name in ("attend", "share", "receive", "compute")]
-    return Turn(*computed, way.there, way.back, way.launch, way.begin_there, way.begin_back)
+    return Turn(*computed, moved.there, moved.back, moved.launch, moved.begin_there, moved.begin_back)

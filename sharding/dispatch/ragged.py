@@ -1,10 +1,10 @@
-"""``ragged``: each rank sends each other rank exactly the rows it has for it, into one contiguous layout.
+"""``ragged``: each rank sends every other rank exactly the rows for its experts, which arrive in one contiguous layout.
 
-What prefill does on GPUs: no padding on the wire, and the local product sees its rows in a row. The sizes must be known
-first, hence a third collective, of four bytes per pair of ranks. Buffers hold the worst case, every token of the group
-on one rank; ``chunk_tokens`` bounds it.
+Prefill on GPUs works this way: no padding on the wire, and contiguous rows for the local product. The ranks must know the
+sizes first, hence a third collective of four bytes per pair of ranks. Buffers have room for the worst case, every token of
+the group on one rank; ``chunk_tokens`` bounds it.
 
-``lax.ragged_all_to_all`` exists for GPU and TPU. Elsewhere it is emulated, exactly, by a padded ``all_to_all`` and a masked scatter.
+``lax.ragged_all_to_all`` exists for GPU and TPU. Elsewhere a padded ``all_to_all`` and a masked scatter emulate it exactly.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ NATIVE_PLATFORMS = ("gpu", "cuda", "rocm", "tpu")
 
 
 class _Kept(NamedTuple):
-    """What a rank keeps while its rows are on their way.
+    """What a rank keeps while its rows are in flight.
 
-    sent_G, received_G: rows to and from each rank. lands_G, back_G: at which row of each rank's buffer they begin there, and those that
-    come back from here. cell_TK: where a choice's row lies among those that go and come back. home: tokens for the expert that the rank
-    has for them, or None. From ``compute`` on, seen: counts. From ``answer`` on, own: what ``home`` gave.
+    sent_G, received_G: rows to and from each rank. lands_G, back_G: at which row of each rank's buffer this rank's run begins, in dispatch
+    and in combine. cell_TK: row of a choice in the send buffer, and of its sum in the buffer of returned rows. home: this rank's packed
+    tokens for its extra expert, until ``send``, or None. seen: counts, set by ``compute``. own: that expert's sums, set by ``answer``.
     """
 
     route: Route
@@ -49,9 +49,9 @@ class _Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Ragged(Method):
-    """``Method`` of ``ragged``: every row that there is, and no other. ``prepare`` exchanges the sizes.
+    """``Method`` of ``ragged``: sends every row that is needed, and no other. ``prepare`` exchanges the sizes.
 
-    tokens, top_k: of this rank.
+    tokens: number of this rank's rows; top_k: choices of each. home: whether the rank has an extra expert for its own tokens.
     """
 
     group: ExpertGroup
@@ -94,16 +94,16 @@ class Ragged(Method):
 
     @property
     def _rows(self) -> tuple[int, int]:
-        """Most rows that leave a rank, and most that arrive."""
+        """(most rows that a rank sends, most rows that it receives)."""
         return self.tokens * min(self.top_k, self.group.size), self.tokens * self.group.size
 
     def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
-        """Tell all ranks the sizes, and order this rank's rows by where they go."""
+        """Exchange the sizes, and order this rank's rows by destination rank."""
         route = plan_route(self.group, slots_TK)
         counts_SG = self.group.gather(route.counts_G[None])
         me = self.group.index()
         sent_G, received_G = counts_SG[me], counts_SG[:, me]
-        before_G = _exclusive_sums(sent_G)  # where the rows for each rank begin in this rank's send buffer
+        before_G = _exclusive_sums(sent_G)  # first row for each rank in this rank's send buffer
         cell_TK = jnp.where(route.sends_TK, before_G[route.rank_TK] + route.place_TK, self.tokens * self.top_k)
         packed = jnp.concatenate(
             [self.wire.pack(x_TD, slots_TK, weights_TK, jnp.int32(0)), self.wire.empty_row(jnp.int32(0))]
@@ -114,7 +114,7 @@ class Ragged(Method):
         return Transit(rows, _Kept(route, sent_G, received_G, lands_G, back_G, cell_TK, home))
 
     def send(self, transit: Transit) -> Transit:
-        """The rows, in one exchange, and the pooling of what arrived over ``tp``."""
+        """Exchange the rows in one collective, then gather the arrived rows over ``tp``."""
         kept = transit.kept
         empty = self.wire.empty_row(jnp.int32(0))
         arrived = ragged_exchange(
@@ -131,13 +131,13 @@ class Ragged(Method):
         return Transit(self.group.pool_width(arrived), kept._replace(home=None))
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
-        """The weighted sums of this rank's experts."""
+        """Compute the weighted sums of this rank's experts for each row."""
         rows, slots_NK, weights_NK, _ = self.wire.unpack(transit.rows)
         sums_ND, seen = experts(rows, slots_NK, weights_NK)
         return Transit(sums_ND, transit.kept._replace(seen=seen))
 
     def answer(self, transit: Transit) -> Transit:
-        """The sums over parts of a width, and one exchange."""
+        """Reduce the sums over the parts of the experts' width, then return them in one collective."""
         kept = transit.kept
         out_rows, in_rows = self._rows
         sums_ND = self.group.share_width(transit.rows)
@@ -153,7 +153,7 @@ class Ragged(Method):
         return Transit(returned, kept._replace(own=sums_ND[in_rows:] if self.home else None))
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
-        """Each token's sum of what came back."""
+        """Add the returned sums of each token, in float32."""
         kept = transit.kept
         y_TD = add_returned(transit.rows, kept.cell_TK, kept.route.sends_TK)
         if kept.own is not None:
@@ -173,10 +173,10 @@ def ragged_exchange(
 ) -> jax.Array:
     """Send runs of rows: the first ``sent_G[0]`` rows to rank 0, the next ``sent_G[1]`` to rank 1, and so on.
 
-    They arrive in ``out_NW``, contiguous and ordered by sending rank; rows beyond them stay as they are.
+    They arrive in ``out_NW``, contiguous and ordered by sending rank. The remaining rows of ``out_NW`` are unchanged.
 
-    received_G: rows that each rank sends here; lands_G: at which row of rank g's ``out_NW`` this rank's run begins;
-    most: an upper bound of every entry of ``sent_G`` (what the emulation pads to).
+    received_G: number of rows from each rank; lands_G: row of rank g's ``out_NW`` at which this rank's run begins;
+    most: upper bound of every entry of ``sent_G`` (the emulation pads to it).
     """
     if group.size == 1:
         return out_NW.at[: rows_MW.shape[0]].set(rows_MW[: out_NW.shape[0]])

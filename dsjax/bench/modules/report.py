@@ -1,4 +1,4 @@
-"""A run as tables, and as JSON."""
+"""The results of `dsjax bench modules` as tables and as JSON."""
 
 import datetime
 import platform
@@ -22,7 +22,7 @@ from dsjax.versions import installed_version
 
 
 def show(console: Console, results: Results, ceilings: Ceilings, device: Device) -> None:
-    """A table for each module, and what was left out."""
+    """Print a table for each module, then the skipped cases."""
     console.print(
         f"[bold]{device.name}[/bold]: {ceilings.bytes_per_s / 1e9:,.1f} GB/s, {ceilings.flops_per_s / 1e9:,.0f} GFLOP/s "
         f"({ceilings.source})",
@@ -34,7 +34,7 @@ def show(console: Console, results: Results, ceilings: Ceilings, device: Device)
         console.print(f"left out: {case.title}: {reason}", highlight=False)
     console.print(
         "ms: one application in one layer, median, in a loop on the device (*: called from the host); 10th to 90th "
-        "percentile; +once: what a call costs beside, the first time. Shares are of the ceilings above; above 100 %: caches.",
+        "percentile; +once: cost of a call beyond its applications. Shares are of the ceilings above; above 100 %: caches.",
         style="dim",
     )
 
@@ -64,10 +64,10 @@ def _table(module: str, rows: list[ModuleRow], ceilings: Ceilings) -> Table:
 
 
 def show_extrapolation(console: Console, steps: list[Extrapolation], plan: OneRankPlan, config: ModelConfig) -> None:
-    """A step of the whole model, layer by layer."""
+    """Print the extrapolated step of the whole model: counts of layers × seconds of each kind."""
     title = (
         f"a decode step of one rank of {plan.ranks}: {plan.batch} requests, {plan.experts} of "
-        f"{config.n_routed_experts} experts a layer; {plan.layers} MoE layers timed, {config.num_moe_layers} reckoned"
+        f"{config.n_routed_experts} experts a layer; {plan.layers} MoE layers timed, {config.num_moe_layers} extrapolated"
     )
     rows = []
     for step in steps:
@@ -76,7 +76,7 @@ def show_extrapolation(console: Console, steps: list[Extrapolation], plan: OneRa
         rows.append((step.variant, str(step.context), terms, f"{step.seconds * 1e3:.4g}", f"{rate:,.1f}"))
     console.print(table(title, ("routing", "context", "<<sum", "ms", "tokens/s of the rank"), rows))
     console.print(
-        "Without the exchanges between ranks: --only dispatch --mesh times those.", style="dim", highlight=False
+        "Excludes the exchanges between ranks, which --only dispatch --mesh times.", style="dim", highlight=False
     )
 
 
@@ -90,12 +90,12 @@ def to_json(
     processes: Sequence[Mapping[str, Any]] = (),
     **more: Any,
 ) -> dict[str, Any]:
-    """Stable fields. processes: `Processes.members` of a group.
+    """Return the results in a stable format. processes: `Processes.members` of a group.
 
-    `skipped` has cases that were left out, each with its `reason`. A row has `module`, `variant`, `sizes`, `flops` (a multiply-add is two),
-    `weight_bytes`, `other_bytes` (cache, inputs and results, or what leaves a device), `in_device_loop`, `median_s`, `min_s`, `low_s` and
-    `high_s` (10th and 90th percentile; of fewer than ten samples the extremes), `once_s` (what a call costs beside its applications),
-    `applications`, and `samples_s` as [empty, short, long] calls.
+    `skipped` lists the skipped cases, each with its `reason`. A row has `module`, `variant`, `sizes`, `flops` (a multiply-add is two),
+    `weight_bytes`, `other_bytes` (cache, inputs and results, or bytes that leave a device), `in_device_loop`, `median_s`, `min_s`, `low_s`
+    and `high_s` (10th and 90th percentile; minimum and maximum of fewer than ten samples), `once_s` (cost of a call beyond an empty call
+    and its applications), `applications`, and `samples_s` as seconds of [empty, short, long] calls.
     """
     step = setting.step
     return {
@@ -123,7 +123,7 @@ def to_json(
 
 
 def origin(form: str, device: Device) -> dict[str, Any]:
-    """What the JSON of measured parts and of measured links begins with."""
+    """Return the first fields of the JSON of `dsjax bench modules` and `dsjax bench network`."""
     return {
         "format": form,
         "command": shlex.join(["dsjax", *sys.argv[1:]]),

@@ -1,4 +1,4 @@
-"""`dsjax bench network`: the command. JAX is imported when it runs."""
+"""The command `dsjax bench network`, which imports JAX only when it runs."""
 
 import sys
 from typing import Any
@@ -34,22 +34,22 @@ def network(grid: CollectiveGrid, verdict: VerdictOptions, group: GroupOptions) 
             f"--mesh {grid.mesh} is one device, which sends nothing; give a mesh of two or more, such as dp=8"
         )
     cluster = load_cluster(verdict.cluster) if verdict.cluster is not None else None
-    alike = as_flags(grid) | {"--cluster": verdict.cluster}
-    with measuring_together(group, spec.num_devices, lambda: alike) as processes:
+    must_match = as_flags(grid) | {"--cluster": verdict.cluster}
+    with measuring_together(group, spec.num_devices, lambda: must_match) as processes:
         code = _measure(grid, verdict, spec, cluster, processes)
     if code:
         raise typer.Exit(code)
 
 
 def _measure(grid: CollectiveGrid, verdict: VerdictOptions, spec: Any, cluster: Any, processes: Processes) -> int:
-    """The exit code, the same in all processes; process 0 prints and writes."""
+    """Measure; process 0 prints and writes the results. Return the exit code, which is the same in all processes."""
     import jax.numpy as jnp
 
     from dsjax.bench.modules.setting import Device
     from dsjax.bench.network.programs import device_groups, device_pairs
     from dsjax.bench.network.run import cases, check_cluster, run_cases, show, to_json, worst
 
-    if processes.leads:  # before the work rather than after it
+    if processes.leads:  # fail before the measurement, not after it
         check_place("--json", verdict.json_file)
     mesh = spec.build()
     processes.check_shares(spec, mesh)

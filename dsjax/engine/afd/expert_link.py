@@ -1,4 +1,4 @@
-"""``ExpertLink``: the attention side's link to one process with experts, which may die and come back."""
+"""``ExpertLink``: the attention side's link to one expert process, which may die and come back."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _answers = msgspec.msgpack.Decoder(Answered)
 
 
 class ExpertsGoneError(UserError):
-    """A process with experts has not come back in time."""
+    """An expert process did not answer in time."""
 
 
 class LinkClosedError(RuntimeError):
-    """The link was closed under a call: the engine ends, or goes on in another generation."""
+    """The link was closed during a call: the engine ends, or continues in another mesh epoch."""
 
 
 Errand = tuple[Call, np.ndarray, np.ndarray]
-"""A call, the rows that go with it, and memory for the answers."""
+"""A call, its rows, and the buffer for the answers."""
 
 
 def check_reachable(endpoint: Endpoint, address: str) -> None:
-    """Check that an expert process answers at an address; a `UserError` where none does within a few seconds."""
+    """Check that an expert process answers at an address; raise `UserError` if none does within a few seconds."""
     try:
         endpoint.ping(address, _ROLE, _CHECK_SECONDS)
     except (OSError, UserError) as error:
@@ -45,16 +45,16 @@ def check_reachable(endpoint: Endpoint, address: str) -> None:
 
 
 class ExpertLink:
-    """Has the process at ``HOST:PORT`` do one thing after the other, in a thread, and again where the connection ends.
+    """Sends requests to the expert process at ``HOST:PORT`` one by one, from a thread, and repeats a request if the connection is lost.
 
-    opening: gives what a connection begins with. patience: seconds in which a process must be there, at the start and after a loss.
+    opening: returns the first message of a connection. patience: seconds to wait for the process, at the start and after a loss.
     """
 
     def __init__(self, endpoint: Endpoint, address: str, opening: Callable[[], Open], *, patience: float):
         self.address, self.patience = address, patience
         self._endpoint, self._opening = endpoint, opening
         self._peer: Peer | None = None
-        self._link: Link | None = None  # of the peer, where it is open
+        self._link: Link | None = None  # the peer's, while it is open
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsjax-experts")
         self._closed, self._known = False, False
         self.losses, self.last_gap, self.calls, self.sent, self.received = 0, 0.0, 0, 0, 0
@@ -66,49 +66,49 @@ class ExpertLink:
         return LinkCounts(connected, self.losses, self.last_gap, self.calls, self.sent, self.received)
 
     def begin(self, prepare: Callable[[], Errand]) -> Future[None]:
-        """Make a call in its turn, when the link's thread calls ``prepare``."""
+        """Queue a call. The link's thread calls ``prepare`` once the requests before it are done."""
         return self._thread.submit(lambda: self._make(prepare()))
 
     def ask(self, service: str, body: Any) -> Future[None]:
-        """Ask for something else, in its turn."""
+        """Queue a request other than an expert call."""
         return self._thread.submit(self._until_done, lambda again: self._peer.request(service, body).result())
 
     def connect(self, *, known: bool = False) -> None:
-        """Connect, and say what both sides must have alike. known: the process was there before this link.
+        """Connect, and exchange the values that both sides must share. known: the process was reached before this link existed.
 
         Raises:
-            UserError: a process that was never known refuses, or has another key. ExpertsGoneError: none is there in time.
+            UserError: a process that was never reached refuses, or has another cluster key. ExpertsGoneError: none answers in time.
             LinkClosedError: the link was closed meanwhile.
         """
         self._known |= known
-        end, said = time.monotonic() + self.patience, set()
+        deadline, logged = time.monotonic() + self.patience, set()
         while self._link is None:
             try:
-                self._open(end)
+                self._open(deadline)
                 self._known = True
             except (OSError, UserError) as error:
-                # A process that goes or hangs in the handshake looks like one with another key. Whoever was known before is waited for.
+                # A process that exits or hangs in the handshake looks like one with another key. Retry if it was reached before.
                 if isinstance(error, UserError) and not self._known:
                     raise
                 if self._closed:
                     raise LinkClosedError(f"the link to {self.address} is closed") from error
                 reason = str(error) or "it says nothing"
-                if time.monotonic() > end:
+                if time.monotonic() > deadline:
                     raise ExpertsGoneError(
-                        f"no process with experts is at {self.address} for {self.patience:g} s ({reason}); start one with --afd-role expert"
+                        f"no expert process answers at {self.address} for {self.patience:g} s ({reason}); start one with --afd-role expert"
                     ) from error
-                if reason not in said:
+                if reason not in logged:
                     _log.warning("No process with experts is at %s (%s); it is waited for.", self.address, reason)
-                said.add(reason)
+                logged.add(reason)
                 time.sleep(RETRY_SECONDS)
 
-    def _open(self, end: float) -> None:
+    def _open(self, deadline: float) -> None:
         peer = self._peer = self._endpoint.connect(self.address, _ROLE)
         try:
             if self._closed:
                 raise PeerLostError("the link is closed")
-            # A process that reads experts for it is at work.
-            seconds = max(RETRY_SECONDS, end - time.monotonic())
+            # The process may have to read experts before it replies, so it has until the deadline.
+            seconds = max(RETRY_SECONDS, deadline - time.monotonic())
             opened: Opened = peer.request(OPEN, self._opening(), kind=Opened).result(seconds)
             link = Link(self._endpoint, opened.address, opened.ticket, opened.name, _ROLE)
         except (RefusedError, RuntimeError) as error:
@@ -121,27 +121,27 @@ class ExpertLink:
         self._link = link
 
     def _make(self, errand: Errand) -> None:
-        call, sent, answers = errand
+        call, rows, answers = errand
 
-        def make(again: bool) -> None:
-            self._link.send(msgspec.msgpack.encode(msgspec.structs.replace(call, again=again)), sent)
+        def exchange(again: bool) -> None:
+            self._link.send(msgspec.msgpack.encode(msgspec.structs.replace(call, again=again)), rows)
             message = self._link.receive()
             answered = _answers.decode(message.header)
             if answered.error:
                 raise RuntimeError(answered.error)
             message.read_into(answers)
 
-        self._until_done(make)
-        self.sent += sent.nbytes
+        self._until_done(exchange)
+        self.sent += rows.nbytes
         self.received += answers.nbytes
 
-    def _until_done(self, do: Callable[[bool], object]) -> None:
-        """Do something, again if the connection ends. Raises what ``connect`` raises; `RuntimeError`: the process could not do it."""
-        lost = None
+    def _until_done(self, request: Callable[[bool], object]) -> None:
+        """Run a request, again after each lost connection. Raises what ``connect`` raises; `RuntimeError`: the process could not do it."""
+        lost_at = None
         while True:
             self.connect()
             try:
-                do(lost is not None)
+                request(lost_at is not None)
                 break
             except PeerLostError as error:
                 self._disconnect()
@@ -149,11 +149,11 @@ class ExpertLink:
                 if self._closed:
                     raise LinkClosedError(f"the link to {self.address} was closed under a call") from error
                 _log.warning("The process with experts at %s has gone or hangs; the call is made again.", self.address)
-                lost = lost or time.monotonic()
+                lost_at = lost_at or time.monotonic()
             except (RefusedError, RuntimeError) as error:
                 raise RuntimeError(f"the process with experts at {self.address} failed: {error}") from error
-        if lost is not None:
-            self.last_gap = time.monotonic() - lost
+        if lost_at is not None:
+            self.last_gap = time.monotonic() - lost_at
         self.calls += 1
 
     def _disconnect(self) -> None:
@@ -162,7 +162,7 @@ class ExpertLink:
         self._peer.close()
 
     def give_up(self) -> None:
-        """End the connection: a call under way fails soon."""
+        """End the connection; a running call fails soon."""
         self._closed = True
         if self._peer is not None:
             self._peer.close()  # ends its link too

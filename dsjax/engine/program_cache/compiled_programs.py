@@ -1,4 +1,4 @@
-"""``CompiledPrograms``: the compiled programs of one executor, each compiled once, and by one process of a host."""
+"""``CompiledPrograms``: the compiled programs of one executor. One process of a host compiles each program, once."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from dsjax.engine.program_cache.library import Shelf
 from sharding.cores import most_threads
 
 _PATIENCE = 120.0
-"""Seconds without a further program of another process that has begun it. It may have been stopped: the rest is then compiled here too."""
+"""Seconds to wait while other processes finish no program. One may have been stopped, so the rest is then compiled here too."""
 _LOOK_SECONDS = 0.05
 _YOUNG_OBJECTS = 20_000
-"""So many new objects between two looks for garbage take a fifth off the time that tracing takes."""
+"""Allocations between two garbage collections while tracing; this many make tracing a fifth shorter."""
 
 ProgramKey = tuple[Hashable, ...]
-"""A program's kind, and what distinguishes it from others of its kind."""
+"""A program's kind, and the values that distinguish it from others of its kind."""
 
 _log = logging.getLogger(__name__)
 
 
 class CompiledPrograms:
-    """Compiles each program once, or takes it from a shelf of the library.
+    """Compiles each program once, or loads it from the program store (the shelf).
 
-    lower: traces the program of a key. meet: waits for the other processes of the mesh. compiled: the programs that exist, by key.
-    shelf: where they are kept beyond this executor.
+    lower: traces and lowers the program of a key. meet: barrier of the mesh's processes. compiled: the programs so far, by key.
+    shelf: stores programs for this mesh beyond the executor's life.
     """
 
     def __init__(self, lower: Callable[[ProgramKey], Lowered], meet: Callable[[], object], shelf: Shelf):
@@ -41,14 +41,14 @@ class CompiledPrograms:
         self.compiled: dict[ProgramKey, Compiled] = {}
 
     def get(self, key: ProgramKey, lower: Callable[[], Lowered]) -> Compiled:
-        """A program, which ``lower`` traces where it is neither compiled nor kept."""
+        """Return a program. ``lower`` traces it if it is neither compiled nor stored."""
         if key not in self.compiled:
             self.compile(key, lower)
-            self._meet()  # also where it was found: another process may have compiled it
+            self._meet()  # even if it was stored: another process may have compiled it
         return self.compiled[key]
 
     def compile(self, key: ProgramKey, lower: Callable[[], Lowered]) -> None:
-        """Have a program, from the shelf or by compiling it; waits where another process of this host compiles it."""
+        """Load or compile a program; wait while another process of this host compiles it."""
         deadline = time.monotonic() + _PATIENCE
         while not self._find(key):
             turn = self.shelf.turn(key)
@@ -56,80 +56,80 @@ class CompiledPrograms:
                 time.sleep(_LOOK_SECONDS)
                 continue
             with turn or Turn():
-                if not self._find(key):  # since the other process has ended its turn
+                if not self._find(key):  # another process may have stored it before this turn began
                     self._compile(key, lower())
 
     def compile_all(
         self, labels: Mapping[ProgramKey, str], report: Progress, after: Callable[[ProgramKey], None]
     ) -> None:
-        """Compile programs on all cores at once; ``after`` is called with each in turn when all are there.
+        """Compile programs on all cores at once; call ``after`` with each key, in order, once all programs are available.
 
-        Processes of one host that start together share the work: each begins at another program, and leaves out those that another
-        one has begun, which it loads when they are there.
+        Processes of one host that start together share the work: each starts at a different program, skips those that another process
+        has begun, and loads them when they are stored.
         """
         pool = ThreadPoolExecutor(most_threads(), thread_name_prefix="compile")
         turns: list[Turn] = []
         try:
-            with _FEWER_LOOKS_FOR_GARBAGE:
+            with _RARE_COLLECTIONS:
                 list(pool.map(self._find, labels))
                 missing = [key for key in labels if key not in self.compiled]
-                num_there = len(labels) - len(missing)
+                num_ready = len(labels) - len(missing)
                 if not missing:
-                    report(num_there, num_there, "all")
+                    report(num_ready, num_ready, "all")
                 first = len(missing) * jax.process_index() // jax.process_count()
-                left, since = missing[first:] + missing[:first], time.monotonic()
+                left, progress_at = missing[first:] + missing[:first], time.monotonic()
                 while left:
-                    stalls = time.monotonic() > since + _PATIENCE
-                    of_others: list[ProgramKey] = []
+                    stalled = time.monotonic() > progress_at + _PATIENCE
+                    elsewhere: list[ProgramKey] = []
                     begun: dict[Future[None], ProgramKey] = {}
                     for key in left:
-                        turn = self.shelf.turn(key) or (Turn() if stalls else None)
+                        turn = self.shelf.turn(key) or (Turn() if stalled else None)
                         if turn is None:
-                            of_others.append(key)
+                            elsewhere.append(key)
                             continue
                         turns.append(turn)
-                        is_there = self._find(key)  # another process may have made it meanwhile
-                        num_there += is_there
-                        report(num_there, len(labels), labels[key])
-                        if is_there:
+                        found = self._find(key)  # another process may have compiled it meanwhile
+                        num_ready += found
+                        report(num_ready, len(labels), labels[key])
+                        if found:
                             turn.close()
                         else:
                             begun[pool.submit(self._compile, key, self._lower(key), turn)] = key
                     for future in as_completed(begun):
                         future.result()
-                        num_there += 1
-                        report(num_there, len(labels), labels[begun[future]])
-                    if len(of_others) < len(left):
-                        since = time.monotonic()
-                    left = of_others
+                        num_ready += 1
+                        report(num_ready, len(labels), labels[begun[future]])
+                    if len(elsewhere) < len(left):
+                        progress_at = time.monotonic()
+                    left = elsewhere
                     time.sleep(_LOOK_SECONDS if left else 0)
                 for key in labels:
                     after(key)
             _log.info("Programs: %d were there, %d are compiled now.", len(labels) - len(missing), len(missing))
         finally:
             try:
-                # An end before all is compiled must not wait for what is queued.
+                # After an error or interrupt, do not wait for queued compilations.
                 pool.shutdown(cancel_futures=True)
             finally:
                 for turn in turns:
                     turn.close()
 
     def _find(self, key: ProgramKey) -> bool:
-        """Take a program from the shelf; whether it is there."""
+        """Load a program from the shelf if needed; return whether it is available."""
         if key not in self.compiled and (kept := self.shelf.find(key)) is not None:
             self.compiled[key] = kept
         return key in self.compiled
 
     def _compile(self, key: ProgramKey, lowered: Lowered, turn: Turn | None = None) -> None:
-        """Compile a program, and end the turn in which that is done."""
+        """Compile and store a program, then end its turn."""
         with turn or Turn():
             self.compiled[key] = self.shelf.compile(key, lowered)
 
 
-class _FewerLooksForGarbage:
-    """While programs are traced: traces are large graphs that live as long as that, and Python would look through them every 700 objects.
+class _RareCollections:
+    """Collects garbage less often while programs are traced: traces are large, live graphs, which Python would scan every 700 objects.
 
-    Threads that trace at the same time count as one.
+    Blocks may overlap across threads: the first raises the thresholds, and the last restores them.
     """
 
     def __init__(self):
@@ -149,4 +149,4 @@ class _FewerLooksForGarbage:
                 gc.set_threshold(*self._before)
 
 
-_FEWER_LOOKS_FOR_GARBAGE = _FewerLooksForGarbage()
+_RARE_COLLECTIONS = _RareCollections()

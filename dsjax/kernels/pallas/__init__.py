@@ -1,7 +1,7 @@
 """Kernels written with Pallas: for NVIDIA GPUs (Triton) and, in the files ``tpu_…``, for TPUs (Mosaic).
 
-``pl``, ``plgpu`` and ``pltpu`` are JAX's modules, imported when a kernel is first traced: a process on CPUs, or one that has not come to
-its first kernel, starts a sixth of a second of processor time sooner.
+``pl``, ``plgpu`` and ``pltpu`` are JAX's modules, imported when a kernel is first traced. A process on CPUs, or one
+that has not traced a kernel yet, thus starts a sixth of a second of CPU time sooner.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dsjax.kernels.pallas.tile_table import TileTable
 
 
 class _LazyModule:
-    """Has what a module has, and imports it when asked for any of it."""
+    """Stands for a module, and imports it at the first access to an attribute."""
 
     def __init__(self, name: str):
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):
-            raise AttributeError(attribute)  # who looks an object over has no need of the module
+            raise AttributeError(attribute)  # introspection must not import the module
         return getattr(importlib.import_module(self._name), attribute)
 
 
@@ -33,11 +33,11 @@ pltpu: Any = _LazyModule("jax.experimental.pallas.tpu")
 
 @dataclass(frozen=True)
 class PallasKernels:
-    """That the kernels of this package are used.
+    """Selects the kernels of this package.
 
-    platform: whose kernels. interpret: run by Pallas's interpreter where there is no such device: slow, and for tests. tiles: sizes
-    that were timed (``--kernel-config``); where it is None or lacks a shape, sizes are reckoned from the shape. cores: of the GPUs, whose
-    shared memory bounds the tiles.
+    platform: whose kernels to use. interpret: run them in Pallas's interpreter, without such a device (slow, for tests). tiles: tile
+    sizes tuned by timing (``--kernel-config``); if None, or for shapes not in it, sizes are computed from the shape. cores: the GPU's
+    multiprocessors, whose shared memory bounds the tiles.
     """
 
     platform: Literal["gpu", "tpu"] = "gpu"
