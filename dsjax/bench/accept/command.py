@@ -1,4 +1,4 @@
-"""`dsjax accept`: the command. The HTTP client and the tokenizers are imported when it runs."""
+"""The `dsjax accept` command. Imports the HTTP client and the tokenizers only when it runs."""
 
 import asyncio
 import importlib.util
@@ -49,7 +49,7 @@ def accept(what: ListOptions, server: ServerOptions, others: TestBedOptions) -> 
     checklist, hooks = whole.selected(what.only), parse_hooks(others.hook or (), whole.hooks)
     network = None
     if others.network is not None:
-        read_network(others.network)  # it is what a plan would take
+        read_network(others.network)  # validates the file as dsjax plan does
         network = json.loads(Path(others.network).read_text(encoding="utf-8"))
     try:
         report = run(_accept(what, server, others, checklist, hooks, network))
@@ -72,14 +72,14 @@ async def _accept(
     hooks: Mapping[str, str],
     network: Mapping[str, Any] | None,
 ) -> "Report | None":
-    """Measure and report; None where only the list was asked for."""
+    """Measure and return the report; None with `--list`."""
     from dsjax.bench.accept.report import Report
     from dsjax.bench.accept.results import expected, read_results, run_measurements, time_text
     from dsjax.bench.accept.test_bed import TestBed
     from dsjax.bench.serve.client import open_session
     from dsjax.bench.serve.ready_server import ReadyServer
 
-    # As Ctrl-C, also where a shell has started this in the background, without Ctrl-C: a fault must not outlive the command.
+    # Handle SIGTERM like Ctrl-C, which shells disable for background jobs: an injected fault must not outlive the command.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
     say = partial(print, file=sys.stderr, flush=True)
     async with open_session(server.api_key) as session:
@@ -103,7 +103,7 @@ async def _accept(
         report = Report(
             checklist, results, ready.url, ready.facts.model, what.criteria or what.recipe, what.quick, command
         )
-        # It is written first so that a folder that cannot be is known before an hour of load.
+        # Also called before the first measurement, so that an unwritable folder fails before an hour of load.
         write = partial(report.write, folder)
         await run_measurements(checklist, bed, results, fresh=what.fresh, say=say, on_result=write)
     return report
@@ -117,7 +117,7 @@ def _recipe(what: ListOptions) -> "Checklist":
 
 
 def typed(words: Sequence[str]) -> str:
-    """The command as typed, without keys and without what a run of one criterion has otherwise."""
+    """Return the command as typed, without API keys, `--only`, `--fresh`, `--list` and the progress options."""
     kept, skip = [], False
     for word in words:
         flag = word.partition("=")[0]

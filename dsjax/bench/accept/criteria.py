@@ -1,4 +1,4 @@
-"""`Checklist`: measurements and criteria, from `configs/acceptance/`, a file of the user's, or what `dsjax plan recipe` predicted."""
+"""`Checklist`: measurements and criteria, from `configs/acceptance/`, a user's file, or the predictions of `dsjax plan recipe`."""
 
 import dataclasses
 import fnmatch
@@ -29,29 +29,29 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class Criterion:
-    """A value and the bound that it is held against.
+    """A bound on one value of a measurement.
 
-    measurement, value: which value of which measurement. kind, bound: `below`, `at_most`, `above`, `at_least` a number, or `between` two.
-    warning, failing: bounds beyond which a missed value is called so; None where the plan has none.
+    measurement, value: their names. kind, bound: `below`, `at_most`, `above` or `at_least` with a number, or `between` with two.
+    warning, failing: further bounds that grade a missed value; None if the plan has none.
     """
 
     id: str
     measurement: str
     value: str
-    unit: str  # the value's
+    unit: str  # of the value
     kind: str
     bound: float | tuple[float, float]
-    source: str  # where the bound is from
+    source: str  # of the bound
     warning: float | None = None
     failing: float | None = None
-    note: str = ""  # what a reader must know
+    note: str = ""  # caveat for the report
 
     def is_met_by(self, value: float) -> bool:
         """Whether a value is within the bound."""
         return _BOUNDS[self.kind][1](value, self.bound)
 
     def grade(self, value: float) -> str | None:
-        """`failing` or `warning` of a value that is beyond that bound; None of any other."""
+        """Return the worse of the grades `failing` and `warning` whose bound a value violates; None if it violates neither."""
         is_beyond = operator.lt if self.kind in ("above", "at_least") else operator.gt
         limits = {"failing": self.failing, "warning": self.warning}
         return next((name for name, limit in limits.items() if limit is not None and is_beyond(value, limit)), None)
@@ -73,7 +73,7 @@ def figure(value: float, unit: str) -> str:
 
 @dataclass(frozen=True)
 class Checklist:
-    """Everything that a file asks for, in its order."""
+    """The measurements and criteria of a file, in file order."""
 
     name: str
     description: str
@@ -82,11 +82,11 @@ class Checklist:
 
     @property
     def hooks(self) -> list[str]:
-        """Names of the hooks that its faults have."""
+        """Hook names that the fault measurements use."""
         return list(dict.fromkeys(m.hook for m in self.measurements.values() if hasattr(m, "hook")))
 
     def selected(self, only: str | None) -> "Checklist":
-        """The part of it that `--only` names: criteria, or measurements with all of theirs. Raises `OptionError`: a word names nothing."""
+        """Return the part that `--only` selects: criteria, or measurements with all their criteria. Raises `OptionError`: no match."""
         if only is None:
             return self
         ids, names = {c.id for c in self.criteria}, set(self.measurements)
@@ -110,7 +110,7 @@ _Number = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_inf
 
 
 class _Criterion(msgspec.Struct, forbid_unknown_fields=True):
-    """A table `[[criteria]]`, with one of the bounds."""
+    """A `[[criteria]]` table, with exactly one bound."""
 
     id: str
     measurement: str
@@ -134,10 +134,10 @@ class _File(msgspec.Struct):
 
 
 def load_checklist(name_or_path: str, *, quick: bool = False) -> Checklist:
-    """A bundled name (`h20-32`) or a TOML file. quick: with each measurement's `quick` values.
+    """Load a bundled checklist (such as `h20-32`) or a TOML file. quick: use each measurement's `quick` values.
 
     Raises:
-        UserError: no such file; not TOML; something in it that is missing, unknown, or of the wrong kind; nothing that could be missed.
+        UserError: no such file; not TOML; a missing or unknown field; a wrong type; no measurements or criteria; a repeated id.
     """
     where = f"criteria {name_or_path!r}"
     file = convert(where, read_toml("criteria", "acceptance", name_or_path), _File)
@@ -158,7 +158,7 @@ def _measurement(where: str, name: str, table: dict[str, Any], quick: bool) -> M
         raise UserError(f"{where}: quick is {short!r}, expected a table of fields that are shorter with --quick")
     given = {key: value for key, value in table.items() if key not in ("kind", "quick")} | {"name": name}
     check_fields(f"{where}: quick", short, [field.name for field in dataclasses.fields(kind)], ())
-    # Both, so that a mistake in quick shows at once.
+    # Convert both, so that a mistake in `quick` is reported without --quick too.
     return [convert(where, values, kind) for values in (given, given | short)][quick]
 
 
@@ -181,19 +181,19 @@ def _criterion(where: str, number: int, table: dict[str, Any], measurements: Map
 
 
 _STAYS, _LEAST_SECONDS = {False: 20, True: 3}, {False: 300.0, True: 30.0}
-"""Length of the load: stays of a request, and at least so many seconds; with `--quick` (True), and without."""
+"""Length of the load, with `--quick` (True) and without: multiple of a request's predicted latency, and minimum in seconds."""
 _KEPT_UP = 0.9
-"""Share of an offered rate that must come out: what is under way at the end is not counted."""
+"""Required share of the offered rate; below 1 because requests in flight at the end are not counted."""
 
 
 def predicted_checklist(made: Mapping[str, Any], *, quick: bool = False) -> Checklist:
-    """Criteria of a recipe (`dsjax.plan.recipe.read_recipe`): rate, TPOT and TTFT of its workload within the predicted intervals.
+    """Return criteria of a recipe (`dsjax.plan.recipe.read_recipe`): rate, TPOT and TTFT of its workload within the predicted intervals.
 
-    Where the recipe names no load, there are as many sessions as its batches hold. Rate and TPOT have the 90 % intervals that blind
-    predictions give, TTFT that of the assumptions.
+    If the recipe names no load, use as many sessions as its batches hold. Rate and TPOT have the 90 % intervals of blind predictions,
+    TTFT has the interval of the plan's assumptions.
 
     Raises:
-        UserError: the recipe counts on prefix hits or classes of requests, which the load does not have.
+        UserError: the recipe assumes prefix hits or request classes, which the load does not generate.
     """
     work, expected, held = made["workload"], made["expected"], made["calibrated"]
     if work["prefix_hit"] or work["classes"]:

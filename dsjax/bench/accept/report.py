@@ -20,23 +20,23 @@ from dsjax.texts import filled
 from dsjax.versions import installed_version
 
 _NOT_OF_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that XML has no form for, such as those by which a command colours what it says."""
+"""Characters that XML cannot represent, such as the colour escapes in a command's output."""
 _STYLES = {"met": "green", "missed": "bold red", "not tested": "yellow"}
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a run has come to.
+    """Outcome of a run.
 
     base_url, model: of the server.
     """
 
-    checklist: Checklist  # what was asked
-    results: Mapping[str, Result]  # what was measured, by the measurements' names
+    checklist: Checklist  # the criteria and measurements
+    results: Mapping[str, Result]  # by measurement name
     base_url: str
     model: str
-    criteria_file: str  # as `--criteria` has it
-    quick: bool  # whether durations were short
+    criteria_file: str  # value of `--criteria` or `--recipe`
+    quick: bool  # whether `--quick` shortened the durations
     command: str  # as typed, without keys and `--only`
 
     @property
@@ -46,18 +46,18 @@ class Report:
 
     @property
     def partial(self) -> bool:
-        """Whether measurements are still to come."""
+        """Whether some measurements have no result yet."""
         return any(name not in self.results for name in self.checklist.measurements)
 
     def alone(self, name: str) -> str:
-        """The command that shows one criterion alone."""
+        """Return the command that measures one criterion alone."""
         return f"{self.command} --only {name} --fresh"
 
     def to_json(self) -> dict[str, Any]:
-        """Stable fields.
+        """Return the report with stable fields.
 
-        Of a criterion `verdict` is met, missed or not tested, `grade` warning, failing or None, and `command` measures it alone. Of a
-        measurement `fingerprint` changes with its definition, server and hooks, and `absent` has [verdict, reason] for missing values.
+        Criteria: `verdict` is met, missed or not tested; `grade` is warning, failing or None; `command` measures the criterion alone.
+        Measurements: `fingerprint` changes with definition, server and hooks; `absent` has [verdict, reason] of each missing value.
         """
         judged = self.judged
         return {
@@ -94,7 +94,7 @@ class Report:
         }
 
     def markdown(self) -> str:
-        """The report for people."""
+        """Return the report as Markdown."""
         reasons: dict[str, list[str]] = {}
         for one in self.judged:
             if one.reason:
@@ -107,7 +107,7 @@ class Report:
         )
 
     def junit(self) -> str:
-        """The report for a build server: a suite for each measurement, a case for each criterion."""
+        """Return the report as JUnit XML: a suite for each measurement, a case for each criterion."""
         names = dict.fromkeys(one.criterion.measurement for one in self.judged)
         suites = {name: [one for one in self.judged if one.criterion.measurement == name] for name in names}
         return (
@@ -115,7 +115,7 @@ class Report:
         )
 
     def write(self, folder: Path) -> None:
-        """Write all three; the JSON, from which a run goes on, is never half written. Raises `UserError`: the folder cannot be written."""
+        """Write all three files; replace the JSON, from which a run resumes, atomically. Raises `UserError`: cannot write the folder."""
         text = json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n"
         with writing(folder, "folder"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ class Report:
             (folder / "report.xml").write_text(self.junit(), encoding="utf-8")
 
     def table(self) -> Table:
-        """The verdicts for the console."""
+        """Return the verdicts as a table for the console."""
         rows = [(one.criterion.id, _value(one), one.criterion.bound_text, one.said) for one in self.judged]
         title, styles = f"{self.checklist.name}: {worst(self.judged)}", [_STYLES[one.verdict] for one in self.judged]
         return table(title, ("<criterion", "value", "bound", "<<verdict"), rows, styles)

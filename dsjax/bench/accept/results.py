@@ -1,4 +1,4 @@
-"""Run the measurements that are not done yet, keep their results in a folder so that a run can go on, and judge the criteria."""
+"""Run the outstanding measurements, save their results in a folder so that a run can resume, and judge the criteria."""
 
 import dataclasses
 import datetime
@@ -22,18 +22,18 @@ MISSED, NOT_TESTED = 3, 4
 
 @dataclass
 class Result:
-    """One measurement that was made, or tried.
+    """Outcome of one measurement, completed or attempted.
 
-    kind, title: the measurement's.
+    kind, title: of the measurement.
     """
 
     kind: str
     title: str
     fingerprint: str  # of everything that the values depend on
     started: str  # UTC, ISO 8601
-    seconds: float  # that it took
-    measured: Measured | None  # what came of it; None where it could not be made
-    reason: str = ""  # why not
+    seconds: float  # duration
+    measured: Measured | None  # None if it could not be measured
+    reason: str = ""  # why it could not be measured
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields."""
@@ -42,7 +42,7 @@ class Result:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> "Result":
-        """What `to_json` has written."""
+        """Rebuild a result from the output of `to_json`."""
         measured = None
         if body["tested"]:
             absent = {name: (verdict, why) for name, (verdict, why) in body["absent"].items()}
@@ -52,10 +52,10 @@ class Result:
 
 
 def read_results(folder: Path, base_url: str, *, fresh: bool) -> dict[str, Result]:
-    """Results that a folder holds, by the measurements' names. fresh: another server's report is no error, and is forgotten.
+    """Return the results saved in a folder, by measurement name. fresh: ignore another server's report instead of raising.
 
     Raises:
-        UserError: it holds a report that cannot be read, or another server's.
+        UserError: the report cannot be read, or belongs to another server.
     """
     path = folder / REPORT
     if not path.exists():
@@ -79,7 +79,7 @@ def read_results(folder: Path, base_url: str, *, fresh: bool) -> dict[str, Resul
 
 
 def fingerprint(measurement: Measurement, bed: TestBed) -> str:
-    """What a measurement's values depend on: its fields, the server, how it is asked, hooks and files."""
+    """Return a hash of everything a measurement's values depend on: fields, server, request options, hooks and files."""
     o = bed.server.options
     asked = [o.endpoint, o.ignore_eos, o.extra_body, o.temperature, o.prompt_form, o.request_timeout]
     parts = {
@@ -93,7 +93,7 @@ def fingerprint(measurement: Measurement, bed: TestBed) -> str:
 
 @dataclass(frozen=True)
 class Judged:
-    """A criterion with its verdict. value: None where there is none; reason: why."""
+    """A criterion with its verdict. value: None if not measured; reason: why."""
 
     criterion: Criterion
     verdict: Verdict
@@ -102,7 +102,7 @@ class Judged:
 
     @property
     def grade(self) -> str | None:
-        """Which of the plan's further bounds a missed value is beyond."""
+        """Grade (`warning` or `failing`) of a missed value; None if it violates neither bound or was not missed."""
         return None if self.verdict != "missed" or self.value is None else self.criterion.grade(self.value)
 
     @property
@@ -112,7 +112,7 @@ class Judged:
 
 
 def judge(criterion: Criterion, result: Result | None) -> Judged:
-    """Hold a criterion against what was measured; None: nothing yet."""
+    """Judge a criterion by its measurement's result. result: None if not measured yet."""
     if result is None or result.measured is None:
         return Judged(criterion, "not tested", reason="not measured yet" if result is None else result.reason)
     value = result.measured.values.get(criterion.value)
@@ -123,13 +123,13 @@ def judge(criterion: Criterion, result: Result | None) -> Judged:
 
 
 def worst(judged: Iterable[Judged]) -> Verdict:
-    """Missed before not tested before met."""
+    """Return the worst verdict: missed, then not tested, then met."""
     verdicts = {one.verdict for one in judged}
     return next((verdict for verdict in ("missed", "not tested") if verdict in verdicts), "met")
 
 
 def exit_status(judged: Sequence[Judged]) -> int:
-    """0: all met; 3: one missed; 4: none missed, one not tested."""
+    """Return 0 if all are met, 3 if one is missed, 4 if none is missed but one is not tested."""
     return {"met": 0, "missed": MISSED, "not tested": NOT_TESTED}[worst(judged)]
 
 
@@ -142,9 +142,9 @@ async def run_measurements(
     say: Callable[[str], None],
     on_result: Callable[[], None],
 ) -> None:
-    """Make every measurement of a checklist that `results` does not hold, and add it there.
+    """Run every measurement of a checklist that `results` lacks, and add its result.
 
-    First forget results of measurements whose definition, server or options have changed. fresh: also measure again what `results` holds.
+    First drop results of measurements whose definition, server or options have changed. fresh: repeat measurements that have results.
     say: called with each line of progress. on_result: called before the first measurement, and after each.
     """
     marks = {name: fingerprint(one, bed) for name, one in checklist.measurements.items()}
@@ -166,12 +166,12 @@ async def run_measurements(
 
 
 def expected(measurement: Measurement, bed: TestBed) -> float:
-    """Seconds that a measurement takes; 0 if it cannot be made."""
+    """Return the estimated seconds of a measurement; 0 if it cannot run."""
     return 0.0 if measurement.why_not(bed) is not None else measurement.expected_seconds()
 
 
 def time_text(seconds: float) -> str:
-    """A time as people say it."""
+    """Format a duration, such as `1 h 5 min`, `2 min 3 s` or `4 s`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

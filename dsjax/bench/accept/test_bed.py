@@ -1,4 +1,4 @@
-"""`TestBed`: the server, and what else a measurement may use: the user's hooks, the network's measurement, keys, progress."""
+"""`TestBed`: everything a measurement may use: the server, the user's hooks, the network benchmark, keys, progress."""
 
 import asyncio
 import contextlib
@@ -28,26 +28,26 @@ _MOST_OUTPUT = 300
 
 
 class NotTestedError(Exception):
-    """A measurement, or some of its values, cannot be had here; the message says why, and what would make it testable."""
+    """A measurement or one of its values is unavailable here; the message says why, and what would make it testable."""
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """Commands by name; `NAME-end` ends what `NAME` began."""
+    """Fault commands by name; `NAME-end` removes the fault that `NAME` injects."""
 
     commands: Mapping[str, str]
-    scale: Callable[[str], Awaitable[str | None]]  # asks the server to go on on another mesh, and says what was wrong
+    scale: Callable[[str], Awaitable[str | None]]  # scales the server to a mesh; returns an error message or None
     timeout: float = 600.0  # seconds
 
     def why_not(self, name: str) -> str | None:
-        """Why a fault cannot be made; None where both of its commands are there."""
+        """Return which of a fault's two commands are missing; None if both are given."""
         missing = [f"--hook {each}=COMMAND" for each in (name, f"{name}-end") if each not in self.commands]
         if not missing:
             return None
         return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not given: what makes this fault, and ends it"
 
     async def run(self, name: str, value: str) -> None:
-        """Run one, with its output kept for an error. Raises `NotTestedError`: it ended with an error, or not in time."""
+        """Run a hook; an error quotes its output. Raises `NotTestedError` if the hook fails or times out."""
         command = self.commands[name].replace("{value}", value)
         hook = f"--hook {name} ({command})"
         if command.startswith(_SCALE):
@@ -62,7 +62,7 @@ class Hooks:
         }
         process = await asyncio.create_subprocess_shell(command, **pipes, start_new_session=True)
         try:
-            # Not `wait_for`: where the command ends in the same moment, Python 3.11's forgets that this was cancelled, by Ctrl-C.
+            # Not `wait_for`: in Python 3.11 it loses a cancellation (Ctrl-C) that arrives just as the command ends.
             async with asyncio.timeout(self.timeout):
                 output, _ = await process.communicate()
         except BaseException as error:
@@ -78,12 +78,12 @@ class Hooks:
 
 
 def parse_hooks(words: Sequence[str], known: Sequence[str]) -> dict[str, str]:
-    """`NAME=COMMAND` words as a mapping.
+    """Parse `NAME=COMMAND` words into a mapping.
 
-    known: names of the criteria file's hooks.
+    known: hook names of the criteria file.
 
     Raises:
-        OptionError: a word without `=`, or a name that no measurement has.
+        OptionError: a word without a command, or a name that no measurement uses.
     """
     names, hooks = [*known, *(f"{name}-end" for name in known)], {}
     for word in words:
@@ -103,34 +103,34 @@ _ADMIN_TIMEOUT = aiohttp.ClientTimeout(total=600)
 
 @dataclass(frozen=True)
 class TestBed:
-    """What measurements are made with.
+    """Everything that measurements use.
 
-    seed: of this run's prompts; another one each time, so that no run finds its prompts in the server's prefix cache.
+    seed: of this run's prompts; differs between runs, so that no prompt is in the server's prefix cache already.
     """
 
     server: ReadyServer
     options: TestBedOptions
-    network: Mapping[str, Any] | None  # the JSON of `dsjax bench network`; None where there is none
+    network: Mapping[str, Any] | None  # the JSON of `dsjax bench network`; None if not given
     commands: Mapping[str, str]  # the user's hooks
     seed: int
     console: Console
     progress: bool
-    draws: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # of workloads, each used once
+    draws: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # draws of workloads, used once
 
-    __test__ = False  # pytest takes classes that are called Test… for its own
+    __test__ = False  # pytest would collect a class named Test…
     clock = staticmethod(time.perf_counter)
 
     @property
     def hooks(self) -> Hooks:
-        """The user's commands; `scale:` asks the server."""
+        """The user's hooks; `scale:MESH` calls the server's `/scale`."""
         return Hooks(self.commands, self._scale)
 
     async def requests(self, workload: WorkloadOptions) -> Iterator[BenchRequest]:
-        """Requests of a workload without end, none of which was sent before; a ShareGPT file's come again and again.
+        """Return an endless iterator of requests that were not sent before; only those of a ShareGPT file repeat.
 
         Raises:
-            NotTestedError: they are all longer than the server takes.
-            UserError: the server refuses them.
+            NotTestedError: all requests are longer than the server accepts.
+            UserError: the server rejects the requests.
         """
         try:
             dataset = await self.server.dataset(workload)
@@ -145,9 +145,9 @@ class TestBed:
     async def sessions(
         self, source: Iterator[BenchRequest], count: int
     ) -> AsyncIterator[tuple[asyncio.Task[LoadResult], list[RequestRecord], asyncio.Event, float]]:
-        """So many sessions that send requests: (their task, the requests that have begun, what ends the sending, the clock at the start).
+        """Run `count` sessions; yield (their task, records of started requests, event that stops the sending, clock at the start).
 
-        They are cancelled where the block is left before they have ended.
+        Leaving the block cancels sessions that still run.
         """
         records, until, zero = [], asyncio.Event(), self.clock()
         sending = run_load(self.server.client, source, None, count, until=until, zero=zero, on_start=records.append)
@@ -159,11 +159,11 @@ class TestBed:
             await asyncio.gather(load, return_exceptions=True)
 
     def watch(self, interval: float) -> ServerWatch:
-        """A watch of the server."""
+        """Return a watch of the server that polls every `interval` seconds."""
         return ServerWatch(self.server.session, self.server.url, self.options.device_metrics or (), interval)
 
     async def admin(self, path: str, body: Mapping[str, Any] | None = None) -> str | None:
-        """Post to one of dsjax's endpoints for administrators; what was wrong, or None."""
+        """Post to one of dsjax's admin endpoints; return an error message or None."""
         key, url = self.options.admin_api_key, self.server.url + path
         how = {"headers": {"Authorization": f"Bearer {key}"} if key else {}, "timeout": _ADMIN_TIMEOUT}
         try:
@@ -179,18 +179,18 @@ class TestBed:
         return await self.admin("/scale", {"mesh": mesh})
 
     async def answered(self, started: Sequence[RequestRecord], count: int, seconds: float) -> None:
-        """Wait until so many of the requests that have begun were answered or have failed, at most so long."""
+        """Wait until `count` of the started requests have been answered or have failed, at most `seconds`."""
         until = self.clock() + seconds
         while self.clock() < until and sum(r.error is not None or r.finish_reason is not None for r in started) < count:
             await asyncio.sleep(0.05)
 
     def counting(self, title: str, total: int) -> contextlib.AbstractContextManager[Callable[[int, str], None]]:
-        """Show how many of something are done."""
+        """Show the progress of `total` items."""
         return counting(self.console, self.progress, title, total)
 
     @contextlib.asynccontextmanager
     async def clocked(self, title: str, seconds: float) -> AsyncIterator[None]:
-        """Show how much of a time has passed."""
+        """Show the elapsed part of `seconds`."""
         with self.counting(title, max(1, round(seconds))) as report:
 
             async def tick() -> None:
@@ -206,7 +206,7 @@ class TestBed:
 
     @staticmethod
     def why_none(figures: Mapping[str, Any]) -> str:
-        """Say why a load has no latencies. figures: what `statistics.figures` gave for it."""
+        """Return why a load has no latencies. figures: result of `statistics.figures`."""
         for message, number in figures["error_counts"].items():
             return f"none of {figures['failed']} requests was answered: {number} × {message}"
         return "no answer had a second token" if figures["completed"] else "no request was answered"

@@ -1,4 +1,4 @@
-"""`ServerWatch`: looks at a server every few seconds while it is under load: whether it answers, its counters, its devices' memory."""
+"""`ServerWatch`: polls a server under load every few seconds: whether it answers, its counters, its device memory."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from dsjax.top.reading import Exposition
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
 _TOKENS, _STARTED = "vllm:generation_tokens_total", "process_start_time_seconds"
 OURS = "dsjax_compilations_after_warm_up_total"
-"""A counter that every server of dsjax shows from its start, and no other server."""
+"""A counter that every dsjax server exports from its start, and no other server does."""
 _USED, _LIMIT = "dsjax_device_memory_used_bytes", "dsjax_device_memory_limit_bytes"
 _DCGM_USED, _DCGM_FREE = "DCGM_FI_DEV_FB_USED", "DCGM_FI_DEV_FB_FREE"
 _BALANCE = (
@@ -27,17 +27,17 @@ _NAMES = (_TOKENS, _STARTED, OURS, _USED, _LIMIT, *_BALANCE)
 
 @dataclass
 class ServerWatch:
-    """What was seen of a server, as a context in which it is watched.
+    """Context manager that polls a server and keeps the observations.
 
-    device_metrics: further addresses that show devices' memory: followers' `/metrics`, NVIDIA's dcgm-exporter. memory: (seconds since the
-    watch began, largest share of a device's memory in use, bytes in use of all devices) of each look.
+    device_metrics: further URLs that export device memory: followers' `/metrics`, NVIDIA's dcgm-exporter. memory: of each poll, (seconds
+    since the watch began, largest share of a device's memory in use, bytes in use on all devices).
     """
 
     session: aiohttp.ClientSession
     url: str
     device_metrics: Sequence[str]
-    interval: float  # seconds between two looks
-    counters: list[Exposition] = field(default_factory=list)  # the server's metrics at each look that had an answer
+    interval: float  # seconds between two polls
+    counters: list[Exposition] = field(default_factory=list)  # the server's metrics, of each poll that got them
     memory: list[tuple[float, float, float]] = field(default_factory=list)
     outages: int = 0  # times that `/v1/models` stopped answering
 
@@ -77,14 +77,14 @@ class ServerWatch:
             devices += [(now, now / limits[key]) for key, now in used.items() if limits.get(key)]
             for key, now in each.by(_DCGM_USED, "gpu", "Hostname").items():
                 if whole := now + free.get(key, 0.0):
-                    devices.append((now * 2**20, now / whole))  # dcgm-exporter's are MiB
+                    devices.append((now * 2**20, now / whole))  # dcgm-exporter reports MiB
         if devices:
             used, shares = zip(*devices, strict=True)
             self.memory.append((time.perf_counter() - self._zero, max(shares), sum(used)))
 
     @property
     def restarts(self) -> int | None:
-        """Times that the counters began anew; None where the server shows none."""
+        """Number of counter resets; None if the server exports no such counters."""
         if len([each for each in self.counters if each.by(_TOKENS) or each.by(_STARTED)]) < 2:
             return None
         return sum(

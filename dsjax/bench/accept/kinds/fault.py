@@ -1,4 +1,4 @@
-"""`FaultMeasurement`: a load before, during and after a fault that the user's hooks begin and end."""
+"""`FaultMeasurement`: load before, during and after a fault that the user's hooks inject and remove."""
 
 import asyncio
 import contextlib
@@ -14,17 +14,17 @@ from dsjax.bench.accept.test_bed import NotTestedError, TestBed
 from dsjax.bench.serve.records import RequestRecord
 
 _BACK = 0.9
-"""Share of the rate before a fault at which a server has recovered."""
+"""Share of the pre-fault token rate at which a server counts as recovered."""
 _MOST_WARM_UP = 120.0
-"""Seconds in which every session should have had an answer before the fault."""
+"""Maximum seconds to wait for as many answers as sessions before the fault."""
 _LEAST_WINDOW, _TOKENS_OF_WINDOW = 2.0, 100
-"""A rate is that of two seconds, or of as long as a hundred tokens took before the fault."""
+"""Window of a rate: two seconds, or the time of a hundred tokens at the pre-fault rate if longer."""
 
 
 class FaultTimes(NamedTuple):
-    """Seconds since the load began.
+    """Phases of a fault measurement, in seconds since the load began.
 
-    The sessions were warm; the hook was started, had ended; the one that ends the fault was started, had ended; the last look.
+    steady: sessions are warm. begun, broken: fault hook started, ended. mending, mended: `-end` hook started, ended. over: watch ended.
     """
 
     steady: float
@@ -37,11 +37,11 @@ class FaultTimes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FaultMeasurement(RandomLengths):
-    """Sessions that go on while something breaks.
+    """Closed-loop sessions that keep sending during a fault.
 
-    hook: name of the hooks; value: what `{value}` in them becomes. before, hold, watch: seconds of load before the fault, of the fault,
-    and at most after it: until the rate is back. settle: seconds after the load's begin that do not count; nor do those until as many
-    requests were answered as there are sessions.
+    hook: name of the hook. value: replaces `{value}` in its commands. before, hold: seconds of load before and during the fault. watch:
+    maximum seconds after it; ends when the rate has recovered. settle: seconds at the start that do not count; the following wait for
+    as many answers as sessions does not count either.
     """
 
     KIND: ClassVar = "fault"
@@ -57,20 +57,20 @@ class FaultMeasurement(RandomLengths):
     settle: float = 0.0
 
     def expected_seconds(self) -> float:
-        """All of its parts."""
+        """Return the sum of all phases."""
         return self.settle + self.before + self.hold + self.watch
 
     def why_not(self, bed: TestBed) -> str | None:
-        """Without hooks there is no fault."""
+        """Return which hook commands are missing; None if both are given."""
         return bed.hooks.why_not(self.hook)
 
     def depends_on(self, bed: TestBed) -> tuple[str, ...]:
-        """The commands, and a ShareGPT file."""
+        """Return the hook commands and the ShareGPT path."""
         commands = (bed.hooks.commands.get(name, "") for name in (self.hook, f"{self.hook}-end"))
         return (*commands, bed.options.dataset_path or "")
 
     async def measure(self, bed: TestBed) -> Measured:
-        """Put the load on the server, make the fault, end it, and look until the rate is back."""
+        """Put the load on the server, inject the fault, remove it, and watch until the rate has recovered."""
         source = await bed.requests(self.workload(bed))
         async with (
             bed.clocked(self.title, self.expected_seconds()),
@@ -101,7 +101,7 @@ class FaultMeasurement(RandomLengths):
         mending = now()
         try:
             await mend()
-        except asyncio.CancelledError:  # Ctrl-C has killed it half-way
+        except asyncio.CancelledError:  # Ctrl-C killed the hook half-way: run it again
             with contextlib.suppress(NotTestedError):
                 await mend()
             raise
@@ -112,7 +112,7 @@ class FaultMeasurement(RandomLengths):
         return FaultTimes(steady, begun, broken, mending, mended, now())
 
     def evaluate(self, records: Sequence[RequestRecord], times: FaultTimes) -> Measured:
-        """The values of a load in which a fault was made."""
+        """Compute the values from the requests and the phases."""
         found, nothing = Measured(samples=len(records)), "no token came before the fault"
         base, during = _rate(records, times.steady, times.begun), _rate(records, times.broken, times.mending)
         found.enter({"throughput_loss": 1 - during / base if base else None}, nothing, "missed")
@@ -142,7 +142,7 @@ def _rate(records: Sequence[RequestRecord], begin: float, end: float) -> float:
 
 
 def _back_after(records: Sequence[RequestRecord], base: float, mended: float, now: float) -> float | None:
-    """Seconds from the fault's end until a window's tokens come at 0.9 of the rate; None where they have not until now."""
+    """Return the seconds from the fault's end to the first window at 0.9 of `base`; None if there is none yet."""
     if not base:
         return None
     window, begin = max(_LEAST_WINDOW, _TOKENS_OF_WINDOW / base), mended

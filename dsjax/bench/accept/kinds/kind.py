@@ -1,6 +1,6 @@
-"""`Measurement`: something that is measured once, and gives values that criteria are held against; and the kinds that send nothing.
+"""`Measurement`: base class of the measurements whose values criteria bound; and the kinds that send no requests.
 
-These are what the server says of itself, and rows of the network's measurement (`dsjax bench network --json`).
+These kinds read what the server reports about itself, and rows of a network benchmark (`dsjax bench network --json`).
 """
 
 import math
@@ -18,18 +18,18 @@ Verdict = Literal["met", "missed", "not tested"]
 
 @dataclass
 class Measured:
-    """What came of a measurement.
+    """Result of a measurement.
 
-    absent: name of a value that is missing to (verdict of its criteria, why).
+    absent: maps the name of each missing value to (verdict of its criteria, reason).
     """
 
     values: dict[str, float] = field(default_factory=dict)  # name to number, in the units of the kind's `UNITS`
     absent: dict[str, tuple[Verdict, str]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)  # sentences that a reader must know
-    samples: int | None = None  # requests or samples behind the values; None where that says nothing
+    notes: list[str] = field(default_factory=list)  # sentences for the report
+    samples: int | None = None  # requests or samples behind the values; None where a count is meaningless
 
     def enter(self, values: Mapping[str, float | None], why_not: str = "", verdict: Verdict = "not tested") -> None:
-        """Add values, or why there are none."""
+        """Add finite values; record all others as absent, with `verdict` and `why_not`."""
         for name, value in values.items():
             if value is None or not math.isfinite(value):
                 self.absent[name] = (verdict, why_not)
@@ -39,14 +39,14 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """A measurement as a criteria file describes it; its fields are those of the file's table. title: what a report calls it."""
+    """A measurement of a criteria file; the fields are the keys of its table. title: name in reports."""
 
     KIND: ClassVar[str]
-    """The file's word for the kind."""
+    """Value of `kind` in the file."""
     UNITS: ClassVar[Mapping[str, str]]
-    """Name of each value that the kind gives to its unit; empty for a ratio."""
+    """Maps the name of each value to its unit, which is empty for a ratio."""
     ABOVE_ZERO: ClassVar[tuple[str, ...]] = ()
-    """Fields of which 0 would be no measurement."""
+    """Fields that must be greater than 0."""
 
     name: str
     title: str
@@ -59,25 +59,25 @@ class Measurement:
                 raise UserError(f"measurement {self.name}: {name} is {value:g}, expected more than 0")
 
     def expected_seconds(self) -> float:
-        """How long it takes, as far as that can be known before."""
+        """Return the estimated duration in seconds."""
         return 0.0
 
     def why_not(self, bed: TestBed) -> str | None:
-        """Why it cannot be measured on this test bed, where that is known before; else None."""
+        """Return why it cannot run on this test bed, as far as known in advance; else None."""
         return None
 
     def depends_on(self, bed: TestBed) -> tuple[str, ...]:
-        """What the values depend on beside the fields and the server: hooks, files."""
+        """Return what the values depend on besides the fields and the server: hooks, files."""
         return ()
 
     async def measure(self, bed: TestBed) -> Measured:
-        """Measure it. Raises `NotTestedError`: it cannot be measured here."""
+        """Run the measurement. Raises `NotTestedError` if it cannot run here."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomLengths(Measurement):
-    """A measurement under load, with prompts and answers of random lengths: evenly within mean × (1 ± spread)."""
+    """A measurement under load, with prompt and output lengths drawn uniformly from mean × (1 ± spread)."""
 
     ABOVE_ZERO: ClassVar = ("input_tokens", "output_tokens")
 
@@ -91,7 +91,7 @@ class RandomLengths(Measurement):
             raise UserError(f"measurement {self.name}: spread is {self.spread:g}, expected at least 0 and less than 1")
 
     def workload(self, bed: TestBed) -> WorkloadOptions:
-        """The load's requests: of a ShareGPT file where the user gave one."""
+        """Return the load's workload: the user's ShareGPT file if given, else random lengths."""
         path = bed.options.dataset_path
         if path is not None:
             return WorkloadOptions(dataset_name="sharegpt", dataset_path=path, num_prompts=5000, seed=bed.seed)
@@ -105,18 +105,18 @@ class RandomLengths(Measurement):
 
 
 _SAME_SIZE = 1.1
-"""Bytes are as asked for up to this factor: those of a collective are a multiple of its ranks."""
+"""Factor within which two sizes match: a collective's bytes are rounded to a multiple of its ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerMeasurement(Measurement):
-    """The longest request, and the devices, that the server names."""
+    """Maximum request length and number of devices that the server reports."""
 
     KIND: ClassVar = "server"
     UNITS: ClassVar = {"max_model_len": "tokens", "devices": "devices"}
 
     def depends_on(self, bed: TestBed) -> tuple[str, ...]:
-        """The values: the server was asked already, and may be started anew with others."""
+        """Return the reported values: a restarted server may have others."""
         return tuple(map(str, self._values(bed).values()))
 
     async def measure(self, bed: TestBed) -> Measured:
@@ -133,32 +133,32 @@ class ServerMeasurement(Measurement):
 
 @dataclass(frozen=True, kw_only=True)
 class LinkMeasurement(Measurement):
-    """One size of one collective, or of a message between two devices."""
+    """One size of one collective, or of a point-to-point message between two devices."""
 
     KIND: ClassVar = "link"
     UNITS: ClassVar = {"latency_us": "µs", "gb_per_s": "GB/s", "gbit_per_s": "Gbit/s", "aggregate_gbit_per_s": "Gbit/s"}
     ABOVE_ZERO: ClassVar = ("bytes",)
 
-    group: str  # use of the devices' group in the file: `pair`, `host`, `hosts`, `experts`, `tp`
+    group: str  # use of the device group in the file: `pair`, `host`, `hosts`, `experts`, `tp`
     collective: str
     between_hosts: bool
-    bytes: int  # that leave a device
+    bytes: int  # sent by a device
 
     def why_not(self, bed: TestBed) -> str | None:
-        """Without the file nothing is known."""
+        """Return that `--network` is missing; None if it is given."""
         return None if bed.network else "--network is not given: the JSON of dsjax bench network on these hosts"
 
     def depends_on(self, bed: TestBed) -> tuple[str, ...]:
-        """When the file was made."""
+        """Return the date of the network benchmark."""
         return (str(bed.network["date"]),) if bed.network else ()
 
     async def measure(self, bed: TestBed) -> Measured:
-        """Find the row; of several such groups the slower one counts."""
+        """Look up the row; if several groups match, the slowest counts."""
         row = self._row(bed.network)
         ranks, hosts, sent, seconds = row["ranks"], row["hosts"], row["sent_bytes"], row["median_s"]
         gbit, away = sent / seconds * 8 / 1e9, None
         if hosts > 1:
-            # Of a message and its answer one is on its way at a time.
+            # A message and its reply alternate: one rank sends at a time.
             senders = 1 if row["collective"] == SEND_RECEIVE else ranks
             away = senders * gbit * (ranks - ranks / hosts) / (ranks - 1)
         found = Measured(samples=len(row.get("samples_s", ())))

@@ -1,7 +1,7 @@
 """Measurements that put load on the server.
 
-`LoadMeasurement`: sessions or a rate of requests for some time. `BalanceMeasurement`: the same, and how even the experts' load is under it,
-how often experts move, and how long that takes. `TtftMeasurement`: prompts of one length, one request at a time.
+`LoadMeasurement`: concurrent sessions or a request rate for a fixed time. `BalanceMeasurement`: the same, plus expert load balance and the
+frequency and duration of rebalancing. `TtftMeasurement`: prompts of one length, one request at a time.
 """
 
 import asyncio
@@ -29,27 +29,27 @@ _LATENCIES = (("ttft", 50), ("ttft", 99), ("tpot", 50), ("tpot", 99), ("itl", 99
 
 @dataclass(frozen=True)
 class LoadRun:
-    """A load that was put on a server."""
+    """Outcome of one load on a server."""
 
-    result: LoadResult  # of all requests, those of the warm-up too
-    begin: float  # seconds after the first request's start at which the measured time began
-    watch: ServerWatch  # what was seen of the server in that time
+    result: LoadResult  # of all requests, including warm-up
+    begin: float  # start of the measured interval, in seconds after the first request's start
+    watch: ServerWatch  # observed in the measured interval
 
     @property
     def counted(self) -> list[RequestRecord]:
-        """Requests that were sent in the measured time, and the failed ones of the warm-up."""
+        """Requests sent in the measured interval, plus failed warm-up requests."""
         return [record for record in self.result.records if record.start >= self.begin or not record.succeeded]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadMeasurement(RandomLengths):
-    """A load, and the server under it.
+    """Throughput, latency, availability and memory of a server under load.
 
-    The measured time of sessions begins when as many requests were answered as there are sessions, so that the first wave, in which all
-    prompts come at once, is not in it; at the latest after as long again.
+    With sessions, measuring starts once as many requests have been answered as there are sessions, to exclude the initial burst of
+    prompts; at the latest after `seconds`.
 
-    sessions: clients, each of which sends its next request when the last is answered; or request_rate: requests a second, at Poisson's
-    times. seconds: in which requests are sent. windows: equal parts whose medians tell the drift.
+    sessions: closed-loop clients, each of which sends its next request when the last is answered; or request_rate: requests per second
+    with Poisson arrivals. seconds: duration of sending. windows: equal parts of the run, whose medians give the drift.
     """
 
     KIND: ClassVar = "load"
@@ -75,11 +75,11 @@ class LoadMeasurement(RandomLengths):
             raise UserError(f"measurement {self.name}: {found}, expected sessions or request_rate; give one of them")
 
     def expected_seconds(self) -> float:
-        """The load's time, and a tenth for the warm-up and for what is under way at its end."""
+        """Return `seconds` plus 10 % for the warm-up and for requests in flight at the end."""
         return self.seconds * 1.1
 
     def depends_on(self, bed: TestBed) -> tuple[str, ...]:
-        """Where memory is read, whether experts' load can be recorded, and a ShareGPT file."""
+        """Return the device-metrics URLs, whether expert load can be recorded, and the ShareGPT path."""
         o = bed.options
         return (*(o.device_metrics or ()), "admin" if o.admin_api_key else "", o.dataset_path or "")
 
@@ -103,11 +103,11 @@ class LoadMeasurement(RandomLengths):
             return LoadRun(await load, begin, watch)
 
     async def measure(self, bed: TestBed) -> Measured:
-        """Put the load on the server; all values of `UNITS`."""
+        """Put the load on the server and return all values of `UNITS`."""
         return self.evaluate(bed, await self.put_load(bed))
 
     def evaluate(self, bed: TestBed, run: LoadRun) -> Measured:
-        """The values of a load that was put on a server."""
+        """Compute the values of a load run."""
         counted, records, end = run.counted, run.result.records, run.begin + self.seconds
         of_counted = figures(counted, run.result.duration, (50, 99), {}, 1.0)
         completed = of_counted["completed"]
@@ -150,9 +150,9 @@ class LoadMeasurement(RandomLengths):
 
 
 def tokens_between(records: Sequence[RequestRecord], begin: float, end: float) -> float:
-    """Output tokens that arrived from `begin` to `end`. A request's tokens are spread evenly over its chunks.
+    """Return the output tokens that arrived from `begin` to `end`, with a request's tokens spread evenly over its chunks.
 
-    A chunk counts as one token where its request failed or is under way.
+    A chunk of a failed or unfinished request counts as one token.
     """
     total = 0.0
     for record in records:
@@ -163,9 +163,9 @@ def tokens_between(records: Sequence[RequestRecord], begin: float, end: float) -
 
 
 def drift(times: Sequence[float], values: Sequence[float], seconds: float, windows: int) -> float | None:
-    """Growth over a run as a share: Theil and Sen's slope over the medians of equal parts × the run's length ÷ their median.
+    """Return the relative growth over a run: Theil-Sen slope of the medians of equal parts × the run's length ÷ their median.
 
-    None where fewer than three parts have a value, or the median is 0.
+    None if fewer than three parts have a value, or the median is 0.
     """
     from scipy.stats import theilslopes
 
@@ -183,7 +183,7 @@ _PERCENTILES = (50, 95, 99)
 
 @dataclass(frozen=True, kw_only=True)
 class TtftMeasurement(Measurement):
-    """Prompts of `input_tokens`, `requests` of them, each sent when the one before is answered with one token."""
+    """TTFT of `requests` sequential requests, each with a prompt of `input_tokens` and one output token."""
 
     KIND: ClassVar = "ttft"
     UNITS: ClassVar = {**{f"ttft_p{p}": "s" for p in _PERCENTILES}, "ttft_mean": "s", "error_share": ""}
@@ -193,11 +193,11 @@ class TtftMeasurement(Measurement):
     requests: int = 30
 
     def expected_seconds(self) -> float:
-        """A second for each request and for the warm-up: nobody knows better before."""
+        """Return one second per request and for the warm-up, a guess."""
         return self.requests + 1.0
 
     async def measure(self, bed: TestBed) -> Measured:
-        """Send one request to warm up, then those that count."""
+        """Send one warm-up request, then the measured ones."""
         lengths = {"random_input_len": self.input_tokens, "random_output_len": 1}
         source = await bed.requests(WorkloadOptions(num_prompts=64, seed=bed.seed, **lengths))
         client, done = bed.server.client, []
@@ -227,7 +227,7 @@ _FEWEST_STEPS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceMeasurement(LoadMeasurement):
-    """A load, and what `/metrics` of dsjax says of the experts meanwhile."""
+    """Expert load balance and rebalancing under load, from dsjax's `/metrics`."""
 
     KIND: ClassVar = "balance"
     UNITS: ClassVar = {
@@ -241,7 +241,7 @@ class BalanceMeasurement(LoadMeasurement):
     }
 
     async def measure(self, bed: TestBed) -> Measured:
-        """Put the load on the server; record the experts' load where the admin key lets us."""
+        """Put the load on the server; record the expert distribution if there is an admin key."""
         async with bed.watch(60.0) as glance:
             pass
         if not any(each.by(OURS) for each in glance.counters):
@@ -261,9 +261,9 @@ class BalanceMeasurement(LoadMeasurement):
 
 
 def enter_balance(found: Measured, before: Exposition, after: Exposition) -> None:
-    """Enter the values of two scrapes, at a load's begin and end.
+    """Enter the values of two scrapes, at the start and the end of a load.
 
-    Tokens are those since the record began; without a record, those of the balancer's last window.
+    Tokens are counted since the recording began; without a recording, in EPLB's last window.
     """
     name = "dsjax_expert_tokens_total"
     ranks, experts = after.by(name, "ep_rank"), after.by(name, "expert")
@@ -293,6 +293,6 @@ def enter_balance(found: Measured, before: Exposition, after: Exposition) -> Non
 
 
 def variation(tokens: Collection[float]) -> float | None:
-    """Standard deviation ÷ mean, of the population; None of fewer than two values, or of nothing but zeros."""
+    """Return the coefficient of variation (population standard deviation ÷ mean); None for fewer than two values or only zeros."""
     values = np.array(list(tokens), float)
     return float(values.std() / values.mean()) if len(values) > 1 and values.any() else None
