@@ -1,4 +1,4 @@
-"""`dsjax bench modules`: the command. JAX is imported when it runs."""
+"""The `dsjax bench modules` command. Imports JAX only when it runs."""
 
 import dataclasses
 import hashlib
@@ -36,7 +36,7 @@ def modules(model: ModelOptions, grid: ModuleGrid, run: RunOptions, group: Group
 
 
 def _measure(model: ModelOptions, grid: ModuleGrid, run: RunOptions, spec: Any, processes: Processes) -> bool:
-    """Time, print and write. Whether Ctrl-C has ended it."""
+    """Time the cases, print and write the results; return whether Ctrl-C ended the run."""
     from dsjax.bench.modules.grid import cases
     from dsjax.bench.modules.one_rank import OneRankPlan, extrapolate, one_rank_cases
     from dsjax.bench.modules.report import show, show_extrapolation, to_json
@@ -44,7 +44,7 @@ def _measure(model: ModelOptions, grid: ModuleGrid, run: RunOptions, spec: Any, 
     from dsjax.bench.modules.setting import Ceilings, Device, find_ceilings, make_setting
     from dsjax.bench.modules.timing import Budget
 
-    if processes.leads:  # before hours of work rather than after them
+    if processes.leads:  # fail before hours of work
         check_place("--json", run.json_file)
     setting = make_setting(model)
     if processes.members:
@@ -78,7 +78,7 @@ def _measure(model: ModelOptions, grid: ModuleGrid, run: RunOptions, spec: Any, 
 
 
 def _alike(model: ModelOptions, grid: ModuleGrid, run: RunOptions) -> dict[str, Any]:
-    """What must be the same in all processes beside versions, by name as messages have it. A folder may have another name on each host."""
+    """Return what all processes must share besides versions, by the names in messages. Folder names may differ between hosts."""
     from dsjax.config import load_config
 
     if grid.one_rank_of:

@@ -1,4 +1,4 @@
-"""One rank of many on one device: its true share of a model's layers, timed as a step's, and reckoned up to the whole model."""
+"""Time one of many ranks on one device: its true share of a model's layers, run as in a step, extrapolated to the whole model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MEMORY_SHARE = 0.4
 
 @dataclass(frozen=True)
 class OneRankPlan:
-    """What is timed: a decode step of `batch` requests of one of `ranks` ranks, with `experts` a layer and `layers` MoE layers."""
+    """The decode step to time: `batch` requests on one of `ranks` ranks, with `layers` MoE layers of `experts` experts each."""
 
     ranks: int
     experts: int
@@ -36,7 +36,7 @@ class OneRankPlan:
 
     @classmethod
     def of(cls, setting: Setting, ranks: int, batch: int, layers: str) -> OneRankPlan:
-        """Experts divided over the ranks; as many layers as memory holds, or as were asked for.
+        """Divide the experts over the ranks; take `layers` MoE layers, or with `auto` as many as fit in memory.
 
         Raises:
             UserError: a model without experts, ranks that do not divide them, or more layers than the model has.
@@ -56,14 +56,14 @@ class OneRankPlan:
 
 
 def layer_stack(setting: Setting, experts: int, depth: int) -> LayerStack:
-    """`depth` layers of the model as one rank holds them: with so many physical experts, or, with 0, dense."""
+    """Return `depth` layers as one rank holds them: MoE layers with `experts` physical experts, or dense layers if 0."""
     kind = LayerKind("layers", "moe" if experts else "dense")
     make = lambda declare: DecoderLayer(replace(declare, num_physical=experts), setting.config, kind)  # noqa: E731
     return LayerStack.of(setting, make, depth, depth=depth)
 
 
 def one_rank_cases(setting: Setting, plan: OneRankPlan, contexts: list[int]) -> Iterator[ModuleCase]:
-    """A dense layer and the MoE layers, for each context; the head and the launch."""
+    """Yield the launch, a dense layer and the MoE layers at each context, and the head."""
     config = setting.config
     yield from launch_cases(setting, [plan.batch])
     for context in contexts:
@@ -82,7 +82,7 @@ def one_rank_cases(setting: Setting, plan: OneRankPlan, contexts: list[int]) -> 
 def _case(
     plan: OneRankPlan, kind: tuple[str, str], shape: AttentionShape, stack: LayerStack, sent: DispatchedTokens | None
 ) -> ModuleCase:
-    """A layer at a context. kind: module and variant; sent: what comes to the rank's experts, None in a dense layer."""
+    """Return the case of a layer at a context. kind: module and variant; sent: input of the rank's experts, None for a dense layer."""
     config, (flops, other) = shape.setting.config, shape.cost()
     expert = 6 * config.hidden_size * config.moe_intermediate_size
     sizes = {"tokens": plan.batch, "context": shape.cached, "layers": stack.depth}
@@ -97,7 +97,7 @@ def _case(
 
 
 def _loop(plan: OneRankPlan, stack: LayerStack, sent: DispatchedTokens | None, shape: AttentionShape) -> PreparedCase:
-    """Whole layers: attention and MLP or experts, each behind a norm and beside a residual, as the step has them."""
+    """Compile whole layers as in the step: attention, then MLP or experts, each with its norm and residual."""
     setting, config = shape.setting, shape.setting.config
     inputs = shape.arrays() | {"params": stack.values(setting.seed)}
     experts = None
@@ -109,7 +109,7 @@ def _loop(plan: OneRankPlan, stack: LayerStack, sent: DispatchedTokens | None, s
 
     def one_layer(inputs, index, carry):
         x, cache, turn = carry
-        # Values of every layer start from the same: residuals of thousands of layers would grow without end.
+        # Every layer starts from the same input: residuals of thousands of layers would grow without bound.
         x = inputs["x"] + 1e-3 * jnp.tanh(x)
         params = {path: inputs["params"][path] for path in stack.table.infos}
         block: DecoderLayer = stack.layer(params, index, skip=".experts.")
@@ -120,7 +120,7 @@ def _loop(plan: OneRankPlan, stack: LayerStack, sent: DispatchedTokens | None, s
         return x, cache, (turn + 1) % shape.layers
 
     def _routed(block, y, inputs, params, index):
-        """The router's choice for the rank's own tokens; the product of the rows that all ranks sent; the shared expert."""
+        """Route the rank's own tokens, apply its experts to the rows that all ranks sent, and add the shared expert."""
         prefix = "moe.experts."
         stored = {path.removeprefix(prefix): array for path, array in params.items() if path.startswith(prefix)}
         specs = {name: P() for name in (*stored, "layer")}
@@ -129,7 +129,7 @@ def _loop(plan: OneRankPlan, stack: LayerStack, sent: DispatchedTokens | None, s
         tokens, config = jnp.zeros(y.shape[:-1], jnp.int32), DispatchConfig(report=True)
         routing = block.moe.router(y, tokens, setting.multiply)
         out, _ = dispatch(setting.spec, setting.step.mesh, config, *arguments, experts, specs, experts=plan.experts)
-        # What comes back to the rank are as many rows as it sent, summed from other ranks: here rows of its own.
+        # The combine returns one row for each row sent, summed from other ranks; the rank's own rows stand in for them.
         back = jnp.resize(out, (plan.batch, out.shape[-1]))[None]
         back = back * routing.weights.sum(-1, keepdims=True).astype(back.dtype)
         return back + block.moe.shared(y, setting.multiply) if hasattr(block.moe, "shared") else back
@@ -140,7 +140,7 @@ def _loop(plan: OneRankPlan, stack: LayerStack, sent: DispatchedTokens | None, s
 
 @dataclass(frozen=True)
 class Extrapolation:
-    """A step of the whole model from the times of its layers, without exchanges between ranks. parts: name, how many, seconds of one."""
+    """Step time of the whole model from the times of its layers, without communication. parts: (name, count, seconds of one)."""
 
     variant: str
     context: int
@@ -148,7 +148,7 @@ class Extrapolation:
 
     @property
     def seconds(self) -> float:
-        """The sum."""
+        """Seconds of the step."""
         return sum(count * each for _, count, each in self.parts)
 
     def to_json(self) -> dict:

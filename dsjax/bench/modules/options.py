@@ -83,7 +83,7 @@ class ModuleGrid(Checked):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Names after `--only`, or all."""
+        """Modules that `--only` names, or all."""
         return tuple(name.strip() for name in self.only.split(",")) if self.only else MODULES
 
     @property
@@ -110,7 +110,7 @@ class ModuleGrid(Checked):
 
     @property
     def form_names(self) -> list[str]:
-        """`--forms`, or those that have kernels."""
+        """MLA forms that `--forms` names, or those with kernels."""
         from dsjax.model.forms import WITH_KERNELS
 
         return list(WITH_KERNELS) if self.forms is None else self.forms.split(",")

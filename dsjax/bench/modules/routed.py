@@ -1,4 +1,4 @@
-"""Cases of the routed experts: the share of one rank, with the rows that even or skewed routing sends it, and their dispatch on a mesh."""
+"""Cases of the routed experts: one rank's experts with the rows that even or skewed routing sends them, and dispatch on a mesh."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -21,16 +21,16 @@ from sharding.arrays import put
 from sharding.dispatch import DispatchConfig, dispatch, dispatch_collectives
 
 SKEWS = {"even": 0.0, "skewed": 0.3}
-"""Variant → s in popularity ∝ rank^-s; 0.3 is what the planner assumes where it is told nothing."""
+"""Variant → s in popularity ∝ rank^-s; 0.3 is the planner's default."""
 
 METHODS = ("gather", "padded", "ragged")
 
 
 @dataclass(frozen=True)
 class DispatchedTokens:
-    """What a rank's experts get: local ids `[N, K]` with −1 for none, and weights `[N, K]`, of N rows with at least one expert here.
+    """Input of a rank's experts: local ids `[N, K]` (−1: none) and weights `[N, K]` of N rows with at least one local expert.
 
-    mean_load: pairs of a row and an expert, of one expert under even routing, by which the step chooses the product's tiles.
+    mean_load: (row, expert) pairs per expert under even routing, by which the step chooses the product's tiles.
     """
 
     ids: np.ndarray
@@ -39,26 +39,26 @@ class DispatchedTokens:
 
     @property
     def rows(self) -> int:
-        """N."""
+        """Number of rows N."""
         return self.ids.shape[0]
 
     @property
     def pairs(self) -> int:
-        """Pairs of a row and an expert."""
+        """Number of (row, expert) pairs."""
         return int((self.ids >= 0).sum())
 
 
 def route_randomly(rng: np.random.Generator, tokens: int, experts: int, top_k: int, skew: float) -> np.ndarray:
-    """Distinct experts `[tokens, top_k]`, drawn with popularity ∝ rank^-skew, ranks in random order."""
+    """Draw distinct experts `[tokens, top_k]` with popularity ∝ rank^-skew, ranks in random order."""
     popularity = np.log(rng.permutation(1.0 / np.arange(1, experts + 1) ** skew)).astype(np.float32)
     keys = popularity - np.log(-np.log(rng.random((tokens, experts), np.float32) + 1e-20) + 1e-20)
     return np.argpartition(-keys, top_k - 1, axis=1)[:, :top_k].astype(np.int32)
 
 
 def draw_dispatch(setting: Setting, tokens: int, experts: int, skew: float) -> DispatchedTokens:
-    """Draw what is dispatched to a rank with `experts` of the model's, when it and its like have `tokens` each.
+    """Draw the tokens dispatched to a rank with `experts` of the model's experts, when every rank has `tokens` tokens.
 
-    The tokens of all ranks are drawn together. With skew the rank is the busiest, for which the others wait; else the nearest to the mean.
+    All ranks' tokens are drawn together. With skew, take the busiest rank, for which the others wait; else the nearest to the mean.
     """
     config, rng = setting.config, np.random.default_rng(setting.seed)
     ranks = max(1, config.n_routed_experts // experts)
@@ -68,7 +68,7 @@ def draw_dispatch(setting: Setting, tokens: int, experts: int, skew: float) -> D
     rank = int(np.argmax(load)) if skew else int(np.argmin(abs(load - load.mean())))
     local = np.where(owner == rank, ids - rank * experts, -1)
     local = local[(local >= 0).any(axis=1)]
-    if not len(local):  # few tokens: the rank gets one row all the same, for there to be something to time
+    if not len(local):  # few tokens: give the rank one row, so that there is something to time
         local = np.full((1, ids.shape[1]), -1, np.int32)
         local[0, 0] = 0
     mean_load = tokens * config.num_experts_per_tok * ranks / config.n_routed_experts
@@ -76,7 +76,7 @@ def draw_dispatch(setting: Setting, tokens: int, experts: int, skew: float) -> D
 
 
 def expert_cases(setting: Setting, experts: int, tokens: Iterable[int]) -> Iterator[ModuleCase]:
-    """The grouped product of a rank's experts, with sorting, gathering and the weighted sums."""
+    """Yield the grouped product of a rank's experts, with sorting, gathering and the weighted sums."""
     config = setting.config
     if not config.is_moe:
         return
@@ -96,7 +96,7 @@ def expert_cases(setting: Setting, experts: int, tokens: Iterable[int]) -> Itera
 
 
 def expert_loop(setting: Setting, stack: LayerStack, experts: int, sent: DispatchedTokens) -> PreparedCase:
-    """The step's own call, `dispatch` over an EP group of one rank, whose experts are read out of the whole stack of layers."""
+    """Compile the step's own call: `dispatch` over an EP group of one rank, reading experts from the whole stack of layers."""
     inputs = {
         "params": stack.values(setting.seed),
         "x": setting.random((sent.rows, setting.config.hidden_size)),
@@ -121,27 +121,27 @@ def expert_loop(setting: Setting, stack: LayerStack, experts: int, sent: Dispatc
 
 
 def layer_ids(setting: Setting, experts: int, sent: DispatchedTokens, layers: int) -> jax.Array:
-    """Ids `[layers, N, K]`: each layer routes differently. Ids that never change would be sorted once, before the loop."""
+    """Return ids `[layers, N, K]`, different in each layer: XLA would sort constant ids once, before the loop."""
     rng = np.random.default_rng(setting.seed)
     every = [np.append(rng.permutation(experts), -1)[sent.ids] for _ in range(layers)]
     return jnp.asarray(np.stack(every), jnp.int32)
 
 
 def product_of(setting: Setting, weight_dtype: np.dtype, sent: DispatchedTokens) -> ExpertProduct:
-    """The product that the step would choose."""
+    """Return the expert product that the step would choose."""
     step = {"kernels": setting.step.kernels, "scheme": setting.step.scheme, "limit": setting.step.config.swiglu_limit}
     return ExpertProduct(weight_dtype=weight_dtype, platform=setting.platform, mean_load=sent.mean_load, **step)
 
 
 def default_experts(config, memory: int, expert_bytes: int) -> int:
-    """Experts of the rank when none are given: all, if a layer of them takes at most a quarter of memory; else a 32nd of them."""
+    """Return the default number of experts of the rank: all, if one layer takes at most a quarter of memory; else a 32nd."""
     if config.n_routed_experts * expert_bytes <= memory // 4:
         return config.n_routed_experts
     return max(1, math.ceil(config.n_routed_experts / 32))
 
 
 def exchange_cases(setting: Setting, spec: MeshSpec, tokens: Iterable[int]) -> Iterator[ModuleCase]:
-    """Tokens are one DP rank's; bytes are those that leave one device. In a group all processes must make and time the same cases."""
+    """Yield dispatch cases: tokens per DP rank, bytes sent per device. All processes of a group must make and time the same cases."""
     config = setting.config
     if not config.is_moe or spec.ep_size == 1:
         return
@@ -173,14 +173,14 @@ def _exchange(setting: Setting, spec: MeshSpec, method: str, tokens: int, expert
         stand_in = {"scale": jnp.ones((experts,), jnp.float32)}
         arguments = (x, inputs["ids"], inputs["weights"], stand_in, _hand_back, {"scale": P(spec.expert_axes)})
         y, _ = dispatch(spec, mesh, DispatchConfig(method), *arguments)
-        # Values stay of the size they were, and each round needs the one before it.
+        # Keep the magnitude of the values, and make each round depend on the one before it.
         return jax.lax.with_sharding_constraint((inputs["x"] + y * 0.1).astype(x.dtype), place)
 
     return device_loop(one_round, inputs, jnp.copy(inputs["x"]))
 
 
 def _hand_back(params, rows_ND, ids_NK, weights_NK):
-    """Give back each row that has an expert here, times its weights, in place of the expert's product; every row is read once."""
+    """Return each row times the sum of its local experts' weights, in place of the experts' product; read every row once."""
     weight_N = jnp.sum(jnp.where(ids_NK >= 0, weights_NK, 0), axis=1)
     rows = rows_ND.take(jnp.arange(rows_ND.shape[0]), axis=0)
     return (rows * weight_N[:, None] * params["scale"][0]).astype(rows_ND.dtype)

@@ -1,4 +1,4 @@
-"""A run: make, time and drop one case after another. An interrupt ends it and keeps the results until then."""
+"""Build, time and release one case after another. Ctrl-C ends the run and keeps the results so far."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from dsjax.bench.processes import Agree, Results, alone
 Sizes = Mapping[str, int | float | str]
 
 MEMORY_SHARE = 0.5
-"""Share of the free memory that a case may take: while weights are made they exist twice."""
+"""Share of the free memory that a case may take: weights exist twice while they are created."""
 _TOO_LARGE = "the device's memory does not hold it"
 
 
 @dataclass(frozen=True)
 class ModuleWork:
-    """Operations (a multiply-add is two) and bytes to and from memory of one application, each weight and value once."""
+    """FLOPs (a multiply-add is two) and memory traffic in bytes of one application, counting each weight and value once."""
 
     flops: float
     weight_bytes: float
@@ -35,12 +35,12 @@ class ModuleWork:
 class ModuleCase:
     """A module at one size.
 
-    shared: it runs on a mesh, by all processes of a group together; else on one device, by process 0 alone.
+    shared: runs on a mesh, in all processes of a group together; else on one device, in process 0 alone.
     """
 
     module: str  # its name in the tables and in `--only`
-    variant: str  # which of its ways
-    sizes: Sizes  # what the row is looked up by (tokens, rows, chunk, context, experts)
+    variant: str  # of implementation or input
+    sizes: Sizes  # lookup keys of the row (tokens, rows, chunk, context, experts)
     work: ModuleWork
     memory: int  # bytes that timing it needs
     build: Callable[[], PreparedCase]  # compiles it, with inputs on the device
@@ -55,7 +55,7 @@ class ModuleCase:
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """A case that was timed."""
+    """A timed case."""
 
     case: ModuleCase
     times: Times
@@ -84,10 +84,10 @@ def run_cases(
     row_limit: float,
     agree: Agree = alone,
 ) -> Results:
-    """Time each case in turn. Ctrl-C ends the run; what was done is returned.
+    """Time each case in turn; after Ctrl-C, return the results so far.
 
-    row_limit: seconds that one application may take at the device's ceilings. agree: of the processes that have the same shared cases;
-    the other cases are timed by this process alone.
+    row_limit: maximum seconds of one application at the device's ceilings. agree: over the processes that have the same shared cases;
+    this process times the other cases alone.
     """
     results = Results()
     with results.collecting(agree):
@@ -135,7 +135,7 @@ def _is_of_memory(error: Exception) -> bool:
 
 
 def why_not(setting: Setting, case: ModuleCase, ceilings: Ceilings, row_limit: float) -> str | None:
-    """A line that says why a case cannot be timed here; None if it can."""
+    """Return one line that says why a case cannot be timed here; None if it can."""
     free = free_memory(setting.step.mesh.devices.flat[0])
     if case.memory > MEMORY_SHARE * free:
         return f"needs {case.memory / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"

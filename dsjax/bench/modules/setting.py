@@ -1,4 +1,4 @@
-"""`Setting`: the model, its number formats and the device, as all modules of a run see them; `Ceilings`: the most that a device can do."""
+"""`Setting`: model, number formats and device, shared by all modules of a run; `Ceilings`: peak rates of a device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from dsjax.model.step import ModelStep
 from sharding import MeshSpec
 
 WORKING_SET = 512 << 20
-"""Bytes of weights that go by between two uses of the same one, at most: more than any device's caches, as in a large model."""
+"""Maximum bytes of weights read between two uses of the same one: more than any device's caches, as in a large model."""
 MOST_LAYERS = 64
 _BLOCK = 1 << 20
 
@@ -42,10 +42,10 @@ PAGE_TABLE_POSITIONS = 4096
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """What is benched: a model's step on one device, made as the engine makes it but holding no weights."""
+    """The benchmarked step of a model on one device, made as the engine makes it but without weights."""
 
     step: ModelStep
-    weights: Weights  # how matrices are kept
+    weights: Weights  # weight format
     seed: int = 0  # of weights, tokens and routing
     max_model_len: int = 4096  # positions that page tables cover
 
@@ -56,7 +56,7 @@ class Setting:
 
     @property
     def dtype(self) -> np.dtype:
-        """The type in which is computed."""
+        """The compute dtype."""
         return jnp.dtype(self.step.dtype)
 
     @property
@@ -71,23 +71,23 @@ class Setting:
 
     @property
     def multiply(self) -> Multiply:
-        """A layer's product with one of its matrices, as the step makes it of what a scan sliced out of a stack."""
+        """A layer's product with one of its matrices, as the step computes it on slices of a scanned stack."""
         return self.step.in_place.multiply(jnp.int32(0))
 
     def declare(self, depth: int) -> Declaration:
-        """Make the declaration of parameters of `depth` layers."""
+        """Return the parameter declaration of `depth` layers."""
         return Declaration(self.weights, self.platform, depth)
 
     def working_set(self) -> int:
-        """Bytes of weights between two uses of one: the whole model's, as in a step, or `WORKING_SET`."""
+        """Return the bytes of weights read between two uses of one: the whole model's, as in a step, at most `WORKING_SET`."""
         return min(WORKING_SET, sum(info.nbytes for info in self.step.table.infos.values()))
 
     def depth(self, layer_bytes: int, in_model: int) -> int:
-        """How many layers of a module to run through, so that no cache holds on to their weights longer than in a step.
+        """Return how many layers of a module to cycle through, so that caches hold no more of their weights than in a step.
 
-        In the model a layer's weights come back after all others went by. A module alone would come back to them at once; it
-        is given so many layers that as many bytes go by (at least two where the model scans over several: a scan of one
-        layer is compiled away, and its slices of the stack with it).
+        A step returns to a layer's weights after reading all others; a module alone would return to them at once. Use enough
+        layers to read as many bytes in between (at least two if the model scans over several: XLA compiles a scan of one
+        layer away, along with its slices of the stack).
         """
         wanted = min(MOST_LAYERS, -(-self.working_set() // max(layer_bytes, 1)))
         return max(wanted, min(2, in_model))
@@ -99,7 +99,7 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class LayerStack:
-    """A module's weights, `depth` layers of them: described, or `made` with random values."""
+    """Weights of `depth` layers of a module: their parameter table, and random `values`."""
 
     table: ParameterTable
     depth: int
@@ -108,7 +108,7 @@ class LayerStack:
     def of(
         cls, setting: Setting, make: Callable[[Declaration], nnx.Module], in_model: int, depth: int | None = None
     ) -> LayerStack:
-        """`make(declare)` with as many layers as the setting's working set wants, or `depth` of them."""
+        """Build `make(declare)` with `depth` layers; None: as many as the setting's working set needs."""
         if depth is None:
             one = ParameterTable.of(make(setting.declare(1)))
             depth = setting.depth(_nbytes(one.infos), in_model)
@@ -129,9 +129,9 @@ class LayerStack:
         return {path: random_parameter(info, seed) for path, info in self.table.infos.items()}
 
     def layer(self, params: Mapping[str, jax.Array], index: jax.Array, skip: str | None = None) -> Any:
-        """The module of one layer, with weights sliced out of the stack as a scan over layers does it.
+        """Return the module of one layer, with weights sliced out of the stack as in a scan over layers.
 
-        skip: parameters whose path has this stay whole stacks, as experts do in the step.
+        skip: parameters whose path contains this stay whole stacks, as experts do in the step.
         """
         chosen = {
             path: array if skip and skip in path else jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
@@ -141,7 +141,7 @@ class LayerStack:
 
 
 def random_parameter(info: ParameterInfo, seed: int) -> jax.Array:
-    """Values of about the size that training gives, in the storage dtype: a block of random numbers, over and over.
+    """Return values of about the magnitude of trained ones, in the storage dtype: a repeated block of random numbers.
 
     Times do not depend on values, and drawing billions of them would take longer than timing.
     """
@@ -154,7 +154,7 @@ def random_parameter(info: ParameterInfo, seed: int) -> jax.Array:
     elif info.init in ("ones", "scale", "zeros"):
         block = np.full(1, {"ones": 1.0, "zeros": 0.0, "scale": 1 / math.sqrt(128 * fan_in)}[info.init], np.float32)
     else:
-        # FP8: the scale parameter beside it has the size.
+        # FP8: the scale parameter carries the magnitude.
         scale = 1.0 if info.dtype.itemsize == 1 and info.init == "normal" else 1 / math.sqrt(fan_in)
         block = rng.standard_normal(count, np.float32) * np.float32(scale)
     stored = np.resize(block.astype(info.dtype), info.shape)
@@ -162,7 +162,7 @@ def random_parameter(info: ParameterInfo, seed: int) -> jax.Array:
 
 
 def free_memory(device: jax.Device) -> int:
-    """Bytes that a device has left; on the CPU platform, of the host."""
+    """Return the free bytes of a device; on the CPU platform, of the host."""
     stats = None if device.platform == "cpu" else device.memory_stats()
     if stats is not None:
         return int(stats["bytes_limit"]) - int(stats["bytes_in_use"])
@@ -179,7 +179,7 @@ def _nbytes(infos: Mapping[str, ParameterInfo]) -> int:
 
 
 def make_setting(options: ModelOptions) -> Setting:
-    """The setting that the options describe, on this process's first device."""
+    """Return the setting that the options describe, on this process's first device."""
     config = load_config(options.model)
     config.check_priced()
     length = options.max_model_len or min(config.max_position_embeddings, PAGE_TABLE_POSITIONS)
@@ -210,7 +210,7 @@ def make_setting(options: ModelOptions) -> Setting:
 
 
 def _bf16_experts(model: str) -> bool | None:
-    """What a checkpoint beside the configuration has; None where there is only a configuration."""
+    """Return `bf16_experts` of the model's checkpoint; None if there is only a configuration."""
     if model != "demo" and not Path(model).is_dir():
         return None
     try:
@@ -225,7 +225,7 @@ _SIDE = 2048
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes and operations a second that no module can exceed, and where the figures are from. The fields are those of the JSON."""
+    """Peak bytes and FLOPs per second, which no module can exceed, and their source. The JSON has the same fields."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -234,9 +234,9 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Device:
-    """What was measured: its name, as the planner compares it; JAX's platform; memory; a file of `configs/hardware`, if any.
+    """The measured device: its name, as the planner compares it; JAX's platform; memory; its file in `configs/hardware`, if any.
 
-    The fields are those of the JSON.
+    The JSON has the same fields.
     """
 
     name: str
@@ -256,7 +256,7 @@ class Device:
 
 
 def hardware_of(name: str) -> str | None:
-    """The bundled hardware whose key is a word of a device's name (`NVIDIA H200` → `h200`)."""
+    """Return the bundled hardware whose key is a word of a device's name (`NVIDIA H200` → `h200`); None if there is none."""
     words = re.split(r"[^a-z0-9]+", name.lower())
     return next((key for key in bundled_hardware() if key in words), None)
 

@@ -19,7 +19,7 @@ LEAST_SAMPLE = 0.02
 """Least seconds of a sample. A call of a compiled program costs 20 to 100 µs on the host, under 1 % of it."""
 LEAST_SAMPLES = 3
 LOOP_LENGTHS, LONGER = 5, 4
-"""Lengths to try while a loop takes no longer than an empty one, and the factor from one length to the next."""
+"""Number of loop lengths to try while a loop takes no longer than an empty one, and the factor between two lengths."""
 DROWNED = "its loop took no longer than an empty one: something else keeps this machine busy; run it again when that has ended"
 CALL_RESOLUTION = 1e-6
 """Least seconds reported for a call minus an empty call."""
@@ -138,7 +138,7 @@ def pause() -> None:
 def device_loop(
     apply: Callable[[Any, jax.Array, Any], Any], inputs: Any, carry: Any, *, depth: int = 1, in_call: int = 1
 ) -> PreparedCase:
-    """`carry = apply(inputs, layer, carry)` in a loop of the compiled program, over layers 0 to `depth` − 1 and round again.
+    """`carry = apply(inputs, layer, carry)` in a loop of the compiled program, cycling over layers 0 to `depth` − 1.
 
     Inputs are arguments, so that XLA folds no constants. The carry is donated and kept from call to call, so that the loop updates
     it in place, as a step does its cache.
@@ -155,7 +155,7 @@ def device_loop(
 
     def run(applications: int) -> None:
         start = (np.int32(applications), np.int32(first[0] % depth))
-        if is_local:  # else JAX sends them, to other processes' devices too
+        if is_local:  # else JAX transfers them, also to other processes' devices
             start = jax.device_put(start)
         first[0] += applications
         held[0] = jax.block_until_ready(compiled(*start, inputs, held[0]))
@@ -176,7 +176,7 @@ def host_loop(call: Callable[[], Any]) -> PreparedCase:
 def call_in_turn(apply: Callable[[Any, Any], Any], inputs: Sequence[Any], carry: Any) -> PreparedCase:
     """Calls of `carry = apply(inputs, carry)` from the host, cycling through the inputs, minus the cost of an empty call.
 
-    For modules that a step has once: in a loop on the device they would find the threads of matrix products awake.
+    For modules that a step runs once: in a loop on the device, the threads of matrix products would still be awake.
     """
 
     def program(inputs, carry):
@@ -198,7 +198,7 @@ def call_in_turn(apply: Callable[[Any, Any], Any], inputs: Sequence[Any], carry:
 
 
 def spread(ordered: Sequence[float]) -> tuple[float, float]:
-    """The 10th and the 90th percentile of ascending values; of fewer than ten the extremes."""
+    """Return the 10th and 90th percentile of ascending values; the extremes if there are fewer than ten."""
     left_out = len(ordered) // 10
     return ordered[left_out], ordered[-1 - left_out]
 
@@ -243,7 +243,7 @@ class Times:
 
     @property
     def once(self) -> float:
-        """Seconds that a call costs once beyond an empty call and its applications, for operations that set themselves up."""
+        """One-time seconds of a call beyond an empty call and its applications, for operations with a setup."""
         if not self.few:
             return 0.0
         extra = statistics.median(sample.short - sample.empty for sample in self.samples) - self.few * self.median

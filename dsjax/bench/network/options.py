@@ -35,11 +35,11 @@ class CollectiveGrid(Checked):
             raise OptionError(
                 f"--only names {', '.join(unknown) if any(unknown) else repr('')}; expected some of {', '.join(_ALL)}"
             )
-        _ = self.byte_counts, self.pair_byte_counts  # each raises for what cannot be
+        _ = self.byte_counts, self.pair_byte_counts  # each raises if invalid
 
     @property
     def collectives(self) -> tuple[str, ...]:
-        """Names after `--only`, or all."""
+        """Collectives that `--only` names, or all."""
         return tuple(name.strip() for name in self.only.split(",")) if self.only is not None else _ALL
 
     @property

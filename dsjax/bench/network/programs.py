@@ -1,4 +1,4 @@
-"""One collective as a compiled program, over the devices that meet in it: a loop that can be timed, and an application that is checked."""
+"""A collective as a compiled program over a group of devices: a loop to time, and one application to check."""
 
 import functools
 from collections.abc import Callable
@@ -18,15 +18,15 @@ from sharding import MeshSpec
 _RANK = "rank"
 _ALL = P(("group", _RANK))
 _PERIOD = 3
-"""Values that are checked repeat after so many: sums of them over 100 ranks are exact in bfloat16 too."""
+"""Period of the checked values: sums of such small values over 100 ranks are exact even in bfloat16."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceGroup:
-    """Groups of as many devices each, that run the same collective at the same time, as they do in a step.
+    """Groups of equal size that run the same collective at the same time, as in a step.
 
-    uses: what such groups are to the mesh: `host` (all devices of a process), `hosts` (one device of each process), `experts` (the ranks
-    that tokens travel between), `tp`; or `pair` (two devices of a process, or one of each of two).
+    uses: roles of the groups in the mesh: `host` (all devices of a process), `hosts` (one device of each process), `experts` (the ranks
+    that exchange tokens), `tp`; or `pair` (two devices of a process, or one of each of two processes).
     """
 
     uses: tuple[str, ...]
@@ -54,17 +54,17 @@ class DeviceGroup:
         return any(device.process_index == jax.process_index() for device in self.devices.flat)
 
     def near(self, domain: int, devices_per_host: int) -> int:
-        """Ranks of a group that one rank reaches without the network, itself among them, where the fast link joins `domain` devices."""
+        """Return how many ranks of a group, itself included, a rank reaches over a fast link that joins `domain` devices."""
         hosts_in_domain = max(1, domain // devices_per_host)
         each = min(domain, self.ranks // self.hosts)
         return min(self.ranks, each * min(self.hosts, hosts_in_domain))
 
 
 def device_groups(spec: MeshSpec, mesh: Mesh) -> list[DeviceGroup]:
-    """The groups of more than one device; those that several uses share stand once.
+    """Return the groups of more than one device; uses with the same groups are merged.
 
     Raises:
-        UserError: the processes have different numbers of the mesh's devices, so that there is no one of each.
+        UserError: the processes have different numbers of the mesh's devices.
     """
     hosts = _by_process(mesh)
     counts = {len(devices) for devices in hosts}
@@ -91,9 +91,9 @@ def device_groups(spec: MeshSpec, mesh: Mesh) -> list[DeviceGroup]:
 
 
 def device_pairs(mesh: Mesh) -> list[DeviceGroup]:
-    """Pairs for messages from one device to another: two devices of each host; the first device of each two hosts.
+    """Return pairs for point-to-point messages: the first two devices of each host; the first devices of every two hosts.
 
-    The last of an odd number of hosts is in no pair of hosts.
+    With an odd number of hosts, the last one has no partner.
     """
     hosts = _by_process(mesh)
     inside = [devices[:2] for devices in hosts if len(devices) > 1]
@@ -122,7 +122,7 @@ def _ragged_all_to_all(x: jax.Array, ranks: int) -> jax.Array:
 
 
 def _there_and_back(x: jax.Array, ranks: int) -> jax.Array:
-    """Two messages, one after the other, so that half of the time is one way's."""
+    """Send a message and return it, one after the other, so that one way takes half the time."""
     there = lax.optimization_barrier(lax.ppermute(x, _RANK, [(0, 1)]))
     return lax.ppermute(there, _RANK, [(1, 0)])
 
@@ -135,15 +135,15 @@ _APPLY: dict[str, Callable[[jax.Array, int], jax.Array]] = {
     "all_reduce": lambda x, ranks: lax.psum(x, _RANK),
     "send_receive": _there_and_back,
 }
-"""Collective to what a rank has after it: every rank's values in order; the sum of block k on rank k; block k of each rank on rank k,
-twice; the sum; rank 0's own values, by way of rank 1."""
+"""Maps a collective to its function. Results: every rank's values in order; the sum of blocks k on rank k; block k of each rank on
+rank k (both all-to-alls); the sum; rank 0's own values, via rank 1."""
 
 
 class CollectiveProgram:
-    """`collective` over each of a group's rows of devices, with operands of about `sent` bytes that leave a device.
+    """`collective` over each of a group's rows of devices, with operands for which a device sends about `sent` bytes.
 
-    hops: times that the bytes travel, one after another, in one application: 2 for a message there and back. operand_bytes: of one device.
-    sent_bytes: that leave a device: what a ring or a direct exchange of this operand sends.
+    hops: sequential transfers in one application: 2 for a message and its return, else 1. operand_bytes: of one device.
+    sent_bytes: bytes that a device sends in a ring or a direct exchange of this operand.
     """
 
     def __init__(self, group: DeviceGroup, collective: str, sent: int, dtype: np.dtype):
@@ -159,8 +159,8 @@ class CollectiveProgram:
 
     @property
     def memory(self) -> int:
-        """Bytes of a device while the loop runs: operand and result, each once more for the copy that a loop may make. Of a message there
-        and back only what is on its way is kept beside the operand."""
+        """Bytes of a device while the loop runs: operand and result, each twice because the loop may copy them. A message and its return
+        keep only the operand and the copy in flight."""
         if self._collective == "send_receive":
             return 2 * self.operand_bytes
         result = self.operand_bytes * (self._group.ranks if self._collective == "all_gather" else 1)
@@ -170,9 +170,9 @@ class CollectiveProgram:
         """Compile a loop over the collective."""
 
         def once(x):
-            if self._collective == "send_receive":  # what has come back is sent again: it lies where it was sent from
+            if self._collective == "send_receive":  # the returned message can be sent again: it is back at its sender
                 return self._apply(x)
-            # The barrier keeps all of the result; the one value makes the next application wait for this one.
+            # The barrier keeps the whole result alive; the one value makes the next application depend on this one.
             result = lax.optimization_barrier(self._apply(x))
             return x.at[0].set(result[-1])
 
@@ -181,7 +181,7 @@ class CollectiveProgram:
         return device_loop(lambda inputs, index, x: mapped(x), None, zeros())
 
     def arrives_right(self) -> bool:
-        """Apply it once to values that tell rank and place; whether this process's devices have what they should."""
+        """Apply it once to values that encode rank and position; return whether this process's devices have the right result."""
         ranks, length = self._group.ranks, self._length
 
         def value(rank, place):

@@ -1,4 +1,4 @@
-"""A run: each collective over each group at each size, sampled in all processes together, and the verdict; as tables, and as JSON."""
+"""Time each collective over each group at each size, in all processes together, and judge it; as tables and as JSON."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ _MEMORY_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Expectation:
-    """Seconds of one collective: expected, from where it is a warning, from where a failure; and where the first is from."""
+    """Expected seconds of one collective, the bounds beyond which it is a warning or failing, and the expectation's source."""
 
     expected: float
     warning: float
@@ -43,7 +43,7 @@ class Expectation:
 
 @dataclass(frozen=True, eq=False)
 class CollectiveCase:
-    """A collective over a group, or a message between two devices, that is to be timed at one size."""
+    """A collective over a group, or a message between two devices, to time at one size."""
 
     group: DeviceGroup
     collective: str
@@ -57,7 +57,7 @@ class CollectiveCase:
 
 @dataclass(frozen=True, eq=False)
 class CollectiveRow:
-    """A case that was timed. samples: seconds of one application, or one way of a message, of the slowest process each time."""
+    """A timed case. samples: seconds of one application, or of one way of a message, in the slowest process."""
 
     case: CollectiveCase
     operand_bytes: int
@@ -68,17 +68,17 @@ class CollectiveRow:
 
     @property
     def median(self) -> float:
-        """Seconds."""
+        """Median seconds."""
         return statistics.median(self.samples)
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second that leave a device; nccl-tests' bus bandwidth."""
+        """Bytes per second that a device sends; nccl-tests' bus bandwidth."""
         return self.sent_bytes / self.median
 
     @property
     def verdict(self) -> str | None:
-        """One of `VERDICTS`; None where nothing is expected and the data are right."""
+        """One of `VERDICTS`; None if the data are right and there is no expectation."""
         if not self.correct:
             return VERDICTS[2]
         if self.expectation is None:
@@ -112,13 +112,13 @@ class CollectiveRow:
 
 
 def worst(results: Results) -> str | None:
-    """The worst verdict of all rows; None where none has one."""
+    """Return the worst verdict of all rows; None if no row has one."""
     verdicts = [VERDICTS.index(row.verdict) for row in results.rows if row.verdict]
     return VERDICTS[max(verdicts)] if verdicts else None
 
 
 def cases(groups: Iterable[DeviceGroup], options: CollectiveGrid) -> Iterator[CollectiveCase]:
-    """Each collective of each group, and of pairs a message from one device to the other; small messages first."""
+    """Yield each collective of each group, and a message between the devices of each pair; small sizes first."""
     for group in groups:
         pair = "pair" in group.uses
         for collective in options.collectives:
@@ -130,7 +130,7 @@ def cases(groups: Iterable[DeviceGroup], options: CollectiveGrid) -> Iterator[Co
 def run_cases(
     todo: Iterable[CollectiveCase], options: CollectiveGrid, dtype: np.dtype, cluster: Cluster | None, agree: Agree
 ) -> Results:
-    """Time each case in turn. Ctrl-C ends the run, and so does the loss of another process; what was done is returned."""
+    """Time each case in turn; after Ctrl-C or the loss of another process, return the results so far."""
     results = Results()
     before: dict[tuple, list[CollectiveRow]] = {}
     with results.collecting(agree):
@@ -166,13 +166,13 @@ def sample(prepared: PreparedCase, repeats: int, agree: Agree) -> tuple[float, .
 def why_not(
     case: CollectiveCase, program: CollectiveProgram, before: list[CollectiveRow], limit: float, agree: Agree
 ) -> str | None:
-    """A line that says why a case cannot be timed here, the same in all processes; None if it can. before: rows of smaller sizes."""
+    """Return one line that says why a case cannot be timed, the same in all processes; else None. before: rows of smaller sizes."""
     device = jax.local_devices()[0]
     shares = device.platform == "cpu"
     if case.collective == "ragged_all_to_all" and device.platform not in NATIVE_PLATFORMS:
         return "XLA has it on GPUs and TPUs only; elsewhere serving emulates it by all_to_all"
     here = sum(one.process_index == device.process_index for one in case.group.devices.flat)
-    # Emulated devices share their host's memory with those of all processes on it.
+    # Emulated devices of all processes on a host share its memory.
     place, users = (socket.gethostname(), max(1, here)) if shares else (str(device.process_index), 1)
     hosts: dict[str, list[tuple[int, int]]] = {}
     for host, count, free in agree("free", [place, users, free_memory(device)]):
@@ -189,13 +189,13 @@ def why_not(
 
 
 def _seconds_by(before: list[CollectiveRow], sent: int) -> float:
-    """What a size takes by the last one before it. A message's smallest row is its latency, which does not grow with the bytes."""
+    """Extrapolate from the last size before. A message's smallest row is its latency, which does not grow with the bytes."""
     fixed = before[0].median if before[0].case.collective == SEND_RECEIVE else 0.0
     return fixed + (before[-1].median - fixed) * sent / before[-1].sent_bytes
 
 
 def expect(cluster: Cluster, case: CollectiveCase, sent: int) -> Expectation:
-    """What a cluster file says of a case: its own `[acceptance]` table for this collective, or the planner's figure for its links."""
+    """Return a cluster file's expectation: from its `[acceptance]` table for this collective, or the planner's estimate for its links."""
     group, limits = case.group, cluster.acceptance
     place = "between_hosts" if group.between_hosts else "inside_host"
     if bounds := getattr(limits, place).get(case.collective):
@@ -206,7 +206,7 @@ def expect(cluster: Cluster, case: CollectiveCase, sent: int) -> Expectation:
         if case.collective == "all_reduce":
             seconds = all_reduce(cluster, group.ranks, sent * group.ranks / (2 * (group.ranks - 1)), near)
         else:
-            if case.collective == SEND_RECEIVE:  # alone, so that it has a whole card
+            if case.collective == SEND_RECEIVE:  # the only sender has a whole NIC
                 cluster = dataclasses.replace(cluster, nics_per_host=cluster.devices_per_host)
             seconds = xla_collective(cluster, group.ranks, sent / (group.ranks - 1), kind=case.collective, near=near)
         source = f"{cluster.name}: its links, as dsjax plan reckons with them"
@@ -214,10 +214,10 @@ def expect(cluster: Cluster, case: CollectiveCase, sent: int) -> Expectation:
 
 
 def check_cluster(cluster: Cluster, devices: np.ndarray) -> None:
-    """Make sure that a cluster file can speak of these devices.
+    """Check that a cluster file can describe these devices.
 
     Raises:
-        UserError: its hosts have another number of devices, or fewer of them exist.
+        UserError: the mesh uses more hosts, or more devices of a host, than the cluster has.
     """
     by_process = Counter(device.process_index for device in devices.flat)
     most = max(by_process.values())
@@ -232,7 +232,7 @@ _STYLES = dict(zip(VERDICTS, ("green", "yellow", "bold red"), strict=True))
 
 
 def show(console: Console, results: Results, cluster: Cluster | None) -> None:
-    """A table for each group of devices, what was left out, and the verdict."""
+    """Print a table for each group of devices, the skipped cases, and the verdict."""
     for group in dict.fromkeys(row.case.group for row in results.rows):
         console.print(_table([row for row in results.rows if row.case.group is group]))
     reasons = dict.fromkeys((case.collective, case.group.name, reason) for case, reason in results.skipped)
@@ -286,11 +286,11 @@ def to_json(
     device: Device,
     processes: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Stable fields. `verdict` is as expected, warning, failing or None (nothing was expected); `skipped` has rows left out, with `reason`.
+    """Stable fields. `verdict` is as expected, warning, failing or None (no expectation); `skipped` has skipped cases, with `reason`.
 
-    A row has `group`, `between_hosts`, `ranks`, `hosts`, `collective`, `operand_bytes`, `sent_bytes` (that leave a device), `median_s`,
-    `low_s` and `high_s` (10th and 90th percentile; of fewer than ten samples the extremes), `samples_s`, `bytes_per_s`, `correct` (the
-    data), `expected_s`, `warning_s`, `failing_s`, `expected_source` and `verdict`.
+    A row has `group`, `between_hosts`, `ranks`, `hosts`, `collective`, `operand_bytes`, `sent_bytes` (by a device), `median_s`, `low_s`
+    and `high_s` (10th and 90th percentile; the extremes of fewer than ten samples), `samples_s`, `bytes_per_s`, `correct` (the data
+    arrived right), `expected_s`, `warning_s`, `failing_s`, `expected_source` and `verdict`.
     """
     return {
         **origin(NETWORK_FORMAT, device),
