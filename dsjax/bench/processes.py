@@ -1,4 +1,4 @@
-"""`Processes`: the processes of a benchmark, one or a group over several hosts; `Results`: what their run has measured.
+"""`Processes`: the processes of a benchmark, one or a group over several hosts; `Results`: the measurements of their run.
 
 JAX is imported when the group forms.
 """
@@ -24,7 +24,7 @@ Agree = Callable[[str, Any], list[Any]]
 
 
 def alone(what: str, value: Any) -> list[Any]:
-    """`Agree` of one process."""
+    """Return the value alone: `Agree` of one process."""
     return [value]
 
 
@@ -47,7 +47,7 @@ class Results:
 
     @contextlib.contextmanager
     def collecting(self, agree: Agree) -> Iterator[None]:
-        """Keep what was done when Ctrl-C ends the block, or, in a group, the loss of another process."""
+        """Keep the results so far when Ctrl-C, or in a group the loss of another process, ends the block."""
         import jax
 
         from dsjax.hosts.rendezvous import GroupError
@@ -104,7 +104,7 @@ class Processes:
         """
         if self._group is None:
             write()
-        elif results.partial:  # the others wait for this process, or have gone: the group ends
+        elif results.partial:  # the others wait for this process or are gone: end the group
             if self.leads:
                 write()
             raise results.failure or KeyboardInterrupt
@@ -122,7 +122,7 @@ def measuring_together(
     all processes, besides versions.
 
     Raises:
-        UserError, GroupError: the options are wrong, or the group does not form; while measuring, a process of it has gone or failed.
+        UserError, GroupError: the options are wrong, or the group does not form; while measuring, one of its processes left or failed.
     """
     from sharding.emulation import emulate_devices
 

@@ -1,4 +1,4 @@
-"""`Benchmark`: from options to points: ask the server, choose the prompts' form, warm up, measure."""
+"""`Benchmark`: turns options into measured points: query the server, choose the form of prompts, warm up, measure."""
 
 import asyncio
 import math
@@ -19,7 +19,7 @@ from dsjax.bench.serve.statistics import draft_figures, figures
 from dsjax.options import OptionError
 
 _TOLERANCE = 0.05
-"""The search ends where the load that fails is at most so much more than the one that meets."""
+"""The search ends when the smallest failing load exceeds the largest passing one by at most this share."""
 
 _MOST = {"concurrency": 65_536, "rate": 100_000.0}
 _LEAST_RATE = 1 / 1024
@@ -27,14 +27,14 @@ _LEAST_RATE = 1 / 1024
 
 @dataclass
 class Search:
-    """Which load to try next, and what is known so far."""
+    """Search for the largest load that meets the objectives: doubling or halving, then bisection."""
 
     quantity: str  # `concurrency` (whole numbers) or `rate` (requests a second)
-    best: float | None = None  # the largest load that met the objectives; None as long as there is none
-    failed: float | None = None  # the smallest that did not
+    best: float | None = None  # the largest load that met the objectives; None if none has yet
+    failed: float | None = None  # the smallest load that did not
 
     def next(self) -> float | None:
-        """The load to try; None when the answer is known."""
+        """Return the next load to try; None when the search is over."""
         best, failed, whole = self.best, self.failed, self.quantity == "concurrency"
         if best is None and failed is None:
             return 1
@@ -48,14 +48,14 @@ class Search:
         return (best + failed) / 2 if failed - best > _TOLERANCE * best else None
 
     def record(self, load: float, share: float | None, wanted: float) -> None:
-        """Record the share of a load's requests that met every objective; None where none was answered."""
+        """Record the share of a load's requests that met every objective; None if none was answered."""
         if share is not None and share >= wanted:
             self.best = load if self.best is None else max(self.best, load)
         else:
             self.failed = load if self.failed is None else min(self.failed, load)
 
     def sentence(self, wanted: float, objectives: dict[str, float]) -> str:
-        """The answer."""
+        """Return the answer as a sentence."""
         said = " ".join(f"{name} ≤ {limit:g} ms" for name, limit in objectives.items())
         goal = f"at which {wanted:.0%} of the requests have {said}"
         if self.best is None:
@@ -75,27 +75,27 @@ class Point:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A whole run.
+    """A benchmark run.
 
-    server, workload, load, report: the options. progress: called with a title and a number of requests; a context in which it shows how far
-    they are.
+    server, workload, load, report: the options. progress: called with a title and a number of requests; returns a context manager that
+    shows their progress.
     """
 
     server: ServerOptions
     workload: WorkloadOptions
     load: LoadOptions
     report: ReportOptions
-    say: Callable[[str], None]  # called with each line that tells the user what is going on
+    say: Callable[[str], None]  # called with each status line for the user
     progress: Callable[[str, int], AbstractContextManager[Advance]]
-    stop: asyncio.Event  # ends the run when set; the point under way counts as far as it came
+    stop: asyncio.Event  # ends the run when set; the current point keeps its completed requests
 
     async def run(self, on_ready: Callable[[ServerFacts], None], on_point: Callable[[Point], None]) -> ServerFacts:
-        """Measure every point, until `stop` is set; give what the server said of itself.
+        """Measure every point, until `stop` is set; return the server's facts.
 
-        on_ready: called once the server has answered a test request: now the load begins. on_point: called with each point.
+        on_ready: called once the server has answered a test request, before the load begins. on_point: called with each point.
 
         Raises:
-            UserError: no server, a refused test request, or a workload that cannot be.
+            UserError: no server, a rejected test request, or an impossible workload.
         """
         load = self.load
         own_times = self.workload.dataset_name == "trace"
@@ -118,7 +118,7 @@ class Benchmark:
         return ready.facts
 
     async def _warm_up(self, ready: ReadyServer, dataset: Dataset) -> None:
-        """Send the requests that are not counted."""
+        """Send the warm-up requests, which are not counted."""
         if not self.load.num_warmups:
             return
         requests, _ = dataset.draw(WARM_UP_DRAW, ready.facts.max_model_len, self.load.num_warmups)
@@ -127,7 +127,7 @@ class Benchmark:
             await run_load(ready.client, requests, arrivals, concurrency, stop=self.stop, on_done=advance)
 
     async def _search(self, ready: ReadyServer, dataset: Dataset, on_point: Callable[[Point], None]) -> None:
-        """Measure the points that lead to the largest load that meets the objectives, and say which that is."""
+        """Search for the largest load that meets the objectives, and report it."""
         wanted, say = self.load.goodput_share, self.say
         search, number = Search(self.load.search), 0
         while (tried := search.next()) is not None:

@@ -1,4 +1,4 @@
-"""`Client`: sends one request to an OpenAI-compatible server and times its answer.
+"""`Client`: sends requests to an OpenAI-compatible server and times the answers.
 
 aiohttp on uvloop, because the client shares the machine with what it measures: 256 streams of 64 one-token chunks cost 17 µs of
 CPU time a token with aiohttp, and 155 to 190 with httpx (2 cores, Python 3.11, aiohttp 3.14, httpx 0.28).
@@ -18,7 +18,7 @@ from dsjax.bench.serve.records import AnswerError, AnswerReader, BenchRequest, R
 
 try:
     import uvloop
-except ImportError:  # there is none for Windows
+except ImportError:  # not available on Windows
     uvloop = None
 
 OpenAIEndpoint = Literal["completions", "chat"]
@@ -28,15 +28,15 @@ Result = TypeVar("Result")
 
 
 def open_session(api_key: str | None) -> aiohttp.ClientSession:
-    """A session without a limit on connections: the load sets the concurrency, never a pool."""
+    """Return a session without a connection limit: the load sets the concurrency, not a connection pool."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers)
 
 
 class Client:
-    """Sends requests over one session. `clock` is read when a request starts and when bytes were read.
+    """Sends requests over one session. Reads `clock` when a request starts and after each read of bytes.
 
-    url: of the server, without `/v1`. model: the name to ask for. count_tokens: of an answer's text, where the server does not say.
+    url: of the server, without `/v1`. model: name in requests. count_tokens: counts an answer's tokens if the server does not report usage.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class Client:
         self._common = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
         if options.temperature is not None:
             self._common["temperature"] = options.temperature
-        if options.ignore_eos:  # a field of vLLM's: other servers refuse what they do not know
+        if options.ignore_eos:  # a vLLM field: other servers reject unknown fields
             self._common["ignore_eos"] = True
         self._extra = options.extra_fields()
 
     def body(self, request: BenchRequest) -> dict[str, Any]:
-        """The JSON body of a request."""
+        """Return the JSON body of a request."""
         if self._options.endpoint == "chat":
             messages = [{"role": "user", "content": request.prompt}]
             own = {"messages": messages, "max_completion_tokens": request.output_tokens}
@@ -77,10 +77,10 @@ class Client:
         headers: Mapping[str, str] | None = None,
         on_start: Callable[[RequestRecord], None] = lambda record: None,
     ) -> RequestRecord:
-        """Send a request and read its answer to the end; an error is in the record, not raised.
+        """Send a request and read its answer to the end; record errors instead of raising them.
 
-        arrival: when it was due, for the record. zero: the clock's reading at the run's start; the record's times count from it. headers:
-        of this request alone. on_start: called with the record when the sending begins; it grows while the answer comes.
+        arrival: when it was due, for the record. zero: clock reading at the run's start, from which the record's times count. headers:
+        of this request only. on_start: called with the record when sending begins; the record grows while the answer arrives.
         """
         payload = json.dumps(self.body(request)).encode()
         record = RequestRecord(arrival=arrival, start=self._clock() - zero, prompt_tokens=request.prompt_tokens)
@@ -89,7 +89,7 @@ class Client:
             await self._exchange(payload, record, zero, headers or {})
         except aiohttp.ConnectionTimeoutError:
             record.error = f"no connection within {self._timeout.sock_connect:g} s"
-        except TimeoutError:  # before OSError, of which it is one; aiohttp's timeouts are too
+        except TimeoutError:  # before OSError, its base class; includes aiohttp's timeouts
             record.error = f"no end of the answer within {self._seconds:g} s"
         except AnswerError as error:
             record.error = str(error)
@@ -110,7 +110,7 @@ class Client:
                 if reader.done:
                     break
             reader.close()
-            # The stream's own end, so that the connection can be used again; a server that holds it back gets no more time.
+            # Read the end of the stream, so that the connection can be reused; wait at most a second for it.
             with contextlib.suppress(TimeoutError, aiohttp.ClientError):
                 async with asyncio.timeout(1.0):
                     await response.content.read()
@@ -125,5 +125,5 @@ async def _body(response: aiohttp.ClientResponse) -> Any:
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
-    """`asyncio.run`, on uvloop where there is one."""
+    """Run `main` like `asyncio.run`, on uvloop if installed."""
     return asyncio.run(main) if uvloop is None else uvloop.run(main)

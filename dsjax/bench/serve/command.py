@@ -1,4 +1,4 @@
-"""`dsjax bench serve`: the command. The HTTP client and the tokenizers are imported when it runs."""
+"""The `dsjax bench serve` command. Imports the HTTP client and the tokenizers only when it runs."""
 
 import asyncio
 import datetime
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dsjax.bench.serve.server_facts import ServerFacts
 
 _MISSED = 3
-"""The exit code where no point meets the objectives."""
+"""Exit status if no point meets the objectives."""
 
 
 @options_of(server=ServerOptions, workload=WorkloadOptions, load=LoadOptions, report=ReportOptions)
@@ -40,7 +40,7 @@ def serve(
     so far; a second one ends at once.
     """
     report = _with_more_goodput(report, more_goodput or [])
-    # Asked before a benchmark of hours rather than after it.
+    # Check before hours of benchmarking, not after.
     for what, package in (("dsjax bench serve", "aiohttp"), *([("--plot", "matplotlib")] if report.plot else [])):
         if importlib.util.find_spec(package) is None:
             raise UserError(f"{what} needs {package}, which is not installed: pip install 'dsjax[bench]'")
@@ -57,7 +57,7 @@ def serve(
 
 
 def _with_more_goodput(report: ReportOptions, words: list[str]) -> ReportOptions:
-    """`--goodput ttft:200 tpot:50`, as vLLM takes it: words after the first come as arguments."""
+    """Accept `--goodput ttft:200 tpot:50` like vLLM: typer passes the words after the first as arguments."""
     if words and not report.goodput:
         raise OptionError(f"found {' '.join(words)!r}, which belongs to no option")
     return ReportOptions(**{**vars(report), "goodput": [*(report.goodput or []), *words] or None})
@@ -66,7 +66,7 @@ def _with_more_goodput(report: ReportOptions, words: list[str]) -> ReportOptions
 async def _run(
     server: ServerOptions, workload: WorkloadOptions, load: LoadOptions, report: ReportOptions, points: "list[Point]"
 ) -> bool:
-    """Measure the points, print each, and write the files. Whether Ctrl-C has ended it."""
+    """Measure the points, print each, and write the files; return whether Ctrl-C ended the run."""
     from dsjax.bench.serve.benchmark import Benchmark
     from dsjax.bench.serve.report import point_progress
     from dsjax.bench.serve.report import report as render
@@ -80,7 +80,7 @@ async def _run(
         points.append(one)
         print(render(one.body, report.latencies, report.percentiles), file=out, flush=True)
 
-    def first_ctrl_c() -> None:  # the second interrupts as ever
+    def first_ctrl_c() -> None:  # the second one interrupts as usual
         stop.set()
         loop.remove_signal_handler(signal.SIGINT)
 
@@ -99,7 +99,7 @@ async def _run(
 
 
 def _write(benchmark: "Benchmark", points: "list[Point]", facts: "ServerFacts") -> None:
-    """The files that were asked for, and the table of a sweep."""
+    """Write the requested files, and print the table of a sweep."""
     from dsjax.bench.serve.client import PATHS
     from dsjax.bench.serve.report import details, draw, sweep_table, write_points_csv
 
@@ -119,7 +119,7 @@ def _write(benchmark: "Benchmark", points: "list[Point]", facts: "ServerFacts") 
         report_console(stderr=report.json_file == "-").print(sweep_table(bodies, swept))
     if report.json_file and bodies:
         body = {**head, "swept": swept, "points": bodies} if swept else bodies[0]
-        write_json(report.json_file, body, private=report.save_detailed)  # details have the texts of answers
+        write_json(report.json_file, body, private=report.save_detailed)  # details contain the answers' text
     if report.csv_points and bodies:
         write_points_csv(Path(report.csv_points), bodies)
     if report.plot and any(one.body["completed"] for one in points):

@@ -1,7 +1,7 @@
-"""Workloads: the requests of a point, and those of them that the server can take.
+"""Workloads: the requests of a point, limited to those that the server accepts.
 
-Every draw has the same lengths, and other prompts where the workload makes them up. Draw 0 is the warm-up's, 1 the first point's of a
-sweep, and so on: no point finds the one before in the server's prefix cache.
+All draws have the same lengths, but different prompts if the workload generates them. Draw 0 is the warm-up, draw 1 the first point of
+a sweep, and so on, so that no point hits the prefix cache with prompts of an earlier one.
 """
 
 import csv
@@ -21,33 +21,33 @@ from dsjax.errors import UserError, why_unreadable
 _DEFAULT_COUNT, _WHOLE_FILE = 1000, 10**9
 _SHAREGPT_LEAST, _SHAREGPT_LONGEST_PROMPT, _SHAREGPT_LONGEST = 4, 1024, 2048
 _MOONCAKE_BLOCK = 512
-"""Tokens that one of Mooncake's hash ids stands for."""
+"""Tokens per Mooncake hash id."""
 
 
 class DatasetError(UserError):
-    """A workload that cannot be made: a length, or a file."""
+    """A workload that cannot be generated, because of its lengths or its file."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """The workload that options ask for. prompts: makes the prompts; source: has the tokenizer that counts the tokens of a file's."""
+    """The workload of the options. prompts: generates prompts; source: has the tokenizer that counts the tokens of a file's prompts."""
 
     options: WorkloadOptions
     prompts: PromptMaker
     source: PromptSource
 
     def requests(self, count: int, draw: int) -> list[BenchRequest]:
-        """The first `count` requests of a draw; fewer where a file has fewer.
+        """Return the first `count` requests of a draw; fewer if the file has fewer.
 
         Raises:
-            DatasetError: a file that cannot be read, or is of another format.
+            DatasetError: the file cannot be read, or has another format.
         """
         return _DATASETS[self.options.dataset_name](self, count, draw)
 
     def draw(self, draw: int, max_model_len: int | None, count: int | None = None) -> tuple[list[BenchRequest], int]:
-        """The requests of a draw that the server can take, and how many more there were that are too long for it.
+        """Return the requests of a draw that the server accepts, and the number of requests that are too long for it.
 
-        max_model_len: most tokens of prompt and answer; None for no bound. count: requests to draw; None for as many as the options say.
+        max_model_len: maximum tokens of prompt and answer; None: no limit. count: requests to draw; None: as many as the options say.
 
         Raises:
             DatasetError: none is left.
@@ -67,7 +67,7 @@ class Dataset:
         return kept, len(requests) - len(kept)
 
     def cached_share_bound(self, count: int) -> float | None:
-        """The largest share of prompt tokens that a prefix cache can have; None for a workload without a bound.
+        """Return the maximum share of prompt tokens that can hit a prefix cache; None for a workload without a bound.
 
         Each prefix of `prefix-repetition` is computed once, suffixes always.
         """
@@ -87,9 +87,9 @@ _HOW_TO_SHORTEN = {
 
 
 def _random_lengths(dataset: Dataset, count: int, draw: int) -> list[BenchRequest]:
-    """Lengths are uniform integers between `length × (1 − ratio)` and `length × (1 + ratio)`, at least 1, as vLLM's.
+    """Draw lengths uniformly from `length × (1 − ratio)` to `length × (1 + ratio)`, at least 1, like vLLM.
 
-    `--random-prefix-len` tokens, the same for all requests of a draw, come before the input.
+    Each prompt starts with the same `--random-prefix-len` tokens within a draw.
     """
     o, prompts = dataset.options, dataset.prompts
     rng, tokens = np.random.default_rng([o.seed, 0]), np.random.default_rng([o.seed, 1, draw])
@@ -106,9 +106,9 @@ def _random_lengths(dataset: Dataset, count: int, draw: int) -> list[BenchReques
 
 
 def _prefix_repetition(dataset: Dataset, count: int, draw: int) -> list[BenchRequest]:
-    """Each request is one of a few prefixes and a suffix of its own; names and defaults are vLLM's.
+    """Combine one of a few prefixes with a unique suffix for each request; names and defaults are vLLM's.
 
-    Prefixes take turns in a shuffled order. If `count` is no multiple of their number, some prefixes have one request more (vLLM sends
+    Prefixes alternate in a shuffled order. If `count` is not a multiple of their number, some have one request more (vLLM sends
     fewer requests than asked for instead).
     """
     o, prompts = dataset.options, dataset.prompts
@@ -121,10 +121,10 @@ def _prefix_repetition(dataset: Dataset, count: int, draw: int) -> list[BenchReq
 
 
 def _sharegpt(dataset: Dataset, count: int, draw: int) -> list[BenchRequest]:
-    """The first two turns of each conversation, shuffled: the first is the prompt, the second's length the output's.
+    """Take the first two turns of each conversation, shuffled: the first is the prompt, the second gives the output length.
 
-    As vLLM: conversations of one turn are left out, and so are prompts or outputs of fewer than 4 tokens, prompts of more than 1,024 and
-    pairs of more than 2,048 tokens. `draw` changes nothing: the file has what it has.
+    Like vLLM, leave out conversations of one turn, prompts or outputs of fewer than 4 tokens, prompts of more than 1,024 tokens and
+    pairs of more than 2,048 tokens. All draws have the same prompts, those of the file.
     """
     o, tokenizer = dataset.options, dataset.source.tokenizer
     if tokenizer is None:
@@ -144,7 +144,7 @@ def _sharegpt(dataset: Dataset, count: int, draw: int) -> list[BenchRequest]:
 
 
 def _read_turns(path: Path) -> list[tuple[str, str]]:
-    """The first two turns of each conversation that has them, of a JSON list of `{"conversations": [{"value": text}, …]}`."""
+    """Read the first two turns of each conversation that has them from a JSON list of `{"conversations": [{"value": text}, …]}`."""
     try:
         entries: list[Any] = json.loads(path.read_text(encoding="utf-8"))
         talks = [entry.get("conversations") or () for entry in entries]
@@ -159,7 +159,7 @@ def _read_turns(path: Path) -> list[tuple[str, str]]:
 
 
 class TraceRow(NamedTuple):
-    """One request of a trace: seconds, tokens, and the ids of its prompt's blocks (empty: nothing is shared)."""
+    """One request of a trace: seconds, tokens, and the hash ids of its prompt's blocks (empty: no shared blocks)."""
 
     timestamp: float
     input_length: int
@@ -168,7 +168,7 @@ class TraceRow(NamedTuple):
 
 
 def _trace(dataset: Dataset, count: int, draw: int) -> list[BenchRequest]:
-    """The requests of a trace in order of time, the first at 0; prompts are made up: equal hash ids give equal blocks of tokens.
+    """Return the requests of a trace by arrival time, the first at 0, with generated prompts: equal hash ids give equal blocks of tokens.
 
     Lengths, and Mooncake's blocks, are multiplied by `--trace-length-scale` (at least 1 token).
     """
@@ -193,13 +193,13 @@ def _trace(dataset: Dataset, count: int, draw: int) -> list[BenchRequest]:
 
 
 def read_trace(path: Path) -> list[TraceRow]:
-    """All requests of a trace that answer something, in order of time.
+    """Return all requests of a trace that have output tokens, by arrival time.
 
-    path: `.jsonl` as Mooncake's (timestamp in milliseconds, input_length, output_length, hash_ids of 512 tokens each), or `.csv` as
-    BurstGPT's (Timestamp in seconds, Request tokens, Response tokens).
+    path: Mooncake's `.jsonl` (timestamp in milliseconds, input_length, output_length, hash_ids of 512 tokens each), or BurstGPT's
+    `.csv` (Timestamp in seconds, Request tokens, Response tokens).
 
     Raises:
-        DatasetError: no such file, or a line that is not as the format has it.
+        DatasetError: no such file, a line in another format, or no request with output tokens.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")

@@ -15,17 +15,17 @@ from dsjax.bench.serve.client import Client
 from dsjax.bench.serve.records import BenchRequest, RequestRecord
 
 _STREAM = 0xA881
-"""Separates the random stream of arrivals from those of lengths and prompts with the same seed."""
+"""Separates the random stream of arrivals from the streams of lengths and prompts, which have the same seed."""
 
 
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds at which `count` requests are due; the first at 0.
+    """Return the arrival times in seconds of `count` requests; the first is 0.
 
     As in vLLM, gaps have a gamma distribution with mean 1 / rate and shape `burstiness`: 1 is a Poisson process, less is burstier,
     more is more even (coefficient of variation 1 / √burstiness; infinite: equal gaps). They are then scaled so that the `count - 1`
     gaps take exactly (count - 1) / rate seconds: every seed offers the requested rate.
 
-    rate: requests a second; infinite: all at once. burstiness: more than 0.
+    rate: requests per second; infinite: all at once. burstiness: more than 0.
     """
     if math.isinf(rate) or count < 2:
         return [0.0] * count
@@ -39,7 +39,7 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
 
 
 _PAUSE_AFTER_ERROR = 0.5
-"""Seconds that a session waits after an error, so that a server that refuses connections is not flooded."""
+"""Seconds that a session waits after an error, to avoid flooding a server that refuses connections."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ async def run_load(
 ) -> LoadResult:
     """Send every request when it is due, but never more than `max_concurrency` at once, and wait for the answers.
 
-    A request that is held back goes out as soon as one before it ends, in the order of arrival.
+    A request that is held back is sent as soon as an earlier one ends, in the order of arrival.
 
     Args:
-        requests: in order. Each is taken when it is sent, so a long load need not be in memory. The load ends with them.
+        requests: in order. Consumed lazily, so a long load need not fit in memory. The load ends with them.
         arrivals: seconds after the start at which each is due, ascending. None: `max_concurrency` sessions, each of which sends its next
             request when the last is answered, or half a second after an error.
         max_concurrency: None for no bound.
@@ -78,7 +78,7 @@ async def run_load(
         until: set it to send nothing more.
         stop: set it to end the run early.
         zero: reading of `clock` from which the records' times count; None: the start.
-        on_start: called with a request's record when it is sent; the record grows while the answer comes.
+        on_start: called with a request's record when it is sent; the record grows while the answer arrives.
         on_done: called with each complete record.
         clock: the clock of `sender`.
     """

@@ -1,4 +1,4 @@
-"""The options of `dsjax bench serve`, by what they are about. Named as `vllm bench serve` names them where it has them."""
+"""The options of `dsjax bench serve`, by topic, with the names of `vllm bench serve` for the options it has."""
 
 import json
 import math
@@ -10,8 +10,8 @@ from dsjax.bench.serve.statistics import LATENCIES, parse_goodput
 from dsjax.options import Checked, OptionError, check_place, option
 
 _MOST = 10_000_000
-"""The largest number of requests, of tokens of a prompt, and of seconds, and the highest temperature, that can be asked for: more is a
-slip of the hand, and no memory holds so many requests."""
+"""Upper limit on requests, tokens of a prompt, seconds and temperature: a larger value is a typing error, and so many requests fit in no
+memory."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ServerOptions(Checked):
         self.extra_fields()
 
     def extra_fields(self) -> dict[str, Any]:
-        """`--extra-body` as a mapping. Raises `OptionError`: it is no JSON object."""
+        """Return `--extra-body` as a mapping. Raises `OptionError` if it is not a JSON object."""
         try:
             body = json.loads(self.extra_body or "{}", parse_constant=_no_number)
         except ValueError as error:
@@ -131,22 +131,22 @@ class LoadOptions(Checked):
 
     @property
     def swept(self) -> str | None:
-        """The field of a point that differs between points; None where there is one point."""
+        """The field that differs between points; None if there is only one point."""
         if self.sweep_concurrency or self.search == "concurrency":
             return "max_concurrency"
         return "request_rate" if self.sweep_rate or self.search == "rate" else None
 
     def point_of(self, load: float) -> tuple[float, int | None]:
-        """Request rate and concurrency of a point that a search tries."""
+        """Return the request rate and concurrency of a point that a search tries."""
         if self.search == "concurrency":
             return self.request_rate or math.inf, int(load)
         return load, self.max_concurrency
 
     def points(self) -> list[tuple[float, int | None]]:
-        """Request rate (infinite: all at once) and concurrency of each point.
+        """Return the request rate (infinite: all at once) and concurrency of each point.
 
         Raises:
-            OptionError: a sweep has something else than positive numbers.
+            OptionError: a value of a sweep is not a positive number.
         """
         rate = self.request_rate or math.inf
         if self.sweep_concurrency is not None:
@@ -173,7 +173,7 @@ class ReportOptions(Checked):
 
     def __post_init__(self):
         super().__post_init__()
-        _ = self.latencies, self.percentiles, self.objectives  # each raises for what cannot be
+        _ = self.latencies, self.percentiles, self.objectives  # each raises if invalid
         for name in ("json_file", "csv_points", "plot"):
             check_place(f"--{name.removesuffix('_file').replace('_', '-')}", getattr(self, name))
         if self.plot and not self.plot.endswith((".png", ".svg", ".pdf")):
@@ -181,7 +181,7 @@ class ReportOptions(Checked):
 
     @property
     def latencies(self) -> list[str]:
-        """Which latencies to print."""
+        """Names of the latencies to print."""
         names = self.percentile_metrics.replace(",", " ").split()
         unknown = [name for name in names if name not in LATENCIES]
         if unknown:
@@ -190,7 +190,7 @@ class ReportOptions(Checked):
 
     @property
     def percentiles(self) -> list[float]:
-        """Which percentiles."""
+        """Percentiles of the latencies."""
         values = _numbers("--metric-percentiles", self.metric_percentiles)
         if max(values) > 100:
             raise OptionError(f"--metric-percentiles is {self.metric_percentiles}, expected numbers of at most 100")
@@ -198,7 +198,7 @@ class ReportOptions(Checked):
 
     @property
     def objectives(self) -> dict[str, float]:
-        """Goodput's objectives; empty without."""
+        """The objectives of `--goodput`; empty if not given."""
         return parse_goodput(self.goodput or ())
 
 

@@ -1,4 +1,4 @@
-"""Prompts of a wanted length: token ids where the server takes them, else text of words of a tokenizer."""
+"""Prompts of a given length: token ids if the server accepts them, else text made of a tokenizer's words."""
 
 import functools
 import importlib.resources
@@ -25,30 +25,30 @@ PromptForm = Literal["auto", "tokens", "text"]
 
 
 class UnmakablePromptError(UserError):
-    """Prompts that cannot be made from what is known of the server."""
+    """Prompts cannot be generated with the known vocabulary or tokenizer."""
 
 
 class TokenPrompts:
-    """Prompts as token ids: their lengths are exact."""
+    """Prompts as token ids, with exact lengths."""
 
     def __init__(self, vocab_size: int, special_ids: frozenset[int] = frozenset()):
         self._allowed = np.array([i for i in range(vocab_size) if i not in special_ids])
 
     def draw(self, rng: np.random.Generator, count: int) -> list[int]:
-        """Ids of the whole vocabulary but its special tokens, all equally probable."""
+        """Draw ids uniformly from the whole vocabulary except special tokens."""
         return rng.choice(self._allowed, count).tolist()
 
     def assemble(self, ids: list[int]) -> tuple[list[int], int]:
-        """The ids themselves, and their number."""
+        """Return the ids and their number."""
         return ids, len(ids)
 
 
 class TextPrompts:
-    """Prompts as text, for servers (and `/v1/chat/completions`) that take nothing else.
+    """Prompts as text, for `/v1/chat/completions` and servers that accept only text.
 
-    Tokens are drawn from those that are a space and an ASCII word, because tokenizers split text before such a word: the
-    text has as many tokens as were drawn, and prompts that share a prefix of tokens share it as text. Where a tokenizer
-    has hardly any such tokens, all that stand for themselves are drawn, and the length is what the tokenizer counts.
+    Draws tokens that are a space and an ASCII word, because tokenizers split text before such a word: the text has as many
+    tokens as were drawn, and prompts with a common token prefix have a common text prefix. If a tokenizer has hardly any
+    such tokens, draws from all tokens whose text encodes to one token, and the tokenizer counts the length.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer):
@@ -62,31 +62,31 @@ class TextPrompts:
         self._ids = np.array(sorted(self._texts))
 
     def draw(self, rng: np.random.Generator, count: int) -> list[int]:
-        """Ids of words, all equally probable."""
+        """Draw word ids uniformly."""
         return rng.choice(self._ids, count).tolist()
 
     def assemble(self, ids: list[int]) -> tuple[str, int]:
-        """The words' text, and its number of tokens without special ones."""
+        """Return the words' text and its number of tokens, without special tokens."""
         text = "".join(self._texts[i] for i in ids)
         return text, count_tokens(self._tokenizer, text)
 
 
 PromptMaker = TokenPrompts | TextPrompts
-"""Draws pieces of a prompt, which are token ids in both forms, and puts pieces together."""
+"""Draws pieces of a prompt as token ids (in both forms), and joins the pieces."""
 
 
 def count_tokens(tokenizer: tokenizers.Tokenizer, text: str) -> int:
-    """Tokens of a text, special ones not counted."""
+    """Return the number of tokens of a text, without special tokens."""
     return len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def read_tokenizer(where: str) -> tokenizers.Tokenizer:
-    """A tokenizer from a tokenizer.json, a model's directory, a bundled model, or a Hugging Face repository.
+    """Load a tokenizer from a tokenizer.json, a model's directory, a bundled model, or a Hugging Face repository.
 
-    Of a repository only the tokenizer is downloaded.
+    From a repository, downloads only the tokenizer.
 
     Raises:
-        UnmakablePromptError: there is none.
+        UnmakablePromptError: no tokenizer found.
     """
     path = Path(os.path.expanduser(where))
     if where in bundled_models():
@@ -105,7 +105,7 @@ def read_tokenizer(where: str) -> tokenizers.Tokenizer:
 
 
 def _words(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
-    """Ids that are a space and a word, and stay so when the word follows another."""
+    """Return ids (with text) that are a space and a word, and encode to the same id after another word."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     words = {token_id: f" {word[1]}" for piece, token_id in vocabulary.items() if (word := _WORD.fullmatch(piece))}
     if not words:
@@ -115,24 +115,24 @@ def _words(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
 
 
 def _lone_tokens(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
-    """Ids whose text is the same token again."""
+    """Return ids (with text) whose text encodes to one token."""
     texts = {i: tokenizer.decode([i]) for i in sorted(tokenizer.get_vocab(with_added_tokens=False).values())}
     return {i: text for i, text in texts.items() if text and count_tokens(tokenizer, text) == 1 and "�" not in text}
 
 
 @dataclass(frozen=True)
 class PromptSource:
-    """What prompts can be made from. tokenizer: None where none was found. vocab_size: of the ids to send; None where nobody said."""
+    """Source of prompts. tokenizer: None if none was found. vocab_size: upper bound of the ids to send; None if unknown."""
 
     tokenizer: tokenizers.Tokenizer | None
     vocab_size: int | None
 
     @classmethod
     def find(cls, tokenizer: str | None, size: int | None, facts: ServerFacts) -> "PromptSource":
-        """The tokenizer that was named, or that of the model the server says it has.
+        """Find the named tokenizer, or else the tokenizer of the model that the server reports.
 
         Raises:
-            UnmakablePromptError: the named one does not exist.
+            UnmakablePromptError: the named tokenizer does not exist.
         """
         for where in filter(None, (tokenizer,) if tokenizer is not None else (facts.root, facts.model)):
             try:
@@ -145,13 +145,13 @@ class PromptSource:
         return cls(None, size)
 
     def forms(self, wanted: PromptForm, endpoint: OpenAIEndpoint) -> list[PromptMaker]:
-        """What to try, in this order. Raises `UnmakablePromptError`: nothing can be tried."""
+        """Return the prompt forms to try, in this order. Raises `UnmakablePromptError` if there is none."""
         completions = endpoint == "completions"
         if wanted == "tokens" and not completions:
             raise UnmakablePromptError("--prompt-form is tokens, but chat takes text only; use --endpoint completions")
         makers: list[PromptMaker] = []
         if wanted != "text" and completions and self.vocab_size is not None:
-            # Special tokens would end a random prompt, or open a conversation's turn.
+            # Special tokens could end a random prompt, or start a chat turn.
             special = self.tokenizer.get_added_tokens_decoder() if self.tokenizer else ()
             makers.append(TokenPrompts(self.vocab_size, frozenset(special)))
         if wanted != "tokens" and self.tokenizer is not None:
@@ -165,5 +165,5 @@ class PromptSource:
 
     @property
     def token_counter(self) -> Callable[[str], int] | None:
-        """Count the tokens of a text; None without a tokenizer."""
+        """Function that counts the tokens of a text; None without a tokenizer."""
         return None if self.tokenizer is None else functools.partial(count_tokens, self.tokenizer)

@@ -1,4 +1,4 @@
-"""`BenchRequest`: what is asked of a server; `RequestRecord`: what came back; `AnswerReader`: reads it from a streamed answer."""
+"""`BenchRequest`: a request to a server; `RequestRecord`: its answer and times; `AnswerReader`: fills the record from the stream."""
 
 import itertools
 import re
@@ -16,22 +16,22 @@ class BenchRequest:
     """One request to send."""
 
     prompt: str | list[int]  # text, or token ids (completions only)
-    prompt_tokens: int  # its length as the dataset meant it; what the server reports is preferred where it reports
-    output_tokens: int  # most tokens to answer with
-    arrival: float | None = None  # seconds after the first request's, where the dataset has times of its own
+    prompt_tokens: int  # intended length; the server's usage overrides it in the record
+    output_tokens: int  # maximum tokens of the answer
+    arrival: float | None = None  # seconds after the first request's, if the dataset has arrival times
 
 
 @dataclass
 class RequestRecord:
-    """One request's course. Times are seconds of one clock, whose zero is the run's start.
+    """Timeline and result of one request. Times are seconds since the run's start.
 
-    chunk_times: when each chunk that carried tokens was read from the socket. prompt_tokens, output_tokens: as `token_source` counted them.
-    cached_tokens: prompt tokens that the server found in its prefix cache; None where it does not tell. error: None when the answer is
-    whole; else one line. A record with an error counts in no figure but `failed`.
+    chunk_times: when each chunk that carried tokens was read from the socket. prompt_tokens, output_tokens: as counted by `token_source`.
+    cached_tokens: prompt tokens that hit the server's prefix cache; None if not reported. error: None if the answer is complete, else
+    one line. A record with an error counts only in `failed`.
     """
 
     arrival: float  # when it was due
-    start: float  # when its sending began; later than `arrival` where `--max-concurrency` held it back
+    start: float  # when sending began; later than `arrival` if `--max-concurrency` held it back
     prompt_tokens: int
     chunk_times: list[float] = field(default_factory=list)
     end: float = 0.0  # when the last chunk with a choice was read: the end of the answer, before the usage and `[DONE]`
@@ -41,14 +41,14 @@ class RequestRecord:
     finish_reason: str | None = None
     text: str = ""  # the answer, reasoning included
     error: str | None = None
-    meant_prompt_tokens: int = field(init=False)  # as the dataset meant it
+    meant_prompt_tokens: int = field(init=False)  # intended by the dataset
 
     def __post_init__(self):
         self.meant_prompt_tokens = self.prompt_tokens
 
     @property
     def succeeded(self) -> bool:
-        """Whether the answer is whole."""
+        """Whether the answer is complete."""
         return self.error is None
 
     @property
@@ -63,12 +63,12 @@ class RequestRecord:
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds of an output token after the first; None for an answer of one token."""
+        """Mean seconds of an output token after the first; None for fewer than two tokens."""
         return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     @property
     def itls(self) -> list[float]:
-        """Seconds between chunks that carried tokens, one value a gap, however many tokens the later chunk has."""
+        """Seconds between chunks that carried tokens, one value per gap, regardless of the later chunk's number of tokens."""
         return [later - earlier for earlier, later in itertools.pairwise(self.chunk_times)]
 
 
@@ -82,14 +82,14 @@ _MOST_TOKENS = 2**31 - 1
 
 
 class EventStreamError(ValueError):
-    """Bytes that are no event stream."""
+    """The bytes are not an event stream."""
 
 
 class EventParser:
-    """Takes bytes as they come from the network; gives the data of each event that has become whole.
+    """Incremental parser of server-sent events: takes bytes from the network and returns the data of each complete event.
 
-    A piece may end anywhere: within a line, between CR and LF, within a character. Lines end with LF, CRLF or CR. An event
-    that the stream ends in the middle of is never given, as the standard has it.
+    A piece may end anywhere: within a line, between CR and LF, within a character. Lines end with LF, CRLF or CR. As in
+    the standard, an event that is incomplete when the stream ends is dropped.
     """
 
     def __init__(self):
@@ -97,10 +97,10 @@ class EventParser:
         self._at_start = True
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The data of the events that end in this piece, in order.
+        """Return the data of the events that end in this piece, in order.
 
         Raises:
-            EventStreamError: an event is longer than 16 MiB, so this is hardly a stream of events.
+            EventStreamError: an event is longer than 16 MiB, so this is probably not an event stream.
         """
         text = self._rest + piece
         if self._at_start and len(text) >= len(_BYTE_ORDER_MARK):
@@ -116,15 +116,15 @@ def _data_of(event: bytes) -> list[bytes]:
 
 
 class AnswerError(Exception):
-    """The server's answer is an error, or no answer; the message is one line."""
+    """The server's answer is an error, or not a valid answer; the message is one line."""
 
 
 class AnswerReader:
     """Reads one answer of `/v1/completions` or `/v1/chat/completions` into a record.
 
-    A chunk carries tokens when its choice has text (for chat: content, reasoning, or tool calls) or token ids; or has no
-    text, but the answer goes on: a token whose text the server holds back or leaves out. The chunk that only announces
-    chat's role carries none, and neither does an empty chunk that only tells why the answer ended.
+    A chunk carries tokens if its choice has text (for chat: content, reasoning, or tool calls) or token ids; or if it has
+    no text but no finish reason either: the server holds back or omits the token's text. A chunk with only the chat role
+    or only a finish reason carries no tokens.
     """
 
     def __init__(self, record: RequestRecord, count_tokens: Callable[[str], int] | None = None):
@@ -136,7 +136,7 @@ class AnswerReader:
         self.done = False
 
     def feed(self, piece: bytes, now: float) -> None:
-        """Take bytes that were read from the socket at `now`. Raises `AnswerError`: an error event, or bytes that are no such stream."""
+        """Take bytes read from the socket at time `now`. Raises `AnswerError`: an error event, or bytes that are not an answer's stream."""
         try:
             events = self._parser.feed(piece)
         except EventStreamError as error:
@@ -144,14 +144,14 @@ class AnswerReader:
         for event in events:
             if event == b"[DONE]":
                 self.done = True
-            elif event:  # an empty one keeps a connection alive
+            elif event:  # an empty event is a keep-alive
                 try:
                     self._take(_object(event), now)
                 except (AttributeError, TypeError) as error:
                     raise AnswerError(f"a chunk is not of OpenAI's shape: {event[:80]!r}") from error
 
     def close(self) -> None:
-        """Complete the record: the connection has nothing more. Raises `AnswerError`: the answer broke off, or never began."""
+        """Complete the record at the end of the stream. Raises `AnswerError`: the answer broke off, or never began."""
         record = self._record
         if not self.done and record.finish_reason is None:
             raise AnswerError("the stream ended without [DONE] and without a finish reason")
@@ -188,7 +188,7 @@ class AnswerReader:
 
 
 def _count(usage: dict[str, Any], name: str) -> int | None:
-    """A number of tokens; None where there is none. Raises `AnswerError`: it is no such number, so that no figure can be made of it."""
+    """Return a number of tokens; None if missing. Raises `AnswerError` if it is not a valid number of tokens."""
     value = usage.get(name)
     if value is not None and not (type(value) is int and 0 <= value <= _MOST_TOKENS):
         raise AnswerError(f"the usage has {name} {str(value)[:80]!r}, expected a number of tokens")
@@ -196,13 +196,13 @@ def _count(usage: dict[str, Any], name: str) -> int | None:
 
 
 def _text_of(choice: dict[str, Any]) -> tuple[str | None, bool]:
-    """A choice's text, and whether it carries tokens for certain. Text is None in a chunk that only announces the role."""
+    """Return a choice's text, and whether it certainly carries tokens. Text is None in a chunk with only the role."""
     carries = bool(choice.get("token_ids"))
     if "delta" not in choice:
-        text = "" + (choice.get("text") or "")  # TypeError for what is no text
+        text = "" + (choice.get("text") or "")  # TypeError if it is not text
         return text, carries or bool(text)
     delta = choice["delta"] or {}
-    # Servers that send both names of the reasoning send the same text under both.
+    # Servers that send both reasoning fields send the same text in both.
     text = (delta.get("reasoning_content") or delta.get("reasoning") or "") + (delta.get("content") or "")
     carries = carries or bool(text) or bool(delta.get("tool_calls"))
     return (None if "role" in delta and not carries else text), carries
@@ -219,7 +219,7 @@ def _object(event: bytes) -> dict[str, Any]:
 
 
 def error_message(body: Any) -> str:
-    """The message in an error's body, in one line: OpenAI's shape, FastAPI's, or whatever there is."""
+    """Return the message of an error body in one line: OpenAI's format, FastAPI's, or the whole body."""
     if isinstance(body, dict):
         error = body.get("error", body.get("detail", body.get("message", body)))
         body = error.get("message", error) if isinstance(error, dict) else error
