@@ -1,6 +1,6 @@
 """`Client`: sends requests to an OpenAI-compatible server and times the answers.
 
-aiohttp on uvloop, because the client shares the machine with what it measures: 256 streams of 64 one-token chunks cost 17 µs of
+aiohttp on uvloop, because the client shares the machine with the server: 256 streams of 64 one-token chunks cost 17 µs of
 CPU time a token with aiohttp, and 155 to 190 with httpx (2 cores, Python 3.11, aiohttp 3.14, httpx 0.28).
 """
 
