@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SoakOptions(Checked):
-    """Which server, and what is done to it."""
+    """Options of `dsjax bench soak`: the server and the load."""
 
     base_url: str = option("http://127.0.0.1:8000", "of dsjax serve, with or without /v1")
     api_key: str | None = option(None, "sent as a bearer token", envvar="OPENAI_API_KEY")

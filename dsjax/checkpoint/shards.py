@@ -54,7 +54,7 @@ class SafetensorsFolder(Mapping[str, np.ndarray]):
             self._add_file(shard, names)
 
     def _add_file(self, shard: str, promised: list[str] | None) -> None:
-        if promised is not None and not os.path.exists(self.folder / shard):  # `Path.exists` raises if a name is too long
+        if promised is not None and not os.path.exists(self.folder / shard):  # `Path.exists` raises on a name too long
             self.problems.append(f"{shard}: missing; {INDEX_NAME} places {len(promised)} tensors in it")
             self.unreadable.update(promised)
             return

@@ -107,7 +107,7 @@ class _Sides:
     @classmethod
     def of(cls, target: str, expert_target: str, spec: MeshSpec, experts: MeshSpec, cluster: str | None) -> _Sides:
         if target == "cpu":
-            return cls(spec, experts, None, None, target_cluster(None, cluster, 0), None)  # raises if a cluster is named
+            return cls(spec, experts, None, None, target_cluster(None, cluster, 0), None)  # raises on a named cluster
         hardware, expert_hardware = load_hardware(target), load_hardware(expert_target)
         alike = target == expert_target
         devices = spec.num_devices + (experts.num_devices if alike else 0)
