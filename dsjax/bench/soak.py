@@ -1,4 +1,4 @@
-"""`dsjax bench soak`: sessions for minutes, with disconnects and aborts; then whether the server kept what it promises."""
+"""`dsjax bench soak`: run sessions with disconnects and aborts for minutes, then check that the server kept its promises."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SoakOptions(Checked):
-    """Which server, and what is done to it."""
+    """Options of `dsjax bench soak`: the server and the load."""
 
     base_url: str = option("http://127.0.0.1:8000", "of dsjax serve, with or without /v1")
     api_key: str | None = option(None, "sent as a bearer token", envvar="OPENAI_API_KEY")
@@ -54,7 +54,7 @@ class SoakOptions(Checked):
         check_place("--json", self.json_file)
 
     def draw(self, rng: np.random.Generator, max_model_len: int) -> BenchRequest:
-        """A request; its prompt is cut to what the answer leaves of the model's length."""
+        """Draw a request. Its prompt is cut so that prompt and output fit `max_model_len`."""
         output, prompt = (int(np.exp(rng.uniform(0, np.log(most + 1)))) for most in (self.output_len, self.input_len))
         output = min(output, max_model_len - 1)
         prompt = min(prompt, max_model_len - output)
@@ -91,7 +91,7 @@ def soak(options: SoakOptions) -> None:
 
 @dataclass
 class Outcome:
-    """What came of all sessions. `errors` are those that nobody asked for."""
+    """Totals over all sessions. `errors`: unexpected errors only, not those of aborted requests."""
 
     completed: int = 0
     disconnected: int = 0
@@ -102,7 +102,7 @@ class Outcome:
     latencies: list[float] = field(default_factory=list)
 
     def enter(self, request: BenchRequest, record: RequestRecord) -> None:
-        """Count a request that nobody ended."""
+        """Count a request that was neither disconnected nor aborted."""
         if record.error is not None or record.output_tokens != request.output_tokens:
             self.errors[record.error or "an answer is shorter or longer than was asked for"] += 1
             return
@@ -120,7 +120,7 @@ class Soak:
         self._ids, self.outcome = itertools.count(), Outcome()
 
     async def run(self) -> None:
-        """Run the sessions for their time. Requests under way at its end are finished."""
+        """Run the sessions for `duration`. Requests still in flight then are finished."""
         deadline = time.monotonic() + self._options.duration
         drawn = [np.random.default_rng([self._options.seed, number]) for number in range(self._options.max_concurrency)]
         await asyncio.gather(*[self._session(rng, deadline) for rng in drawn])
@@ -131,7 +131,7 @@ class Soak:
         while time.monotonic() < deadline:
             request, request_id = options.draw(rng, self._length), f"soak-{next(self._ids)}"
             sending = asyncio.ensure_future(self._client.send(request, headers={"X-Request-ID": request_id}))
-            # Some ends come before the first token, some in the middle, some after the end: then nothing is ended.
+            # The moment may fall before the first token, mid-stream, or after the end; in the last case the request just completes.
             moment = rng.exponential(np.mean(outcome.latencies[-200:]) / 2 if outcome.latencies else 1.0)
             fate = rng.random() - options.disconnect_share
             if fate < abort_share:
@@ -149,13 +149,13 @@ class Soak:
                 outcome.enter(request, await sending)
 
     async def _abort(self, request_id: str) -> int:
-        """End a request; 0 when it was over already."""
+        """Abort a request; return the number of aborted requests, 0 if it had already finished."""
         headers = {"Authorization": f"Bearer {self._options.admin_api_key}"}
         body = await self._ask("POST", "/abort_request", json={"request_id": request_id}, headers=headers)
         return json.loads(body)["aborted"]
 
     async def loads(self, seconds: float = 60.0) -> list[dict[str, Any]]:
-        """The ranks' loads once nothing runs, or as they are when time is up."""
+        """Return the ranks' loads once all ranks are idle, or as they are after `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
             loads = json.loads(await self._ask("GET", "/get_load"))["ranks"]
@@ -174,7 +174,7 @@ class Soak:
 
 
 async def measure(options: SoakOptions) -> dict[str, Any]:
-    """Run a soak, and judge it."""
+    """Run a soak test and judge it."""
     from dsjax.bench.accept.watch import ServerWatch
     from dsjax.bench.serve.client import Client, open_session
     from dsjax.bench.serve.options import ServerOptions
@@ -195,7 +195,7 @@ async def measure(options: SoakOptions) -> dict[str, Any]:
 def judge(
     options: SoakOptions, outcome: Outcome, watch: ServerWatch, loads: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """All that was found, and each claim with what was found and expected."""
+    """Return the measured totals, and each claim with its found and expected values."""
     from dsjax.bench.accept.watch import OURS
 
     growth = _growth([used for _, _, used in watch.memory])
@@ -221,7 +221,7 @@ def judge(
 
 
 def _growth(memory: Sequence[float]) -> float | None:
-    """Last tenth of the samples over the second tenth: in the first one buffers are made. None without samples."""
+    """Relative growth from the second tenth of the samples to the last; buffers are allocated in the first tenth. None without samples."""
     tenth = max(1, len(memory) // 10)
     start = memory[tenth : 2 * tenth] or memory
     return round(float(np.mean(memory[-tenth:]) / np.mean(start) - 1), 4) if start else None

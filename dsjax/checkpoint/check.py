@@ -1,4 +1,4 @@
-"""Whether a checkpoint holds what a configuration's model needs: found out from headers alone, before anything is loaded."""
+"""Check from the headers alone that a checkpoint holds the tensors a model needs, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FLOATS = ("float32", "bfloat16", "float16")
 _SCALES = ("float32", "float8_e8m0fnu")
 _INTEGERS = ("int64", "int32")
 _OF_MTP = {"eh_proj.weight", "e_proj.weight"}
-"""Tensors that an MTP module alone has; the second is DeepSeek-V4's."""
+"""Tensors that only an MTP module has; the second is DeepSeek-V4's."""
 _NAMED = 20
 
 
@@ -32,14 +32,14 @@ def check_structure(
     problems: Iterable[str] = (),
     unreadable: Iterable[str] = (),
 ) -> None:
-    """Compare names, shapes and dtypes with what the model needs; warn of extras that cannot matter.
+    """Compare the checkpoint's names, shapes and dtypes with the model's; warn of harmless extra tensors.
 
     Args:
-        source: what messages call the checkpoint.
-        names: what the model needs.
-        specs: what the checkpoint's headers promise.
-        problems: what was wrong already when it was opened, to be listed in the same error.
-        unreadable: tensors that are lost with a damaged file, and so not to be called missing on top.
+        source: the checkpoint's name in messages.
+        names: the tensors that the model needs.
+        specs: shapes and dtypes from the checkpoint's headers.
+        problems: problems found on opening, listed in the same error.
+        unreadable: tensors in damaged files, which are not reported as missing too.
 
     Raises:
         CheckpointError: listing every problem.
@@ -76,10 +76,10 @@ def check_structure(
 
 
 def check_copies(source: object, names: TensorNames, tensors: Mapping[str, np.ndarray]) -> None:
-    """Warn of tensors that should equal another and do not (an MTP module's own embedding or head): they are not used.
+    """Warn if a copy (an MTP module's own embedding or head) differs from its original. The model does not use the copy.
 
     Raises:
-        CheckpointError: the configuration ties the head to the embedding, and they differ; see ``settle_head``.
+        CheckpointError: the configuration ties the head to the embedding, but they differ; see ``settle_head``.
     """
     for name, original in names.copies().items():
         if name in tensors and original in tensors and not _equal(tensors[name], tensors[original]):
@@ -90,9 +90,9 @@ def check_copies(source: object, names: TensorNames, tensors: Mapping[str, np.nd
 
 
 def settle_mtp(source: object, config: ModelConfig, present: Iterable[str]) -> ModelConfig:
-    """The configuration without MTP modules where the checkpoint holds no tensor of them, with a warning.
+    """Return the configuration without MTP modules, with a warning, if the checkpoint has no MTP tensors.
 
-    transformers saves ``num_nextn_predict_layers: 1`` and drops the module itself.
+    transformers saves ``num_nextn_predict_layers: 1`` but drops the module itself.
     """
     if not config.num_nextn_predict_layers:
         return config
@@ -110,9 +110,9 @@ def settle_mtp(source: object, config: ModelConfig, present: Iterable[str]) -> M
 
 
 def settle_head(source: object, config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> ModelConfig:
-    """The configuration with a head of its own where the checkpoint has one that differs from the embedding, with a warning.
+    """Return the configuration with an untied LM head, with a warning, if the checkpoint's head differs from the embedding.
 
-    transformers does not tie them then either. Reads both matrices, and only where the configuration ties them.
+    transformers does not tie them in this case either. Reads both matrices, but only if the configuration ties them.
     """
     if not config.tie_word_embeddings or HEAD not in tensors or EMBEDDING not in tensors:
         return config
@@ -124,7 +124,7 @@ def settle_head(source: object, config: ModelConfig, tensors: Mapping[str, np.nd
 
 
 def _mismatches(name: str, shape: tuple[int, ...], spec: TensorSpec, is_matrix: bool, wanted: np.dtype) -> list[str]:
-    """Wrong shape or dtype of one tensor. wanted: dtype of the parameter; bytes of a packed format come as they are wanted."""
+    """Return shape and dtype problems of one tensor. wanted: the parameter's dtype; the bytes of a packed format must match it."""
     problems = []
     if spec.shape != shape:
         problems.append(f"{name}: shape {list(spec.shape)}, expected {list(shape)}")
@@ -139,7 +139,7 @@ def _mismatches(name: str, shape: tuple[int, ...], spec: TensorSpec, is_matrix: 
 
 
 def _scale_mismatches(name: str, specs: Mapping[str, TensorSpec], unreadable: set[str]) -> list[str]:
-    """What is wrong with the block scales of an FP8 weight."""
+    """Return the problems with an FP8 weight's block scales."""
     scale, shape = name + SCALE_SUFFIX, tuple(blocks(size) for size in specs[name].shape)
     if scale in unreadable:
         return []
@@ -153,7 +153,7 @@ def _scale_mismatches(name: str, specs: Mapping[str, TensorSpec], unreadable: se
 
 
 def _contradictions(names: TensorNames, present: list[str], extras: list[str]) -> list[str]:
-    """Extra tensors that show the configuration to be of another model: with more experts, or with more layers or fewer."""
+    """Return problems where extra tensors contradict the configuration: more experts, or more or fewer layers."""
     config, problems = names.config, []
     experts = [int(match.group(1)) for name in extras if (match := re.search(r"\.mlp\.experts\.(\d+)\.", name))]
     if experts and max(experts) >= config.n_routed_experts:
@@ -194,7 +194,7 @@ def _warn_of_extras(source: object, extras: list[str]) -> None:
 
 
 def _equal(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two matrices are the same to the bit, compared in bands of rows."""
+    """Whether two matrices are bitwise equal, compared in bands of rows."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     bits = f"u{one.dtype.itemsize}"

@@ -13,10 +13,10 @@ from dsjax.model.parameters import ParameterInfo
 Box = tuple[tuple[int, int], ...]
 """(start, stop) of each dimension."""
 Index = tuple[slice, ...]
-"""Where a part lies in the values of a shard; a slice for every dimension."""
+"""Position of a part in the shard's values; one slice per dimension."""
 
 NO_EXPERT = -1
-"""The expert of a parameter that belongs to none."""
+"""Expert number for parameters that do not belong to an expert."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,9 +24,9 @@ class Extent:
     """Which parts of a parameter a shard holds.
 
     Attributes:
-        layers: number of layers of the stack, which is never sharded; None: the parameter belongs to no stack.
+        layers: number of stacked layers, a dimension that is never sharded; None: the parameter is not stacked.
         experts: ``[layers, slots]``, the logical expert in each slot; None: the parameter has no expert dimension.
-        box: of the remaining dimensions.
+        box: range of each remaining dimension.
     """
 
     layers: int | None
@@ -45,12 +45,12 @@ class Extent:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers; 1 without a stack."""
+        """Number of layers; 1 if the parameter is not stacked."""
         return 1 if self.layers is None else self.layers
 
     @property
     def layer_size(self) -> int:
-        """Number of values of one layer."""
+        """Number of values in one layer."""
         slots = 1 if self.experts is None else self.experts.shape[1]
         return slots * math.prod(stop - start for start, stop in self.box)
 
@@ -59,12 +59,12 @@ class Extent:
         return [NO_EXPERT] if self.experts is None else self.experts[layer].tolist()
 
     def slot_of(self, layer: int, expert: int) -> int | None:
-        """The first slot of an expert in a layer; None where the shard does not have the expert."""
+        """Return the first slot of an expert in a layer; None if the shard does not have the expert."""
         experts = self.experts_in(layer)
         return experts.index(expert) if expert in experts else None
 
     def index(self, layer: int, slot: int, box: Box, slots: int = 1) -> Index:
-        """Where a box of consecutive slots lies in the shard's values."""
+        """Return the position of a box of consecutive slots in the shard's values."""
         lead = [] if self.layers is None else [slice(layer, layer + 1)]
         if self.experts is not None:
             lead.append(slice(slot, slot + slots))
@@ -72,18 +72,18 @@ class Extent:
         return (*lead, *rest)
 
     def is_like(self, other: Extent) -> bool:
-        """Whether both have the same parts at the same places."""
+        """Whether both hold the same parts in the same order."""
         return (self.layers, self.box) == (other.layers, other.box) and np.array_equal(self.experts, other.experts)
 
 
 def intersection(box: Box, other: Box) -> Box | None:
-    """What two boxes share; None: nothing."""
+    """Return the intersection of two boxes; None if it is empty."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
 def difference(box: Box, inner: Box) -> list[Box]:
-    """A box without another one inside it, as boxes that do not overlap."""
+    """Subtract `inner`, which lies inside `box`, and return the rest as non-overlapping boxes."""
     boxes, rest = [], list(box)
     for axis, ((start, stop), (first, last)) in enumerate(zip(box, inner, strict=True)):
         for part in ((start, first), (last, stop)):

@@ -1,22 +1,22 @@
-"""`fingerprint`: whether two processes, or two machines, compute with the same checkpoint, without reading all of it.
+"""`fingerprint`: identify a checkpoint by a sample of its bytes, to check that processes or machines use the same one.
 
-It is the SHA-256 of the following, in this order, each item preceded by its length:
+The fingerprint is the SHA-256 of the following items in this order, each preceded by its length:
 
-1. the name of this definition, with its version;
-2. `config.json` as canonical JSON: keys sorted, no spaces. The file itself is taken, and not what we read from it, so that a
-   field that a later dsjax begins to read does not change the fingerprint;
-3. of safetensors, file by file in the order of their names: the file's name; for each tensor, in the order of their places, its
+1. the name and version of this definition;
+2. `config.json` as canonical JSON: keys sorted, no spaces. The file itself is hashed, not the parsed configuration, so the
+   fingerprint stays the same when a later dsjax reads more fields;
+3. for safetensors, file by file in the order of their names: the file's name; for each tensor, in the order of its offset, its
    name, dtype, shape and bytes [start, stop) of the file; then `BLOCKS` blocks of `BLOCK_BYTES` bytes each, evenly spaced over the
-   tensors' bytes, the first and the last among them. Where the tensors have no more bytes than that, all of them;
-4. of an Orbax directory, the manifest `dsjax.json` as canonical JSON (it has each parameter's shape and dtype); then, parameter
+   tensors' bytes, including the first and the last; or all of the tensors' bytes, if there are no more than that;
+4. for an Orbax directory, the manifest `dsjax.json` as canonical JSON (it has each parameter's shape and dtype); then, parameter
    by parameter in the order of their paths, the path and `RUNS` runs of neighbouring values along the last axis, of at most
-   `BLOCK_BYTES` bytes each, evenly spaced, the first and the last among them. Values are read through TensorStore: how Orbax
-   lays them into files differs from one conversion to the next, and the fingerprint does not.
+   `BLOCK_BYTES` bytes each, evenly spaced, including the first and the last. Values are read through TensorStore, because the
+   layout of Orbax's files differs between conversions, and the fingerprint must not.
 
-So at most 64 KiB of values are read of each safetensors file: 11 MB of DeepSeek-V3's 163 files, and about as much of headers;
-of an Orbax directory at most `RUNS` chunks of 4 MB of each of some 40 parameters. A change of a byte that no block covers is not
-seen: the fingerprint tells checkpoints apart that differ by training, conversion or quantisation, and does not prove that
-a file is undamaged. The tokenizer is not part of it. The Hugging Face form and the Orbax form of one model differ.
+This reads at most 64 KiB of values per safetensors file (11 MB for DeepSeek-V3's 163 files, plus about as much of headers), and
+at most `RUNS` chunks of 4 MB for each of an Orbax directory's roughly 40 parameters. Changes outside the sampled blocks go
+unnoticed: the fingerprint distinguishes checkpoints that differ by training, conversion or quantisation, but does not prove that
+a file is undamaged. It excludes the tokenizer. It differs between the Hugging Face form and the Orbax form of one model.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ BLOCK_BYTES = 4096
 
 
 def fingerprint(directory: str | Path) -> str:
-    """The fingerprint of a checkpoint's directory, as 64 hexadecimal digits; the module's docstring defines it.
+    """Return the fingerprint of a checkpoint directory as 64 hexadecimal digits. The module's docstring defines it.
 
     Raises:
         CheckpointError: a file of the checkpoint is absent, damaged or unreadable.
@@ -76,7 +76,7 @@ def _safetensors(directory: Path) -> Iterator[bytes]:
 
 
 def _blocks(file: SafetensorsFile, start: int, stop: int) -> Iterator[bytes]:
-    """The sample of a file's bytes [start, stop)."""
+    """Yield the sampled blocks of a file's bytes [start, stop)."""
     size = stop - start
     try:
         with file.path.open("rb") as opened:
@@ -107,5 +107,5 @@ def _orbax(directory: Path) -> Iterator[bytes]:
 
 
 def _spaced(index: int, count: int, last: int) -> int:
-    """Number `index` of `count` integers that are evenly spaced from 0 to `last`, both among them."""
+    """Return number `index` of `count` integers evenly spaced from 0 to `last`, both included."""
     return index * last // (count - 1)

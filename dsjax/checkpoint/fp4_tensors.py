@@ -1,18 +1,18 @@
-"""Packed matrices of a checkpoint under one set of names, and whatever else a model with packed experts wants made of what is there.
+"""Convert a checkpoint's packed (4-bit) matrices to one set of names and to the format that the model keeps.
 
-A matrix ``X.weight``, ``[out, in]``, is stored by one of six conventions, or in bf16, FP8 or another packed format; a model wants it in
-one. Values are ``U8 [out, in / 2]``, the lower four bits of a byte of even index; scales ``[out, in / block]``:
+A checkpoint stores a matrix ``X.weight``, ``[out, in]``, by one of six packed conventions, or in bf16 or FP8; the model wants one format.
+Values are ``U8 [out, in / 2]``, elements of even index in the lower four bits of a byte; scales are ``[out, in / block]``:
 
-- ModelOpt, NVFP4: ``X.weight``, ``X.weight_scale`` (F8_E4M3), the tensor's scale in ``X.weight_scale_2``
-- compressed-tensors, NVFP4: ``X.weight_packed``, ``X.weight_scale`` (F8_E4M3), 1 ÷ the tensor's scale in ``X.weight_global_scale``
+- ModelOpt, NVFP4: ``X.weight``, ``X.weight_scale`` (F8_E4M3), global scale in ``X.weight_scale_2``
+- compressed-tensors, NVFP4: ``X.weight_packed``, ``X.weight_scale`` (F8_E4M3), 1 ÷ the global scale in ``X.weight_global_scale``
 - Quark, MXFP4: ``X.weight``, ``X.weight_scale`` (U8)
 - compressed-tensors, MXFP4: ``X.weight_packed``, ``X.weight_scale`` (U8)
-- DeepSeek-V4 as transformers has it, MXFP4: ``X.weight`` (I8), ``X.weight_scale_inv`` (F8_E8M0)
+- DeepSeek-V4 in transformers, MXFP4: ``X.weight`` (I8), ``X.weight_scale_inv`` (F8_E8M0)
 - compressed-tensors, INT4: ``X.weight_packed`` (I32 ``[out, in / 8]``) beside ``X.weight_shape``, ``X.weight_scale`` (BF16)
 
-``as_wanted`` gives tensors that are what the model wants: bytes as they are stored where the format is the same, else
-tensors that decode or encode when they are sliced. Names are ModelOpt's: ``X.weight``, ``X.weight_scale`` and, in NVFP4,
-``X.weight_scale_2``; ``as_written`` gives INT4 the names and the words of compressed-tensors, which no other convention has.
+``as_wanted`` returns tensors in the model's format: the stored bytes if the formats match, else tensors that decode or encode
+when sliced. Names are ModelOpt's: ``X.weight``, ``X.weight_scale`` and, in NVFP4, ``X.weight_scale_2``. ``as_written`` returns
+INT4 with the names and 32-bit words of compressed-tensors, the only convention that has INT4.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _WORD = np.dtype(np.int32)
 """A word of packed INT4: eight values, the first in the lowest bits. Its bytes are laid out as in the other formats."""
 _E8M0 = ("uint8", "float8_e8m0fnu")
 _OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
-# A part of a matrix: what ModelOpt and Quark call it, what compressed-tensors does, and DeepSeek-V4 in transformers.
+# Suffixes of compressed-tensors.
 _PACKED_SUFFIX, _CT_GLOBAL_SUFFIX, _SHAPE_SUFFIX = "_packed", "_global_scale", "_shape"
 
 
 class Found(NamedTuple):
-    """Tensors of a checkpoint by name, and what was found wrong with them; fields as of ``Checkpoint``."""
+    """A checkpoint's tensors by name, and their problems; the fields have the meaning of ``Checkpoint``'s."""
 
     tensors: Mapping[str, Tensor]
     specs: Mapping[str, TensorSpec]
@@ -53,7 +53,7 @@ class Found(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Names:
-    """Which tensors hold a packed matrix. whole_inverted: the tensor's scale is stored as its reciprocal."""
+    """Names of the tensors that hold a packed matrix. whole: its global scale. whole_inverted: stored as the reciprocal."""
 
     values: str
     scale: str | None
@@ -62,12 +62,12 @@ class _Names:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Those that are there."""
+        """Names that are not None."""
         return tuple(name for name in (self.values, self.scale, self.whole) if name is not None)
 
 
 def stored_format(specs: Mapping[str, TensorSpec]) -> str | None:
-    """What ``--weights`` calls a checkpoint with packed matrices; None where it has none. Packed routed experts decide, if any are."""
+    """Return the ``--weights`` value for a checkpoint with packed matrices, judged by its routed experts if packed; None without any."""
     matrices = _stored(specs)
     if not matrices:
         return None
@@ -78,7 +78,7 @@ def stored_format(specs: Mapping[str, TensorSpec]) -> str | None:
 
 
 def as_wanted(names: TensorNames, found: Found) -> Found:
-    """Tensors as the model of ``names`` wants them; ``found`` itself where neither has anything packed."""
+    """Return the tensors in the format of ``names``'s model; ``found`` itself if neither has packed matrices."""
     stored = _stored(found.specs)
     wanted = {
         name: path for name, (path, _) in names.places().items() if names.parameters[path].packed > 1 or name in stored
@@ -110,7 +110,7 @@ def as_wanted(names: TensorNames, found: Found) -> Found:
         form = with_scales_of(names.parameters[f"{path.removesuffix('weight')}scale"].dtype.name)
         if source is None:
             if matrix not in found.specs or found.specs[matrix].dtype.name in _PACKED:
-                continue  # the check of structure says what is missing
+                continue  # `check_structure` reports missing tensors
             scale = matrix + SCALE_SUFFIX if found.specs[matrix].dtype == FP8 else None
             if scale is not None and scale not in found.specs:
                 continue
@@ -131,13 +131,13 @@ def as_wanted(names: TensorNames, found: Found) -> Found:
 
 
 Make = Callable[[Callable[[], np.ndarray]], np.ndarray]
-"""Makes a tensor of what a function reads."""
+"""Makes a tensor from the array that its argument, a function, reads."""
 
 
 def as_written(name: str, scales: np.dtype, values: TensorSpec) -> dict[str, tuple[TensorSpec, Make]]:
-    """The tensors that a packed matrix called ``name`` is written as, beside its scales.
+    """Return the tensors to write for a packed matrix called ``name``, except its scales.
 
-    scales: dtype of its scales. values: of its bytes, ``[out, in / 2]``.
+    scales: dtype of its scales. values: shape and dtype of its bytes, ``[out, in / 2]``.
     """
     if not with_scales_of(scales.name).integers:
         return {name: (values, lambda read: read())}
@@ -150,7 +150,7 @@ def as_written(name: str, scales: np.dtype, values: TensorSpec) -> dict[str, tup
 
 
 class _Tensors(Mapping):
-    """The checkpoint's tensors, those in ``made`` in their place."""
+    """The checkpoint's tensors; those in ``made`` replace them."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         self._tensors, self.made = tensors, {}
@@ -166,7 +166,7 @@ class _Tensors(Mapping):
 
 
 def _stored(specs: Mapping[str, TensorSpec]) -> dict[str, _Names]:
-    """The packed matrices of a checkpoint, by the name of the matrix."""
+    """Return a checkpoint's packed matrices by the matrix's name."""
     found = {}
     for name, spec in specs.items():
         matrix = name.removesuffix(_PACKED_SUFFIX)
@@ -194,7 +194,7 @@ def _matrix_shape(specs: Mapping[str, TensorSpec], names: _Names) -> tuple[int, 
 
 
 def _problem(specs: Mapping[str, TensorSpec], names: _Names) -> str | None:
-    """What is wrong with the scales of a packed matrix."""
+    """Return the first problem with a packed matrix's scales; None if they are valid."""
     if names.scale is None:
         return f"{names.values}: four bits without scales; expected {names.values.removesuffix(_PACKED_SUFFIX)}{PACKED_SCALE_SUFFIX}"
     form, scale = _format(specs, names), specs[names.scale]
@@ -215,7 +215,7 @@ def _problem(specs: Mapping[str, TensorSpec], names: _Names) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Widened:
-    """A matrix in floating point, or in FP8 with block scales, as float32."""
+    """A floating-point matrix, or an FP8 matrix with block scales, read as float32."""
 
     name: str
     tensor: Tensor
@@ -238,7 +238,7 @@ class _Widened:
 
 @dataclasses.dataclass(frozen=True)
 class _Decoded:
-    """A matrix that is stored in a packed format, as float32."""
+    """A matrix stored in a packed format, read as float32."""
 
     form: PackedFormat
     values: Tensor
@@ -248,7 +248,7 @@ class _Decoded:
 
     @classmethod
     def of(cls, found: Found, names: _Names) -> _Decoded:
-        """The matrix of these tensors."""
+        """Return the matrix stored in these tensors."""
         form = _format(found.specs, names)
         values, whole = _Bytes(found.tensors[names.values]), np.float32(1)
         if form.has_global:
@@ -270,14 +270,14 @@ class _Decoded:
         return host.decode(packed, self.form, scale, whole)[:, start - first * block : stop - first * block]
 
     def parts(self) -> dict[str, Tensor]:
-        """The tensors as they are stored, by suffix."""
+        """Return the stored tensors by suffix, undecoded."""
         parts = {"": self.values, PACKED_SCALE_SUFFIX: self.scale}
         return parts | ({PACKED_GLOBAL_SUFFIX: self.whole} if self.form.has_global else {})
 
 
 @dataclasses.dataclass(frozen=True)
 class _Bytes:
-    """A matrix of elements of one byte, or of a word of four, as unsigned bytes."""
+    """A matrix of one-byte elements or four-byte words, read as uint8."""
 
     tensor: Tensor
     dtype = np.dtype(np.uint8)
@@ -301,7 +301,7 @@ def _scale_of(form: PackedFormat, tensor: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Whole:
-    """NVFP4's scale of a tensor, ``[1]``, as what values are multiplied by. packed: the values."""
+    """NVFP4's global scale, ``[1]``, as a multiplier even if stored inverted. packed: the packed values."""
 
     name: str
     tensor: Tensor
@@ -326,18 +326,18 @@ def _encoded(source: _Widened | _Decoded, form: PackedFormat) -> dict[str, Tenso
 
 
 class _Encoder:
-    """A matrix that is packed when its parts are sliced."""
+    """A matrix that is encoded when its packed values or scales are sliced."""
 
     def __init__(self, source: _Widened | _Decoded, form: PackedFormat):
         self.source, self.form = source, form
 
     @cached_property
     def whole(self) -> np.float32:
-        """The scale of the tensor, for which all of it is read once; 1 in a format that has none."""
+        """The global scale, which takes one read of the whole tensor; 1 if the format has none."""
         return host.global_scale(self.source[:, :]) if self.form.has_global else np.float32(1)
 
     def strip(self, rows: slice, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks [first, last) of some rows, and their scales."""
+        """Return the values of blocks [first, last) of some rows, and the blocks' scales."""
         values = self.source[rows, slice(first * self.form.block, last * self.form.block)]
         return values, host.block_scales(values, self.form, self.whole)
 

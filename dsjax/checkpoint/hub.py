@@ -1,4 +1,4 @@
-"""From what the user calls a model to a directory: a bundled name, a path, or a Hugging Face repository to download."""
+"""Resolve a model name to a directory: a bundled name, a path, or a Hugging Face repository to download."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from dsjax.config import bundled_models
 from dsjax.errors import UserError
 
-# Weights, configuration, tokenizer, chat template, licence; no PyTorch pickles and no remote code. The encoder of V4's prompts is read as
-# text, which shows which reasoning efforts the checkpoint knows.
+# Weights, configuration, tokenizer, chat template, licence; no PyTorch pickles and no remote code. `encoding_dsv4.py` is read as text, not
+# run: it shows which reasoning efforts the checkpoint supports.
 ALLOWED_FILES = (
     "*.safetensors",
     "*.json",
@@ -26,24 +26,24 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class ModelNotFoundError(UserError):
-    """A model that is neither here nor to be had; the message says what was tried."""
+    """A model that was not found locally and cannot be downloaded. The message says what was tried."""
 
 
 def resolve(model: str | Path, *, revision: str | None = None, cache_dir: str | Path | None = None) -> Path:
-    """The directory of a model's files, downloaded if it must be.
+    """Return the directory of a model's files; download them if needed.
 
-    Tried in this order: a bundled name (``demo``), a local directory, a Hugging Face repository id
-    (``deepseek-ai/DeepSeek-V3``). Downloads go through ``huggingface_hub``: they resume where they were interrupted, are
-    kept in its cache (``HF_HOME``, or ``cache_dir``), and are not repeated. A bundled name wins over a directory of
-    the same name; write ``./demo`` for the directory.
+    Tries in this order: a bundled name (``demo``), a local directory, a Hugging Face repository id
+    (``deepseek-ai/DeepSeek-V3``). ``huggingface_hub`` resumes interrupted downloads and caches the files
+    (``HF_HOME``, or ``cache_dir``). A bundled name takes precedence over a directory of the same name; write
+    ``./demo`` for the directory.
 
     Args:
         model: the name, path or repository id.
-        revision: a branch, tag or commit of the repository; default its main branch.
-        cache_dir: where downloads are kept; default huggingface_hub's own.
+        revision: a branch, tag or commit of the repository; default: its main branch.
+        cache_dir: download cache; default: huggingface_hub's.
 
     Raises:
-        ModelNotFoundError: none of the three, or a download that failed; the message says what to do instead.
+        ModelNotFoundError: none of the three, or the download failed; the message says what to do instead.
     """
     text = str(model)
     _check_revision(text, revision)
@@ -61,11 +61,11 @@ def resolve(model: str | Path, *, revision: str | None = None, cache_dir: str | 
 
 
 def resolve_config(model: str, *, revision: str | None = None) -> str:
-    """What `load_config` reads for a model's name: the name or path itself; of a Hugging Face repository, which is neither, the
-    folder of its downloaded `config.json`, without the weights.
+    """Return the argument of `load_config` for a model: its name or path as given; for a Hugging Face repository, the folder of its
+    `config.json`, downloaded without the weights.
 
     Raises:
-        ModelNotFoundError: a repository that cannot be had.
+        ModelNotFoundError: the repository cannot be downloaded.
     """
     _check_revision(model, revision)
     if model in bundled_models() or Path(os.path.expanduser(model)).exists() or not _REPOSITORY.fullmatch(model):
@@ -74,7 +74,7 @@ def resolve_config(model: str, *, revision: str | None = None) -> str:
 
 
 def _check_revision(model: str, revision: str | None) -> None:
-    """Refuse a revision of what is not downloaded."""
+    """Refuse a revision for a bundled or local model."""
     if revision is None:
         return
     if model in bundled_models():
@@ -84,7 +84,7 @@ def _check_revision(model: str, revision: str | None) -> None:
 
 
 def _bundled(name: str) -> Path:
-    """The folder of a bundled model, if weights came with it."""
+    """Return the folder of a bundled model; raise if it was bundled without weights."""
     folder = Path(str(importlib.resources.files("configs") / "models" / name))
     if not any(folder.glob("*.safetensors")):
         raise ModelNotFoundError(
@@ -97,7 +97,7 @@ def _bundled(name: str) -> Path:
 def _download(
     repository: str, revision: str | None, cache_dir: str | Path | None, files: tuple[str, ...] = ALLOWED_FILES
 ) -> Path:
-    # Imported here: it takes half a second, and only downloads need it.
+    # Imported here: the import takes half a second, and only downloads need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -123,7 +123,7 @@ def _download(
             "if it is private, set HF_TOKEN"
         ) from error
     except Exception as error:
-        # A connection can fail in many ways, and huggingface_hub's versions name them after three HTTP libraries.
+        # A connection can fail in many ways, and huggingface_hub's versions raise the errors of three HTTP libraries.
         reason = "HF_HUB_OFFLINE is set" if _is_offline() else f"the download failed ({_root_cause(error)})"
         raise ModelNotFoundError(
             f"cannot download {wanted}: {reason}, and no complete copy is in the cache "
@@ -139,7 +139,7 @@ def _is_offline() -> bool:
 
 
 def _root_cause(error: BaseException) -> str:
-    """The first error of a chain, in one line."""
+    """Return the first error of a chain in one line."""
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no detail'}"

@@ -1,4 +1,4 @@
-"""Parameters from a checkpoint: onto a mesh, where each device gets only its shard; or into host memory, for tests."""
+"""Load parameters from a checkpoint: onto a mesh, where each device gets only its shard; or into host memory, for tests."""
 
 from __future__ import annotations
 
@@ -61,30 +61,30 @@ def load(
 
     Args:
         config: the model's configuration, in most cases ``checkpoint.config``.
-        checkpoint: what ``open_checkpoint`` returned, or a directory.
-        mesh, rules: where each parameter goes. Of a host's devices, each distinct shard is read once.
-        weights: how matrices are kept: ``bf16``, ``f32``, ``mixed`` (routed experts in bf16, all else in float32), or ``fp8``
-            (with their block scales; a checkpoint that is not FP8 is quantised). An FP8 checkpoint is dequantised
-            otherwise, exactly: ``float32(fp8) × scale``, then rounded to the dtype. ``auto`` is ``f32`` for a float32
+        checkpoint: an opened checkpoint, or its directory.
+        mesh, rules: where each parameter goes. Each host reads every distinct shard of its devices once.
+        weights: format of the matrices: ``bf16``, ``f32``, ``mixed`` (routed experts in bf16, all else in float32), or ``fp8``
+            (with their block scales; a checkpoint that is not FP8 is quantised). In the other formats an FP8 checkpoint
+            is dequantised exactly, ``float32(fp8) × scale``, then rounded to the dtype. ``auto`` is ``f32`` for a float32
             checkpoint, else ``bf16``.
-        placement: the logical expert of each physical slot, of all layers or layer by layer; default: one copy of each, in order.
-            With one expert more than the model's routed ones, the shared expert has slots too, and no parameters of its own.
-        mtp: whether to load the MTP modules, where the configuration has any.
+        placement: the logical expert of each physical slot, for all layers or layer by layer; default: one copy of each, in order.
+            If it has one logical expert more than the model's routed ones, the shared expert occupies slots and has no
+            parameters of its own.
+        mtp: whether to load the MTP modules, if the configuration has any.
         only: paths of the parameters to load; default: all.
-        window: load this part of each parameter alone, of a process that has not all layers or experts; ``config`` and ``placement``
-            are of the whole model. Cannot be combined with ``held``.
+        window: the part of each parameter to load, for a process with some layers or experts only; ``config`` and ``placement``
+            describe the whole model. Cannot be combined with ``held``.
         progress: whether to draw a progress bar on standard error.
-        held: parameters of another mesh on this process's devices, which are not read again. If it was not empty, it has
-            the new parameters too afterwards. Its ``counts`` say how much was read.
+        held: parameters of another mesh on this process's devices, which are not read again. If it was not empty, it also
+            holds the new parameters afterwards. Its ``counts`` say how much was read.
         check: called after each layer of a parameter; an exception from it ends the load.
 
     Returns:
-        ``{path: array}``, for every path of ``abstract_parameters`` that a checkpoint holds, or those of ``only``.
+        ``{path: array}`` for every path of ``abstract_parameters`` in the checkpoint, or those of ``only``.
 
     Raises:
-        CheckpointError: listing all missing, misshapen, wrong-dtype and damaged tensors (nothing was read), or
-            all that have non-finite values.
-        MeshError: a dimension that the mesh does not divide.
+        CheckpointError: lists all missing, misshapen, wrong-dtype and damaged tensors (nothing was read), or all with non-finite values.
+        MeshError: the mesh does not divide a dimension.
     """
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     parameters = abstract_parameters(
@@ -147,22 +147,22 @@ def load(
             check_copies(checkpoint.directory, names, checkpoint.tensors)
             checkpoint.release()
     finally:
-        # An interrupt must not wait for what is queued.
+        # An interrupt must not wait for queued reads.
         executor.shutdown(wait=False, cancel_futures=True)
     return placed
 
 
 def _identify(held: HeldWeights, identity: str) -> None:
-    """Forget what is held of another checkpoint, or in another form."""
+    """Discard held weights from another checkpoint or in another format."""
     if held.identity != identity:
         held.clear()
     held.identity = identity
 
 
 def _peak_bytes() -> int:
-    """The most memory that this process has had resident; 0 where the system does not say.
+    """Return the peak resident memory of this process in bytes; 0 if the system does not report it.
 
-    Linux's `ru_maxrss` begins with what the parent held when it started this process, so VmHWM is asked first.
+    On Linux, VmHWM is preferred: `ru_maxrss` starts from the parent's resident memory at the fork.
     """
     with contextlib.suppress(OSError, StopIteration, ValueError), open("/proc/self/status") as status:
         return 1024 * int(next(line for line in status if line.startswith("VmHWM:")).split()[1])
@@ -183,9 +183,9 @@ def from_hf_tensors(
     placement: Placement | LayerPlacements | None = None,
     mtp: bool = True,
 ) -> dict[str, np.ndarray]:
-    """Parameters in host memory from Hugging Face tensors in host memory; arguments and errors as ``load``'s.
+    """Convert Hugging Face tensors in host memory to parameters in host memory; arguments and errors as in ``load``.
 
-    Values are in the storage dtype of ``platform``: for bf16 on ``cpu``, ``uint16`` of the same bits.
+    Values have the storage dtype of ``platform``: for bf16 on ``cpu``, ``uint16`` with the same bits.
     """
     parameters = abstract_parameters(
         config,
@@ -212,7 +212,7 @@ def from_hf_tensors(
 
 
 def _kept_packed(config: ModelConfig, params: Mapping[str, np.ndarray | jax.Array]) -> Weights | None:
-    """The packed weights that parameters are of, by their names, shapes and widths; None where they are of none."""
+    """Return the packed weight format that matches the parameters' names, shapes and item sizes; None if none does."""
     mtp = any(path.startswith("mtp.") for path in params)
     forms = {path: (tuple(value.shape), value.dtype.itemsize) for path, value in params.items()}
     for weights in PACKED:
@@ -223,13 +223,13 @@ def _kept_packed(config: ModelConfig, params: Mapping[str, np.ndarray | jax.Arra
 
 
 def to_hf_tensors(config: ModelConfig, params: Mapping[str, np.ndarray | jax.Array]) -> dict[str, np.ndarray]:
-    """The inverse of ``from_hf_tensors``: views of the parameters under Hugging Face's names, in true dtypes.
+    """Return views of the parameters under Hugging Face's names, in their true dtypes: the inverse of ``from_hf_tensors``.
 
-    Without the copies that some checkpoints carry (an MTP module's embedding and head). How the matrices are
-    kept is read off the parameters; there must be one copy of each expert.
+    Omits the copies that some checkpoints carry (an MTP module's embedding and head). The weight format is inferred
+    from the parameters; there must be one copy of each expert.
 
     Raises:
-        CheckpointError: parameters that are not the configuration's: missing, too many, or of another shape.
+        CheckpointError: missing or unexpected parameters, or a wrong shape.
     """
     kept: Weights = "fp8" if any(value.dtype.itemsize == 1 for value in params.values()) else "bf16"
     if any(path.endswith(".experts.down.weight") and value.dtype == np.uint8 for path, value in params.items()):

@@ -1,10 +1,10 @@
 """Our Orbax form: a directory with ``config.json``, tokenizer files, ``params/`` and the manifest ``dsjax.json``.
 
-``params/`` is a plain Orbax ``StandardCheckpointer`` checkpoint of ``{path: array}`` in the dtypes that the values
-mean; Orbax alone restores it, into any sharding. It is chunked by layer, expert and gate/up, and within these to
-4 MB, so that a device that wants a part reads little else. We read it through TensorStore, slice by slice, by the
-same code that reads safetensors: the parameters can then be cast, dequantised and placed on redundant slots while
-loading. The manifest is written last: a directory without it is not one of ours.
+``params/`` is a plain Orbax ``StandardCheckpointer`` checkpoint of ``{path: array}`` in the parameters' true dtypes;
+Orbax alone can restore it, into any sharding. It is chunked by layer, expert and gate/up, and further to 4 MB, so a
+device that needs a part reads little else. We read it through TensorStore, slice by slice, with the same code that
+reads safetensors, so parameters can be cast, dequantised and placed on redundant slots while loading. The manifest
+is written last: a directory without it is not a complete checkpoint of this form.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ PARAMS_NAME = "params"
 FORMAT = "dsjax-orbax"
 VERSION = 1
 _CHUNK_BYTES = 4 << 20
-# Dimensions that readers take apart: one chunk never spans two layers, two experts, or gate and up.
+# Dimensions that readers slice: a chunk never spans two layers, two experts, or gate and up.
 _CHUNKED_AXES = ("layers", "experts", "stack")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What ``dsjax.json`` says."""
+    """Contents of ``dsjax.json``."""
 
     weights: Weights
     config_sha256: str
     copies: tuple[str, ...] = ()
-    """Hugging Face tensors the source held that equal another, to be written again when converting back."""
+    """Hugging Face tensors of the source that duplicate another; written again when converting back."""
     narrow: Mapping[str, str] | None = None
-    """Path → dtype of the source, for parameters that were widened (exactly) because we keep them in float32."""
+    """Path → the source's dtype, for parameters that were widened (exactly) to the float32 we keep."""
 
     def to_json(self, parameters: Mapping[str, ParameterInfo]) -> str:
         """The file's text."""
@@ -62,10 +62,10 @@ class Manifest:
 
 
 def write_params(folder: Path, parameters: Mapping[str, ParameterInfo], values: Mapping[str, np.ndarray]) -> None:
-    """Write ``folder/params`` from host arrays in the parameters' true dtypes, aligned as JAX wants (``aligned_empty``)."""
+    """Write ``folder/params`` from host arrays in the parameters' true dtypes, aligned for JAX (``aligned_empty``)."""
     import orbax.checkpoint as ocp
 
-    # Orbax copies NumPy arrays before it writes; JAX arrays that share the same memory it writes as they are.
+    # Orbax copies NumPy arrays before writing, but writes JAX arrays that alias the same memory without a copy.
     host = jax.devices("cpu")[0]
     tree = {path: jax.device_put(values[path], host, may_alias=True) for path in parameters}
     options = {}
@@ -91,7 +91,7 @@ def read_manifest(folder: Path, config: ModelConfig) -> Manifest:
     """Read and check ``dsjax.json`` against the configuration beside it.
 
     Raises:
-        CheckpointError: another format or version, a ``config.json`` that was changed, or other parameters than its.
+        CheckpointError: wrong format or version, ``config.json`` was changed, or parameters that do not match it.
     """
     try:
         fields = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
@@ -128,7 +128,7 @@ def read_manifest(folder: Path, config: ModelConfig) -> Manifest:
 
 
 class OrbaxTensors(Mapping[str, "StoredTensor"]):
-    """The parameters of ``folder/params`` under Hugging Face's names, as tensors that are read when sliced."""
+    """Parameters of ``folder/params`` under Hugging Face's names, as tensors that are read when sliced."""
 
     def __init__(self, folder: Path, config: ModelConfig, manifest: Manifest):
         self.folder = folder
@@ -161,7 +161,7 @@ class OrbaxTensors(Mapping[str, "StoredTensor"]):
         return len(self._places)
 
     def read(self, path: str, index: tuple[int | slice, ...]) -> np.ndarray:
-        """``parameter[index]`` from the disk, and no more than the chunks it lies in."""
+        """Read ``parameter[index]`` from disk; only the chunks that contain it are read."""
         import tensorstore
 
         try:

@@ -1,4 +1,4 @@
-"""Place parameters on a mesh from the host: each distinct shard is made once, for all devices that hold it."""
+"""Place parameters on a mesh from the host. Each distinct shard is made once for all devices that hold it."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from sharding.rules import Rules
 Fill = Callable[[np.ndarray, str, Region], None]
 """``fill(out, path, region)`` sets ``out`` to ``parameter[region]``; ``out`` has the storage dtype."""
 Advance = Callable[[int], None]
-"""Called with the number of bytes that were placed."""
+"""Called with the number of bytes just placed."""
 
-# XLA's CPU client uses a NumPy buffer as it is, without a copy, if it is aligned to this.
+# XLA's CPU client uses a NumPy buffer without a copy if it is aligned to this many bytes.
 _ALIGNMENT = 64
 _MAPPED_BYTES = 1 << 20
-"""Arrays of this size and more have a mapping of their own, so that their memory returns to the system despite `keep_freed_memory`."""
+"""Arrays of at least this size are mapped separately, so that their memory returns to the system despite `keep_freed_memory`."""
 
 
 def place(
     parameters: Mapping[str, ParameterInfo], mesh: Mesh, rules: Rules, fill: Fill, advance: Advance = lambda _: None
 ) -> dict[str, jax.Array]:
-    """Make every parameter as an array sharded over ``mesh`` by ``rules``; only shards of local devices are made.
+    """Make every parameter as an array sharded over ``mesh`` by ``rules``; only local devices' shards are made.
 
-    A shard is filled layer by layer. On the CPU platform all devices that hold the same shard share one host buffer; on others a host
-    buffer is freed when its shard is on its devices.
+    A shard is filled layer by layer. On the CPU platform, all devices with the same shard share one host buffer; on other platforms,
+    the host buffer is freed once the shard is on its devices.
 
     Raises:
         MeshError: the mesh does not divide a dimension; raised before anything is filled.
@@ -57,7 +57,7 @@ def place(
 
 
 def local_shards(info: ParameterInfo, sharding: NamedSharding) -> dict[tuple[tuple[int, int], ...], list[jax.Device]]:
-    """Return the distinct shards of this host, as (start, stop) of each dimension, and the devices that hold each."""
+    """Return this host's distinct shards, each as (start, stop) per dimension, with the devices that hold it."""
     holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(info.shape).items():
         region = tuple(part.indices(size)[:2] for part, size in zip(index, info.shape, strict=True))
@@ -66,7 +66,7 @@ def local_shards(info: ParameterInfo, sharding: NamedSharding) -> dict[tuple[tup
 
 
 def local_bytes(parameters: Mapping[str, ParameterInfo], mesh: Mesh, rules: Rules) -> int:
-    """Return the bytes of the distinct shards of this host, which are the total that ``place`` reports to ``advance``."""
+    """Return the bytes of this host's distinct shards, the total that ``place`` reports to ``advance``."""
     total = 0
     for info in parameters.values():
         shards = local_shards(info, rules.sharding(mesh, info.logical_axes, info.shape))

@@ -1,4 +1,4 @@
-"""Directories that exist whole or not at all: written under a temporary name, renamed when finished."""
+"""Atomic creation of directories: written under a temporary name, renamed when complete."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dsjax.checkpoint.shards import INDEX_NAME
 
 
 def check_destination(destination: Path, *, overwrite: bool = False) -> None:
-    """Whether ``publish`` can write there, which is worth knowing before a source is downloaded or read.
+    """Raise if ``publish`` cannot write to ``destination``; call it before downloading or reading a source.
 
-    Only a checkpoint or an empty folder is ever replaced: a mistyped name must not cost a home directory.
+    Only a checkpoint or an empty folder is ever replaced: a mistyped name must not delete a home directory.
 
     Raises:
-        DestinationError: it exists, and is not to be replaced, or is no directory, or one that cannot be: a volume is mounted there, or
-            it holds something else than a checkpoint.
+        DestinationError: it is not a directory, is a mount point, holds something other than a checkpoint, or exists and
+            ``overwrite`` is false.
     """
     if destination.exists() and not destination.is_dir():
         raise DestinationError(destination, "exists and is no directory; choose another destination")
@@ -39,21 +39,21 @@ def check_destination(destination: Path, *, overwrite: bool = False) -> None:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Whether a folder holds a checkpoint, which may be damaged: a configuration, and weights or what lists them."""
+    """Whether a folder holds a checkpoint, possibly damaged: a configuration, and weights, an index or a manifest."""
     weights = any((folder / name).exists() for name in (MANIFEST_NAME, INDEX_NAME)) or any(folder.glob("*.safetensors"))
     return weights and (folder / "config.json").exists()
 
 
 @contextmanager
 def publish(destination: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A new folder beside ``destination`` to write in; it gets that name when the block ends without an error.
+    """Create a folder beside ``destination`` to write to; rename it to ``destination`` when the block ends without an error.
 
-    On an error or interrupt the folder is removed. A process that is killed leaves a hidden
-    ``.NAME.PID.partial``, never ``destination``. With ``overwrite`` the old directory stays until the new one is
-    complete. A symbolic link stays too: the folder that it leads to is the destination.
+    On an error or interrupt the folder is removed. A killed process leaves a hidden ``.NAME.PID.partial``, never an
+    incomplete ``destination``. With ``overwrite``, the old directory stays until the new one is complete. A symbolic
+    link is kept; its target is replaced.
 
     Raises:
-        DestinationError: as ``check_destination``'s; or no folder can be made there.
+        DestinationError: as in ``check_destination``, or the folder cannot be created.
     """
     destination = Path(os.path.realpath(destination))
     check_destination(destination, overwrite=overwrite)

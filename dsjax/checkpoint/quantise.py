@@ -1,8 +1,8 @@
 """DeepSeek's FP8 weights on the host: e4m3 values with one float32 scale per 128 × 128 block.
 
-``weight = fp8 × scale``; the scale is the block's largest magnitude over 448, e4m3's largest finite value (DeepSeek-V3
-technical report §3.3.2; ``weight_quant`` of its inference code). Matrices are two-dimensional; the last blocks of a
-dimension that 128 does not divide are short.
+``weight = fp8 × scale``; the scale is the block's largest magnitude divided by 448, e4m3's largest finite value
+(DeepSeek-V3 technical report §3.3.2; ``weight_quant`` of its inference code). Matrices are two-dimensional; if 128 does
+not divide a dimension, its last blocks are shorter.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from sharding import fp8
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 FP8_MAX = 448.0
-# ml_dtypes converts one value at a time; looking 256 values up is several times faster.
+# ml_dtypes converts one value at a time; a table of all 256 values is several times faster.
 _FP8_VALUES = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float32)
 
 
 def block_scales(matrix: Float[np.ndarray, "I J"]) -> Float32[np.ndarray, "I/128 J/128"]:
-    """The scale of each block. A block of zeros gets 1, so that nothing is divided by zero; the least scale is that of `fp8.LEAST`."""
+    """Return each block's scale. A block of zeros gets 1, to avoid division by zero; other magnitudes are at least `fp8.LEAST`."""
     magnitude = np.abs(matrix.astype(np.float32))
     rows = np.maximum.reduceat(magnitude, np.arange(0, matrix.shape[0], BLOCK), axis=0)
     largest = np.maximum.reduceat(rows, np.arange(0, matrix.shape[1], BLOCK), axis=1)
@@ -31,7 +31,7 @@ def block_scales(matrix: Float[np.ndarray, "I J"]) -> Float32[np.ndarray, "I/128
 
 
 def quantise(matrix: Float[np.ndarray, "I J"]) -> tuple[np.ndarray, Float32[np.ndarray, "I/128 J/128"]]:
-    """The matrix as e4m3 and its block scales. Values are clipped to ±448: above 464 e4m3 would make them NaN."""
+    """Return the matrix as e4m3, and its block scales. Values are clipped to ±448, because e4m3 turns values above 464 into NaN."""
     scale = block_scales(matrix)
     quotient = matrix.astype(np.float32) / expand(scale, 0, 0, matrix.shape)
     return np.clip(quotient, -FP8_MAX, FP8_MAX).astype(FP8), scale
@@ -40,15 +40,15 @@ def quantise(matrix: Float[np.ndarray, "I J"]) -> tuple[np.ndarray, Float32[np.n
 def dequantise(
     weight: np.ndarray, scale: Float32[np.ndarray, "I/128 J/128"], row: int = 0, column: int = 0
 ) -> Float32[np.ndarray, "i j"]:
-    """``float32(weight) × scale`` of a part of a matrix that starts at ``[row, column]``; ``scale`` is the whole's."""
+    """Return ``float32(weight) × scale`` for a part of a matrix that starts at ``[row, column]``; ``scale`` is the whole matrix's."""
     values = np.take(_FP8_VALUES, weight.view(np.uint8))
-    with np.errstate(invalid="ignore", over="ignore"):  # damaged scales are reported by who reads them
+    with np.errstate(invalid="ignore", over="ignore"):  # `read_scale` reports damaged scales
         values *= expand(scale, row, column, weight.shape)
     return values
 
 
 def read_scale(weight: Tensor, scale: Tensor) -> tuple[Float32[np.ndarray, "I/128 J/128"], str | None]:
-    """A matrix's block scales as float32, whatever dtype the checkpoint keeps them in, and what is wrong with them, if anything."""
+    """Return a matrix's block scales as float32, from any stored dtype, and the problem with them, if any."""
     values = np.asarray(scale[:, :]).astype(np.float32)
     if not np.isfinite(values).all():
         return values, "has values that are not finite (NaN or infinity)"
@@ -64,9 +64,9 @@ def read_scale(weight: Tensor, scale: Tensor) -> tuple[Float32[np.ndarray, "I/12
 
 
 def expand(scale: np.ndarray, row: int, column: int, shape: tuple[int, int]) -> np.ndarray:
-    """The scale of each element of the part of ``shape`` that starts at ``[row, column]``.
+    """Return the scale of each element of a part of shape ``shape`` that starts at ``[row, column]``.
 
-    A part inside one row of blocks gives one row, for NumPy to broadcast.
+    If the part lies in one row of blocks, returns a single row for NumPy to broadcast.
     """
     columns = np.arange(column, column + shape[1]) // BLOCK
     if row // BLOCK == (row + shape[0] - 1) // BLOCK:

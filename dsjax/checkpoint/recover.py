@@ -1,4 +1,4 @@
-"""Make the parameters of a new mesh from those of the old one that this process holds; read the rest. docs/many-hosts.md."""
+"""Build a new mesh's parameters from the old mesh's shards in this process, and read the rest. See docs/many-hosts.md."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def place_held(
     fill: Fill,
     advance: Advance = lambda _: None,
 ) -> dict[str, jax.Array]:
-    """Make every parameter as ``place`` does, from what this process holds and, for the rest, with ``fill``.
+    """Make every parameter as ``place`` does, from the shards that this process holds; ``fill`` reads the rest.
 
-    A shard that is already there stays. Other shards are made layer by layer, and each layer of the old shards is freed as soon as the new
-    layer is complete. On accelerators an array is a stack of layers and is freed as a whole: where a device has no room for the new array
-    beside the old one, the old one moves to host memory first. Parameters that get smaller on a device come first. So memory never holds
-    more than before or after the change, and one layer of one parameter.
+    A shard that is already in place stays. Other shards are made layer by layer, and each layer of the old shards is freed as soon as the
+    new layer is complete. On accelerators, an array is a stack of layers and is freed as a whole: if a device has no room for the old and
+    the new array, the old one moves to host memory first. Parameters that shrink come first. Peak memory is therefore the larger of
+    before and after the change, plus one layer of one parameter.
 
-    ``held`` has the new shards in the end, and the old and new shards as far as they are complete where this raises.
+    Afterwards ``held`` has the new shards; after an exception, the old and new shards as far as they are complete.
 
     Raises:
-        MeshError: a dimension that the mesh does not divide, before anything is filled. Others: as ``fill`` and ``advance`` do.
+        MeshError: the mesh does not divide a dimension; raised before anything is filled. Errors of ``fill`` and ``advance`` propagate.
     """
     shardings = {path: rules.sharding(mesh, info.logical_axes, info.shape) for path, info in parameters.items()}
 
@@ -66,7 +66,7 @@ def place_held(
 
 @dataclass(eq=False)
 class _Target:
-    """A shard to be made for some devices. shard: the result."""
+    """A shard to make for a set of devices. shard: the result."""
 
     info: ParameterInfo
     sharding: NamedSharding
@@ -84,13 +84,13 @@ class _Target:
         return self.extent.layer_size * self.info.storage_dtype.itemsize
 
     def put(self, values: np.ndarray | Array, device: jax.Device) -> Array:
-        """Bring the shard's values to a device, or to the memory of its host where the sharding says so."""
+        """Put the shard's values on a device, or in its host's memory if the sharding says so."""
         return jax.device_put(values, memory_of(device, self.sharding), may_alias=True)
 
 
 @dataclass(frozen=True, eq=False)
 class _ShardMaker:
-    """Makes this process's shards, one parameter after the other."""
+    """Makes this process's shards, one parameter after another."""
 
     held: HeldWeights
     fill: Fill
@@ -112,7 +112,7 @@ class _ShardMaker:
         return [target.shard.arrays[device] for target in targets for device in target.devices]
 
     def _keep(self, path: str, target: _Target, old: HeldShard) -> None:
-        """Use a held shard for a target, without a copy where a device has the shard or shares its memory."""
+        """Use a held shard for a target, without a copy if a device already has the shard or shares its memory."""
         on_host, arrays = self.held.is_on_host(target.devices[0]), {}
         for device in target.devices:
             arrays[device] = old.arrays.get(device)
@@ -128,7 +128,7 @@ class _ShardMaker:
         self.advance(values.nbytes)
 
     def _make_on_host(self, path: str, targets: Sequence[_Target]) -> None:
-        """Make shards in host memory, which the devices share, and give the old memory back layer by layer."""
+        """Make shards in host memory, which the devices share, and free the old memory layer by layer."""
         new = [target for target in targets if target.shard is None]
         for target in new:
             values = aligned_empty(target.shape, target.info.storage_dtype)
@@ -149,7 +149,7 @@ class _ShardMaker:
             target.shard.arrays = {device: target.put(target.shard.values, device) for device in target.devices}
 
     def _make_on_devices(self, path: str, targets: Sequence[_Target]) -> None:
-        """Make shards on their devices, as a host may have no room for them."""
+        """Make shards directly on their devices; the host may have no room for them."""
         new = [target for target in targets if target.shard is None]
         self._make_room(path, new, [target.shard for target in targets])
         for target in new:
@@ -171,7 +171,7 @@ class _ShardMaker:
             self.held.add(path, target.shard)
 
     def _make_room(self, path: str, new: Sequence[_Target], keeping: Sequence[HeldShard | None]) -> None:
-        """Move old shards to host memory from devices that have no room for the new shards and one layer beside them."""
+        """Move old shards to host memory from devices without room for the new shards plus one layer."""
         needed: dict[jax.Device, int] = {}
         for target in new:
             for device in target.devices:
@@ -185,9 +185,9 @@ class _ShardMaker:
     def _pieces(
         self, path: str, target: _Target, layer: int, device: jax.Device | None = None
     ) -> Iterator[tuple[Index, np.ndarray | Array | None]]:
-        """Find all of a layer: where it lies in the new shard, and its values, or None where this process does not hold them.
+        """Yield the pieces of a layer: the position in the new shard, and the values, or None if this process does not hold them.
 
-        device: whose shards to use first. Values that are missing in neighbouring slots come as one piece, which is read faster.
+        device: the device whose shards are used first. Missing values of neighbouring slots form one piece, which is read faster.
         """
         extent, missing = target.extent, []
         for slot, expert in enumerate(extent.experts_in(layer)):
@@ -208,7 +208,7 @@ class _ShardMaker:
             yield extent.index(layer, first, box, slots), None
 
     def _read(self, out: np.ndarray, path: str, target: _Target, index: Index) -> None:
-        """Read part of a shard from the checkpoint. index: in the shard."""
+        """Read part of a shard from the checkpoint. index: position in the shard."""
         region = zip(index, target.region, strict=True)
         self.fill(out, path, tuple(slice(part.start + first, part.stop + first) for part, (first, _) in region))
         self.held.counts.read += out.nbytes

@@ -1,7 +1,7 @@
-"""The safetensors file format: a validated header, and zero-copy NumPy views over a memory map; and its writer.
+"""Reader and writer of the safetensors file format, with a validated header and zero-copy NumPy views of a memory map.
 
 A file is an unsigned 64-bit little-endian header length, a JSON header ``{name: {dtype, shape, data_offsets}}`` padded
-with spaces, and the tensors' bytes, which the offsets cover without gap or overlap (the format's own rule).
+with spaces, and the tensors' bytes. The format requires that the offsets cover these without gap or overlap.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Tensor(Protocol):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a header says of one tensor, without its place in the file."""
+    """Dtype and shape of one tensor in a header, without its offsets."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
     """A file opened for reading: ``file[name]`` is a read-only view of the mapped bytes, never a copy.
 
     Raises:
-        CheckpointError: listing everything wrong with the header, or with the file's length.
+        CheckpointError: lists every problem with the header and the file's length.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -104,7 +104,7 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
 
     @property
     def ranges(self) -> Mapping[str, tuple[int, int]]:
-        """The bytes of the file that each tensor fills, [start, stop)."""
+        """Each tensor's byte range in the file, [start, stop)."""
         return self._ranges
 
     def release(self) -> None:
@@ -113,7 +113,7 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
 
 
 def _read_header(path: Path, file, size: int) -> tuple[dict, int]:
-    """The parsed JSON header and the offset at which the data starts."""
+    """Return the parsed JSON header and the offset at which the data starts."""
     prefix = file.read(8)
     if len(prefix) < 8:
         raise CheckpointError(
@@ -154,7 +154,7 @@ def _read_header(path: Path, file, size: int) -> tuple[dict, int]:
 
 
 def _validate(path: Path, header: dict, data_bytes: int) -> tuple[dict[str, TensorSpec], dict[str, tuple[int, int]]]:
-    """Every tensor's specification and byte range; raises one error with all that does not hold."""
+    """Return every tensor's specification and byte range; raise one error that lists all problems."""
     problems, specs, offsets = [], {}, {}
     for name, entry in header.items():
         problem = _entry_problem(entry)
@@ -188,7 +188,7 @@ def _validate(path: Path, header: dict, data_bytes: int) -> tuple[dict[str, Tens
 
 
 def _entry_problem(entry: object) -> str | None:
-    """What is wrong with one tensor's header entry, taken alone."""
+    """Return the problem with one tensor's header entry on its own; None if it is valid."""
     if not isinstance(entry, dict):
         return f"its entry is {entry!r}, expected an object with dtype, shape and data_offsets"
     if not isinstance(entry.get("dtype"), str) or entry["dtype"] not in DTYPES:
@@ -210,10 +210,10 @@ def write_file(
     fetch: Callable[[str], np.ndarray],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a file of the tensors in ``specs``, fetching them one at a time, and only then give it its name.
+    """Write the tensors in ``specs`` to a file atomically, fetching them one at a time.
 
-    ``fetch(name)`` must return an array of the shape and dtype that ``specs`` promises. The bytes go to a temporary
-    name in the same folder, are synchronised to the disk, and are renamed: a crash leaves no file called ``path``.
+    ``fetch(name)`` must return an array of the shape and dtype in ``specs``. The bytes go to a temporary file in the
+    same folder, which is synced to disk and then renamed: a crash never leaves an incomplete ``path``.
     """
     path = Path(path)
     header: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}

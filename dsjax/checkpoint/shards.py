@@ -1,4 +1,4 @@
-"""A folder of safetensors as one mapping: a single file, or shards with ``model.safetensors.index.json``; and its writer."""
+"""Reader and writer of a safetensors folder: a single file, or shards with ``model.safetensors.index.json``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SINGLE_NAME = "model.safetensors"
 
 
 class SafetensorsFolder(Mapping[str, np.ndarray]):
-    """All tensors of a folder: ``folder[name]`` is a zero-copy view, wherever the tensor lies.
+    """All tensors of a folder: ``folder[name]`` is a zero-copy view, whichever file holds the tensor.
 
-    Damaged or absent shards do not raise here: they are in ``problems`` (one line each), and ``unreadable`` names the
-    tensors that the index promises in them, so that one error can list these together with what else is wrong.
+    Damaged or missing shards do not raise here: ``problems`` lists them (one line each), and ``unreadable`` names the
+    tensors that the index places in them, so that one error can report them together with other problems.
 
     Raises:
-        CheckpointError: no safetensors at all, or several files and no index to join them.
+        CheckpointError: no safetensors at all, or several files without an index.
     """
 
     def __init__(self, folder: str | Path):
@@ -54,7 +54,7 @@ class SafetensorsFolder(Mapping[str, np.ndarray]):
             self._add_file(shard, names)
 
     def _add_file(self, shard: str, promised: list[str] | None) -> None:
-        if promised is not None and not os.path.exists(self.folder / shard):  # `Path.exists` raises of a name too long
+        if promised is not None and not os.path.exists(self.folder / shard):  # `Path.exists` raises on a name too long
             self.problems.append(f"{shard}: missing; {INDEX_NAME} places {len(promised)} tensors in it")
             self.unreadable.update(promised)
             return
@@ -102,7 +102,7 @@ class SafetensorsFolder(Mapping[str, np.ndarray]):
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """The index's ``weight_map``: tensor → shard, each a plain file name of the same folder."""
+    """Return the index's ``weight_map``, tensor → shard; each shard must be a plain file name in the same folder."""
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         valid = isinstance(weight_map, dict) and all(isinstance(shard, str) for shard in weight_map.values())
@@ -124,9 +124,9 @@ def write_folder(
     fetch: Callable[[str], np.ndarray],
     max_shard_bytes: int,
 ) -> list[str]:
-    """Write tensors as one file, or as shards of at most ``max_shard_bytes`` with an index; returns the file names.
+    """Write tensors as one file, or as shards of at most ``max_shard_bytes`` with an index; return the file names.
 
-    Tensors keep the order of ``specs``; one larger than the limit gets a shard of its own. The index is written last.
+    Tensors keep the order of ``specs``. A tensor larger than the limit gets its own shard. The index is written last.
     """
     groups: list[dict[str, TensorSpec]] = [{}]
     used = 0

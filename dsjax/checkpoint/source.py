@@ -1,4 +1,4 @@
-"""Opening a directory: which kind of checkpoint it is, its configuration, and its tensors under Hugging Face's names."""
+"""Open a checkpoint directory of either kind: its configuration, and its tensors under Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _OUTPUT = ("self_attn.o_proj.weight", "self_attn.o_b_proj.weight")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint. Headers were read, values were not (but for a tied model's head)."""
+    """An opened checkpoint. Only headers have been read, and for a tied model the values of head and embedding."""
 
     directory: Path
     kind: Literal["hf", "orbax", "memory"]
     config: ModelConfig
-    """The configuration of what is there: without MTP modules where the files hold none, untied where the head differs."""
+    """The configuration adapted to the files: without MTP modules if they hold none, untied if the head differs."""
     tensors: Mapping[str, Tensor]
     """Hugging Face name → tensor."""
     specs: Mapping[str, TensorSpec]
@@ -44,21 +44,21 @@ class Checkpoint:
     unreadable: frozenset[str] = frozenset()
     """Tensors lost with damaged files."""
     copies: tuple[str, ...] = ()
-    """Tensors that the Hugging Face source of an Orbax directory held beside these, each equal to one of them."""
+    """Duplicate tensors in the Hugging Face source of an Orbax directory, each equal to one of ``tensors``."""
     narrow: Mapping[str, str] = field(default_factory=dict)
-    """Parameters of an Orbax directory that its Hugging Face source kept in a narrower dtype, and in which."""
+    """Path → narrower dtype in the Hugging Face source of an Orbax directory, for widened parameters."""
     release: Callable[[], None] = field(default=lambda: None, repr=False)
-    """Drops what reading left in this process's memory."""
+    """Drops the pages read so far from this process's resident memory."""
 
     @property
     def natural_weights(self) -> Weights:
-        """How to keep matrices when nobody says: in float32 if the checkpoint has them so, else in bf16."""
+        """Default weight format: ``f32`` if the checkpoint's matrices are float32, else ``bf16``."""
         dtypes = {spec.dtype.name for name, spec in self.specs.items() if name.endswith(_OUTPUT)}
         return "f32" if dtypes == {"float32"} else "bf16"
 
     @property
     def stored_weights(self) -> Weights:
-        """How to keep matrices so that none loses a bit: as the checkpoint itself does, of float16 in float32."""
+        """Lossless weight format: the checkpoint's own; ``f32`` for float16."""
         fp4 = stored_format(self.specs)
         if fp4 is not None:
             return fp4
@@ -69,20 +69,20 @@ class Checkpoint:
         return self.natural_weights
 
     def as_wanted(self, names: TensorNames) -> Checkpoint:
-        """The checkpoint with tensors as the model of ``names`` keeps them, packed or not; itself where they are so already."""
+        """Return the checkpoint with its tensors in the format of ``names``'s model, packed or not; itself if they already are."""
         found = Found(self.tensors, self.specs, self.problems, self.unreadable)
         wanted = as_wanted(names, found)
         return self if wanted is found else replace(self, **wanted._asdict())
 
     @property
     def bf16_experts(self) -> bool:
-        """Whether every routed expert is in bf16, so that keeping them so loses nothing."""
+        """Whether every routed expert is in bf16, so that keeping bf16 is lossless."""
         dtypes = {spec.dtype.name for name, spec in self.specs.items() if ".mlp.experts." in name}
         return dtypes == {"bfloat16"}
 
 
 def written(names: TensorNames, path: str, name: str, spec: TensorSpec) -> dict[str, tuple[TensorSpec, Make]]:
-    """The tensors that one piece of a parameter is written as, ``name`` alone in most formats, and how each is made of the piece."""
+    """Return the tensors to write for one piece of a parameter (in most formats ``name`` alone), and how to make each from the piece."""
     if names.parameters[path].packed == 1:
         return {name: (spec, lambda read: read())}
     return as_written(name, names.parameters[f"{path.removesuffix('weight')}scale"].dtype, spec)
@@ -92,8 +92,8 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     """Open a directory with ``config.json`` and safetensors, or one that ``dsjax convert`` made.
 
     Raises:
-        CheckpointError: no such directory, or none of either kind; the message says what was looked for.
-        ConfigError: a configuration that cannot be used.
+        CheckpointError: no such directory, or neither kind of checkpoint; the message says what was expected.
+        ConfigError: the configuration is invalid or not supported.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -145,16 +145,16 @@ def _open_hf(directory: Path) -> Checkpoint:
 
 
 _TEXT, _VISION = "language_model.", ("vision_tower.", "mm_projector.")
-"""What names of tensors begin with in a model with a vision part, as Kimi-K2.5 is: those of its text part, and the others."""
+"""Prefixes of tensor names in a model with a vision part, such as Kimi-K2.5: of the text part, and of the vision part."""
 
 
 def _text_names(names: Iterable[str]) -> dict[str, str]:
-    """The tensors of a text model: for each its name, and the one that it is stored under."""
+    """Return the text model's tensors: name → stored name."""
     return {name.removeprefix(_TEXT): name for name in names if not name.startswith(_VISION)}
 
 
 class _TextPart(Mapping[str, np.ndarray]):
-    """The tensors of a folder that are a text model's, under the names that a text model alone has."""
+    """The text model's tensors in a folder, without the prefix of the text part."""
 
     def __init__(self, folder: SafetensorsFolder):
         self._folder, self._names = folder, _text_names(folder)

@@ -1,4 +1,4 @@
-"""``dsjax convert``: the command line of ``convert.py``."""
+"""``dsjax convert``: the command line of ``dsjax/checkpoint/convert.py``."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def convert(
 
 
 def parse_bytes(text: str) -> int:
-    """``"5GB"`` → 5,000,000,000; decimal and binary units as pydantic reads them, or none.
+    """Parse a size such as ``"5GB"`` (5,000,000,000) into bytes; decimal, binary or no unit, as pydantic reads them.
 
     Raises:
-        UserError: anything else.
+        UserError: not a positive size.
     """
     try:
         size = int(TypeAdapter(ByteSize).validate_python(text.strip()))

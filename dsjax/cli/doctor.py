@@ -1,4 +1,4 @@
-"""`dsjax doctor`: what this machine has for dsjax, and what to do about what it lacks."""
+"""`dsjax doctor`: check this machine's setup for dsjax, with advice for each problem."""
 
 import os
 import platform
@@ -27,7 +27,7 @@ _ROOM = 2 << 30
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. `state` is `ok`, `note` (it works, but) or `trouble`; `advice` is empty where it is well."""
+    """Result of one check. `state` is `ok`, `note` (works, with a caveat) or `trouble`; `advice` is empty for `ok`."""
 
     subject: str
     state: str
@@ -80,7 +80,7 @@ def _compare_layouts(options: ExactOptions, json_file: str | None) -> None:
 
 
 def look() -> Iterator[Finding]:
-    """Every finding, in the order in which one depends on the other. What cannot be looked at is a finding too."""
+    """Yield every finding; checks run before those that depend on them. A check that fails with an exception is a finding too."""
     for part in (
         _versions,
         _settings,
@@ -95,7 +95,7 @@ def look() -> Iterator[Finding]:
     ):
         try:
             yield from part()
-        except Exception as error:  # such as an import that another version of a package does not have
+        except Exception as error:  # such as an import that a package's installed version does not have
             subject = part.__name__.strip("_").replace("_", " ")
             yield Finding(subject, "trouble", f"{type(error).__name__}: {' '.join(str(error).split())}", "see above")
 
@@ -299,7 +299,7 @@ def _native_kernels() -> Iterator[Finding]:
 
     folder = cache_folder()
     if jax.default_backend() != "cpu" or folder is None or not kept_libraries(folder / "native"):
-        return  # of no use; or not built yet, which the first start does
+        return  # not used here, or not built yet: the first start builds them
     kernels = choose_kernels("auto", "cpu", np.dtype(np.float32), devices=1, cache=folder / "native")
     if kernels.native is None:
         yield Finding("native kernels", "trouble", kernels.note, "the plain forms run, several times slower")

@@ -1,4 +1,4 @@
-"""`dsjax doctor --exact`: meshes, dispatch methods and MLA forms, each against the answer of one device. JAX is imported when it runs."""
+"""`dsjax doctor --exact`: compare meshes, dispatch methods and MLA forms with one device. JAX is imported only when it runs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MESHES = (
     "dp=1", "dp=8", "dp=2,tp=4", "tp=8", "tp=8,ep=1", "dp=8,ep=2", "dp=32", "dp=4,tp=8", "dp=16,tp=2,ep=8", "dp=8,ep=1,etp=8",
     "dp=8,ep=2,etp=4", "pp=2", "pp=3,dp=2", "pp=2,tp=4", "pp=2,dp=4,ep=2", "dp=4+ep=4", "dp=2,tp=2+ep=8",
 )  # fmt: skip
-"""`ATTENTION+EXPERTS` are two meshes, between which the host takes the rows: their dispatch is `auto`."""
+"""`ATTENTION+EXPERTS` are two meshes; the host moves the rows between them, and their dispatch is `auto`."""
 DISPATCHES = ("gather", "padded", "ragged", "hierarchical")
 PAIRS = (("CC", "A_CC_ME"), ("A_CC_ME", "CC"))
-"""(prefill, decode): every form that has kernels decodes once, and prefills once."""
+"""(prefill, decode): each form with kernels is used once for prefill and once for decode."""
 OWN = ("own", "own")
-"""What an engine chooses by itself; a model without MLA has nothing else."""
+"""The forms that the engine chooses by default; the only pair for a model without MLA."""
 VARIED: dict[str, dict[str, Any]] = {
     "speculative-config": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
     "no-async-scheduling": {"async_scheduling": False},
@@ -41,18 +41,18 @@ VARIED: dict[str, dict[str, Any]] = {
     "enable-dbo": {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2},
     "embedding-location": {"embedding_location": "host"},
 }
-"""What `--vary` names, to the options of a run that has it."""
+"""Name in `--vary` → engine options of a run with it."""
 CHANGES_NUMBERS = ("enable_shared_experts_fusion",)
-"""Options of a run that one device must have too, to give the same bits."""
+"""Options that the one-device reference must share to give the same bits."""
 NEW_TOKENS = 64
 _LENGTHS, _DEVICES_PER_HOST = (1, 3, 7, 12, 16, 17, 30, 41), 4
 
 
 def parse_slice(text: str) -> slice:
-    """`K/N`: each N-th run from the K-th on, as what indexes a sequence.
+    """Parse `K/N`, every N-th run starting with the K-th, into a slice of a sequence.
 
     Raises:
-        OptionError: it is not.
+        OptionError: not of this form, or K is larger than N.
     """
     found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
     if found is None or int(found[1]) > int(found[2]):
@@ -84,10 +84,10 @@ class ExactOptions(Checked):
 
     @property
     def runs(self) -> list[tuple[str, str, tuple[str, str], tuple[str, ...]]]:
-        """(mesh, dispatch, MLA forms, what is varied) of the slice.
+        """(mesh, dispatch, MLA forms, varied options) of each run in the slice.
 
         Raises:
-            OptionError: `--slice`, `--mla` or `--vary` cannot be.
+            OptionError: `--slice`, `--mla` or `--vary` is invalid.
         """
         if unknown := [name for name in self.vary or () if name not in VARIED]:
             raise OptionError(f"--vary is {unknown[0]!r}, expected one of {', '.join(VARIED)}")
@@ -110,10 +110,10 @@ class ExactOptions(Checked):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a layout gives: logits at every position of the longest prompt, and greedy continuations of all with their log-probabilities.
+    """A layout's output: logits at every position of the longest prompt, and greedy continuations of all prompts with log-probabilities.
 
-    logits: None where they were not asked for. exact: whether these numbers are the same to the bit on every layout
-    (`ModelStep.is_exact`). rebalances: of experts that moved; None where none can.
+    logits: None if not requested. exact: whether these numbers are bitwise equal on every layout (`ModelStep.is_exact`).
+    rebalances: number of expert rebalances; None without EPLB.
     """
 
     logits: np.ndarray | None
@@ -124,13 +124,13 @@ class Answer:
 
 
 def prompts(vocab_size: int) -> list[dict[str, list[int]]]:
-    """Eight prompts of unequal length."""
+    """Return eight prompts of different lengths."""
     rng = np.random.default_rng(5)
     return [{"prompt_token_ids": rng.integers(2, vocab_size, size=length).tolist()} for length in _LENGTHS]
 
 
 def meshes_of(layout: str) -> dict[str, str]:
-    """The options that name a layout's mesh, or of `ATTENTION+EXPERTS` both meshes."""
+    """Return the engine options for a layout's mesh, or for both meshes of `ATTENTION+EXPERTS`."""
     attention, _, experts = layout.partition("+")
     return {"attention_mesh": attention, "expert_mesh": experts} if experts else {"mesh": attention}
 
@@ -148,9 +148,9 @@ def answer(
     prepare: Callable[[LLM], None] = lambda llm: None,
     **options: Any,
 ) -> Answer:
-    """Run the eight prompts together on a layout.
+    """Run the eight prompts as one batch on a layout.
 
-    mixed: decodes and prompts share launches. every_token: compute the logits at every position, which takes one more program.
+    mixed: batch decodes and prefills in one dispatch. every_token: compute the logits at every position, which compiles one more program.
     prepare: called with the engine before it runs.
     """
     from dsjax import LLM, SamplingParams
@@ -165,7 +165,7 @@ def answer(
     forms = {} if (prefill, decode) == OWN else {"mla_prefill": prefill, "mla_decode": decode}
     llm = LLM(model, dtype="float32", dispatch=dispatch, **{**sizes, **forms, **own, **hosts, **options})
     try:
-        # Three programs (four if mixed) instead of a dozen: this is about layouts, not buckets.
+        # Three programs (four if mixed) instead of a dozen: this compares layouts, not buckets.
         speculation = llm.executor.buckets.speculation
         llm.executor.buckets = Buckets(decode=(8,), prefill=(Rectangle(2, 16),), mixed=mixed, speculation=speculation)
         prepare(llm)
@@ -184,10 +184,10 @@ def answer(
 
 
 def difference(found: Answer, reference: Answer) -> str | None:
-    """How an answer differs from the reference's, or None.
+    """Describe how an answer differs from the reference; None if it does not.
 
-    Two that are exact are equal to the bit; otherwise logits keep 1e-4 of the largest one, at least 1e-4, and greedy tokens are equal.
-    Logits that one of the two lacks are not compared.
+    Two exact answers must be bitwise equal. Otherwise logits may differ by 1e-4 × max(1, the reference's largest magnitude), and greedy
+    tokens must be equal. Logits are compared only if both answers have them.
     """
     exact = found.exact and reference.exact
     if found.logits is not None and reference.logits is not None:
@@ -203,10 +203,10 @@ def difference(found: Answer, reference: Answer) -> str | None:
 
 
 def sweep(options: ExactOptions, console: Console) -> list[dict[str, Any]]:
-    """Make the runs, print what came of each, and give it: `verdict` is `equal`, `left out: …` or what differs.
+    """Execute the runs, print each result, and return all; `verdict` is `equal`, `left out: …`, `no expert moved` or the difference.
 
-    Runs that are exact are held to one device's answer by the same arithmetic, and that to the plain forms' but for rounding; others are
-    held to the plain forms.
+    An exact run is compared with one device under the same arithmetic, which is compared with the plain kernels up to rounding; other
+    runs are compared with the plain kernels.
     """
     from sharding.emulation import emulate_devices
     from sharding.errors import MeshError
@@ -232,7 +232,7 @@ def sweep(options: ExactOptions, console: Console) -> list[dict[str, Any]]:
             if exact:
                 changes = [(name, own[name]) for name in CHANGES_NUMBERS if name in own]
                 reference = one_device(*forms, options.kernels, *changes)
-                # An activation in the middle between two FP8 numbers becomes either, as float32 rounds.
+                # An activation halfway between two FP8 numbers may round to either, depending on float32 rounding.
                 rounds = options.activation_scheme not in ("auto", "none")
                 verdict = (not rounds and difference(reference, plain)) or verdict
             verdict = difference(found, reference) or verdict

@@ -1,6 +1,6 @@
-"""Help pages as plain text: an option's name is never cut, however narrow the terminal, and panels are headings.
+"""Plain-text help pages that never truncate option names, with panels as headings.
 
-typer's own pages are tables of three columns, which at 80 columns leave 24 for the help and cut long names.
+typer's own pages are three-column tables, which leave 24 of 80 columns for the help text and truncate long names.
 """
 
 import os
@@ -16,26 +16,26 @@ PLAIN: dict[str, Any] = {
     "rich_markup_mode": None,
     "context_settings": {"max_content_width": 120},
 }
-"""Arguments that every `typer.Typer` of the command line has."""
+"""Arguments of every `typer.Typer` of the command line."""
 
 ALL = "dsjax.all"
-"""Key of a context's `meta`: whether help shows advanced options, and the names that other engines have for options."""
+"""Key of a context's `meta`: whether help shows advanced options and other engines' option names."""
 _FIRST = ("Arguments", "Options")
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-"""click's class, which typer does not export. Later versions of typer bring a copy of click, so it is not imported from click."""
+"""click's `UsageError`, which typer does not export. Later versions of typer vendor click, so it is not imported from click."""
 
 
 class PanelledCommand(typer.core.TyperCommand):
-    """A command whose options are listed under the titles of their panels, those without one first, as "Options".
+    """A command that lists options by panel; options without a panel come first, as "Options".
 
-    It takes other engines' names for options where they have a counterpart, and says what does the work of the others.
+    Accepts other engines' option names that have a counterpart; for the others, the error names the alternative.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the words behind the command.
+        """Parse the command's arguments.
 
         Raises:
-            UsageError: they cannot be read.
+            UsageError: the arguments are invalid.
         """
         from dsjax.cli.given import our_words
         from dsjax.cli.other_engines import advice, unread_variables
@@ -74,7 +74,7 @@ class PanelledCommand(typer.core.TyperCommand):
             default_title = "Options" if is_option else "Arguments"
             title = getattr(parameter, "rich_help_panel", None) or default_title
             if parameter.default is False and parameter.secondary_opts and not everything:
-                record = (parameter.opts[0], record[1])  # its `--no-` form changes nothing
+                record = (parameter.opts[0], record[1])  # its `--no-` form is the default
             names = re.sub(r"<list\[(\w+)\]>", r"<\1>", record[0])  # the help says that several may be given
             text = re.sub(r"\[default: \((.*)\)\]", r"[default: \1]", record[1])  # so typer shows a default in words
             sections.setdefault(title, []).append((names, text + text_after))
@@ -84,7 +84,7 @@ class PanelledCommand(typer.core.TyperCommand):
 
 
 class Commands(typer.core.TyperGroup):
-    """A group that lists each command with the whole first sentence of its help."""
+    """A group that lists each command with the full first paragraph of its help."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the section."""

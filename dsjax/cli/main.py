@@ -1,6 +1,6 @@
 """The command line: `dsjax <command>`, or `python -m dsjax <command>`.
 
-A command's module is imported when the command is used. No such module brings JAX in before it runs, because
+A command's module is imported when the command is used. No command's module imports JAX at import time, because
 `--mesh dp=32` on a CPU must set the number of emulated devices first.
 """
 
@@ -35,18 +35,18 @@ COMMANDS = {
     "replay": ("dsjax.cli.replay", "replay"),
     "doctor": ("dsjax.cli.doctor", "doctor"),
 }
-"""Command to (module, function, or a `typer.Typer` with commands of its own), in the order of `--help`."""
+"""Command → (module, name of a function or of a `typer.Typer` with subcommands), in the order of `--help`."""
 
 
 class LazyCommands(Commands):
-    """A group that imports a command's module when the command is asked for."""
+    """A group that imports a command's module on first use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """List the names of all commands."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import and make one; None for an unknown name."""
+        """Import and build a command; return None for an unknown name."""
         if cmd_name not in COMMANDS:
             return None
         module, function = COMMANDS[cmd_name]
@@ -59,7 +59,7 @@ class LazyCommands(Commands):
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What writing to a full disk fails with."""
+"""Error numbers of a write to a full disk."""
 
 app = typer.Typer(cls=LazyCommands, no_args_is_help=True, **PLAIN)
 
@@ -86,14 +86,14 @@ def dsjax(
 def main(prefix: Sequence[str] = ()) -> None:
     """Run the command in `sys.argv`; `prefix` goes before it (`python -m dsjax.serve` is `dsjax serve`).
 
-    A user's mistake is printed in one line and ends with 2, and so is a full disk. A pipe whose reader is gone ends with 1, in silence.
-    Anything else keeps its traceback.
+    User errors and a full disk print one line and exit with status 2. A broken pipe exits silently with status 1. Other exceptions keep
+    their traceback.
     """
     try:
         try:
             app([*prefix, *sys.argv[1:]], prog_name="dsjax")
         finally:
-            sys.stdout.flush()  # here, where it can be said that it fails
+            sys.stdout.flush()  # here, where a failure can still be reported
     except ValueError as error:
         if not _is_users_mistake(error):
             raise
@@ -113,7 +113,7 @@ def _fail(message: str) -> None:
 
 
 def _drop_output() -> None:
-    """Forget what standard output still holds, where it takes no more: Python would try to write it again at its end."""
+    """Discard buffered standard output that cannot be written; Python would try to write it again at exit."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,4 +1,4 @@
-"""Where a command writes what it found: tables on the console; JSON, pictures and pages where the user says."""
+"""Output of commands: tables on the console; JSON, pictures and pages in files that the user names."""
 
 import contextlib
 import dataclasses
@@ -23,18 +23,18 @@ INTERRUPTED = 130
 """The exit code after Ctrl-C."""
 
 JsonFile = Annotated[str | None, typer.Option("--json", help="Write JSON to this file instead; - for standard output.")]
-"""The option of a command that prints tables, or writes what they show as JSON."""
+"""Option of a command that prints tables or writes their contents as JSON."""
 
 FILE_COLUMNS = 140
-"""Columns of tables in a file or a pipe. rich would take 80 there, and cut the figures of wide tables."""
+"""Console width for a file or a pipe. rich's default there is 80, which truncates the figures of wide tables."""
 
 
 def write_json(where: str | Path, body: Any, *, private: bool = False) -> None:
-    """Write indented JSON to a file, or for `-` to standard output. private: the file is for its owner alone (mode 0600).
+    """Write indented JSON to a file, or to standard output for `-`. private: only the owner can read the file (mode 0600).
 
     Raises:
         UserError: the file cannot be written.
-        ValueError: `body` holds a number that JSON cannot.
+        ValueError: `body` contains NaN or infinity.
     """
     text = json.dumps(body, indent=2, allow_nan=False) + "\n"
     if str(where) == "-":
@@ -46,44 +46,44 @@ def write_json(where: str | Path, body: Any, *, private: bool = False) -> None:
             return
         with open(os.open(where, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                os.fchmod(file.fileno(), 0o600)  # it may have been there, for others too
+                os.fchmod(file.fileno(), 0o600)  # an existing file may be readable by others
             file.write(text)
 
 
 @contextlib.contextmanager
 def writing(path: str | Path, kind: str = "file") -> Iterator[None]:
-    """While `path`, which is a file or a folder, is written.
+    """Turn errors of the block, which writes the file or folder `path`, into user errors.
 
     Raises:
-        UserError: it cannot be; also for a picture whose kind its name does not tell.
+        UserError: `path` cannot be written, or is a picture with an unsupported file extension.
     """
     try:
         yield
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; choose another {kind}") from error
     except ValueError as error:
-        if "is not supported" not in str(error):  # matplotlib, of a file name's end that it does not know
+        if "is not supported" not in str(error):  # matplotlib's message for an unknown file extension
             raise
         raise UserError(f"cannot write {path}: {error}") from error
 
 
 def report_console(*, stderr: bool = False) -> Console:
-    """A console as wide as the terminal; in a file or a pipe of `FILE_COLUMNS` columns, unless `COLUMNS` says otherwise."""
+    """Return a console as wide as the terminal, or `FILE_COLUMNS` wide for a file or a pipe unless `COLUMNS` is set."""
     stream = sys.stderr if stderr else sys.stdout
     wide = stream.isatty() or "COLUMNS" in os.environ
     return ReportConsole(stderr=stderr, width=None if wide else FILE_COLUMNS)
 
 
 class ReportConsole(Console):
-    """A console whose tables never lose a figure: one that is too wide is drawn closer, then as several below each other.
+    """A console that never truncates figures: a table that is too wide is drawn compactly, then split into several tables.
 
-    Each of those repeats the columns that tell the rows apart: the first column, and those behind it that are justified left or
-    drawn in bold, as far as these take half of the width. A word is cut where its column allows that (`overflow="fold"`), and then
-    goes on in the next line. rich itself would shrink columns to nothing, or cut figures to `0.…`.
+    Each part repeats the key columns: the first column and the left-justified or bold columns that follow it, as far as they fit
+    half of the width. A word is broken across lines only if its column allows it (`overflow="fold"`). rich itself would shrink
+    columns to nothing, or truncate figures to `0.…`.
     """
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print as rich does, each table in the width there is."""
+        """Print as rich does, with each table fitted to the width."""
         if not any(isinstance(each, Table) for each in objects):
             super().print(*objects, **options)
             return
@@ -93,11 +93,11 @@ class ReportConsole(Console):
 
 
 _MOST_WRAPPED = 24
-"""Columns of text may wrap, but where they are longer than this not below it."""
+"""Text columns may wrap, but not to fewer characters than this unless their text is shorter."""
 
 
 def fitted(table: Table, width: int) -> list[Table]:
-    """The table, or tables of some of its columns each, that need no more than `width` columns of the terminal."""
+    """Return the table, or several tables with some of its columns each, that fit `width` terminal columns."""
     widths = [_width(column) for column in table.columns]
     if _fits(table, widths, width):
         return [table]
@@ -126,7 +126,7 @@ def fitted(table: Table, width: int) -> list[Table]:
 
 
 def _width(column: Column) -> int:
-    """What a column needs at least: all of a number, of a text its longest word and up to `_MOST_WRAPPED`."""
+    """Return a column's minimum width: all of a number; for text, the larger of its longest word and min(its length, `_MOST_WRAPPED`)."""
     lines = [line for cell in (column.header, *column.cells) for line in _plain(cell).splitlines()]
     longest = max(map(cell_len, lines), default=0)
     if column.no_wrap or column.justify == "right":
@@ -151,7 +151,7 @@ def _fits(table: Table, widths: Sequence[int], width: int) -> bool:
 
 
 def _part(table: Table, columns: Sequence[int]) -> Table:
-    """Some columns of a table, drawn close; figures do not wrap."""
+    """Return a compact table of some columns; figures do not wrap."""
     part = Table(
         title=table.title,
         caption=table.caption,

@@ -1,4 +1,4 @@
-"""`dsjax plan`: a cluster, a workload and objectives in, a layout out, with figures that can be checked."""
+"""`dsjax plan`: find the layout for a cluster, a workload and objectives, with figures that can be checked."""
 
 import math
 import shlex
@@ -18,15 +18,15 @@ _SEARCH = "search"
 
 
 class _PlanCommands(Commands):
-    """A group that searches where no other subcommand is named."""
+    """A group whose default subcommand is `search`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the words behind `dsjax plan`."""
+        """Parse the arguments of `dsjax plan`."""
         return super().parse_args(ctx, args if args and args[0] in self.commands else [_SEARCH, *args])
 
 
 class _SearchCommand(PanelledCommand):
-    """The subcommand that `dsjax plan` is, whose help lists the others."""
+    """The default subcommand of `dsjax plan`; its help lists the others."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the sections."""

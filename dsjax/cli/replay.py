@@ -1,4 +1,4 @@
-"""`dsjax replay`: run recorded steps again, and compare tokens and times. JAX is imported when it runs."""
+"""`dsjax replay`: run recorded steps again, and compare tokens and times. JAX is imported only when it runs."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def replay(
 
 @dataclass
 class Report:
-    """What a replay found.
+    """Result of a replay.
 
     Attributes:
-        num_uncompared: steps whose results are not in the recording: under way when it ended.
-        first_difference: the first row whose outcome is not the recorded one. step: the command's number. row: in the rank's command.
-        end: why the recording ended; None where it ends in the middle.
-        times: of each kind of step the recorded and the replayed seconds, step by step.
+        num_uncompared: steps that were in flight when the recording ended, without recorded results.
+        first_difference: the first row with another outcome than recorded. step: the command's number. row: in the rank's command.
+        end: why the recording ended; None if it stops without an end record.
+        times: (recorded, replayed) seconds of each step, by kind of step.
     """
 
     num_steps: int = 0
@@ -86,7 +86,7 @@ class Report:
     times: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     def enter(self, command: Command, recorded: Collected, replayed: Collected) -> None:
-        """Compare a command's results."""
+        """Compare a command's results and count them."""
         self.num_steps += 1
         for difference in _differences(command, recorded, replayed):
             self.num_differing += 1
@@ -96,7 +96,7 @@ class Report:
         self.num_tokens += len(recorded.greedy)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, with statistics in place of single times (seconds)."""
+        """Return all fields as JSON, with statistics (seconds) instead of individual times."""
         kinds = {
             kind: {"count": len(pairs), "recorded": _statistics(pairs, 0), "replayed": _statistics(pairs, 1)}
             for kind, pairs in self.times.items()
@@ -105,7 +105,7 @@ class Report:
 
 
 def compare(record: StepRecording, executor: Executor, kind_of: Callable[[Command], str]) -> Report:
-    """Give an executor, whose cache is empty, the recorded stream. kind_of: under which heading a command's time is listed.
+    """Replay the recorded stream on an executor with an empty cache. kind_of: the kind of step that a command's time is listed under.
 
     Raises:
         RecordError: the recording is damaged.
@@ -139,7 +139,7 @@ def compare(record: StepRecording, executor: Executor, kind_of: Callable[[Comman
 
 
 def launch_kind(command: Command, buckets: Buckets) -> str:
-    """The shapes that a command is computed in: `decode 8 rows`, `decode 8 rows × 3` with two drafts, `prefill 2 × 128`, `score`."""
+    """Return a command's batch shapes: `decode 8 rows`, `decode 8 rows × 3` with two drafts, `prefill 2 × 128`, `score`."""
     from dsjax.engine.device.programs import shape_label
 
     if not isinstance(command, Step):
@@ -148,13 +148,13 @@ def launch_kind(command: Command, buckets: Buckets) -> str:
 
 
 def build_executor(record: StepRecording, model: str | None) -> Executor:
-    """Make the executor that the recording's header describes, in this process. JAX must not have started.
+    """Build the executor that the recording's header describes, in this process. JAX must not be initialised yet.
 
-    model: the checkpoint's name or directory here; None: as it was recorded.
+    model: the checkpoint's name or directory on this machine; None: as recorded.
 
     Raises:
-        RecordError: another checkpoint, or other limits.
-        UserError: options that cannot be here.
+        RecordError: the checkpoint or the executor's limits differ from the recorded ones.
+        UserError: the recorded options are not possible on this machine.
     """
     from dsjax.checkpoint.fingerprint import fingerprint
     from dsjax.checkpoint.hub import resolve
@@ -187,7 +187,7 @@ def build_executor(record: StepRecording, model: str | None) -> Executor:
 
 
 def times_table(report: Report) -> Table:
-    """The times by kind of step, in milliseconds, recorded beside replayed."""
+    """Return a table of recorded and replayed times by kind of step, in milliseconds."""
     table = Table(title="Time of a step, ms: recorded → replayed", title_justify="left")
     table.add_column("launches")
     for name in ("count", "mean", "median", "p99"):

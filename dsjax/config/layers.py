@@ -1,4 +1,4 @@
-"""Which kinds of layers a model has, in what order, and in which stacks their parameters lie."""
+"""A model's layer kinds, their order, and the stacks that hold their parameters."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers that are alike but for their weights.
+    """Layers that differ only in their weights.
 
-    stack: name of the stack that holds their parameters, and no others'. mlp: what follows attention: a dense MLP, or routed experts, which
-    a token's id decides on in "hash" layers. attention: MLA, or a kind of DeepSeek-V4's (``deepseek_v4.KINDS``).
+    stack: name of the stack that holds only these layers' parameters. mlp: a dense MLP, or routed experts; "hash" layers route by token
+    id. attention: MLA, or one of DeepSeek-V4's kinds (``deepseek_v4.KINDS``).
     """
 
     stack: str
@@ -21,30 +21,30 @@ class LayerKind:
 
     @property
     def routed(self) -> bool:
-        """Whether it has routed experts."""
+        """Whether the layers have routed experts."""
         return self.mlp != "dense"
 
 
 @dataclass(frozen=True)
 class LayerRun:
-    """Layers that follow one another: ``kinds``, one after the other, ``count`` times."""
+    """Consecutive layers: the sequence ``kinds``, repeated ``count`` times."""
 
     kinds: tuple[LayerKind, ...]
     count: int
 
     @property
     def layers(self) -> int:
-        """How many they are."""
+        """Number of layers."""
         return len(self.kinds) * self.count
 
 
 def kinds_of(runs: Sequence[LayerRun]) -> tuple[tuple[LayerKind, int], ...]:
-    """Each kind of layer, and how many layers are of it."""
+    """Return each kind of layer with its number of layers."""
     return tuple((kind, len(numbers)) for kind, numbers in stacks(runs).items())
 
 
 def stacks(runs: Sequence[LayerRun]) -> dict[LayerKind, range]:
-    """The numbers, in the model, of the layers of each kind."""
+    """Return the layer numbers of each kind."""
     found, first = {}, 0
     for run in runs:
         for place, kind in enumerate(run.kinds):
@@ -54,14 +54,14 @@ def stacks(runs: Sequence[LayerRun]) -> dict[LayerKind, range]:
 
 
 def moe_layers(runs: Sequence[LayerRun]) -> list[int]:
-    """The numbers of the layers with routed experts, in order: one has the row of a placement that is its place here."""
+    """Return the numbers of the layers with routed experts, in order. Row i of a placement belongs to entry i."""
     return sorted(number for kind, numbers in stacks(runs).items() if kind.routed for number in numbers)
 
 
 def in_runs(layers: Sequence[tuple[str, str]], number: int = 0) -> tuple[LayerRun, ...]:
-    """Runs of layers of which each is given by its attention and MLP: of one kind, or of two that take turns, whichever is longer.
+    """Group layers, each given as (attention, MLP), into runs of one kind or of two alternating kinds, whichever is longer.
 
-    number: the number of the first of these layers. A stack is named after its kind and its first layer, so its name occurs in one run.
+    number: the number of the first of these layers. A stack's name has its kind and first layer, so it is unique to one run.
     """
     runs, first = [], 0
     while first < len(layers):

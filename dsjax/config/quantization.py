@@ -1,4 +1,4 @@
-"""The weight quantisation of DeepSeek's checkpoints: FP8 e4m3 with a float32 scale per 128 × 128 block, and experts in 4 bits in some."""
+"""Weight quantisation of DeepSeek's checkpoints: FP8 e4m3 with a float32 scale per 128 × 128 block; some have 4-bit experts."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,21 +19,21 @@ _KEYS = (
 
 
 QUANTIZATION_FILES = ("hf_quant_config.json",)
-"""Files that some quantisation methods have beside `config.json`, which repeat what it says."""
+"""Files that some quantisation methods add beside `config.json`; they repeat its `quantization_config`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationConfig:
-    """How the checkpoint's linear weights are stored: `weight = fp8 × weight_scale_inv` of its block.
+    """Storage of the checkpoint's linear weights: `weight = fp8 × weight_scale_inv` of its block.
 
-    `scale_fmt` is `"ue8m0"` where the scales are powers of two (V3.1); they are stored as float32 all the same.
+    `scale_fmt` is `"ue8m0"` if the scales are powers of two (V3.1), which are still stored as float32.
     """
 
     weight_block_size: tuple[int, int] = (128, 128)
     fmt: str = "e4m3"
     scale_fmt: str | None = None
     expert_dtype: str | None = None
-    """`"fp4"`: routed experts are in MXFP4, as DeepSeek-V4's; `"nvfp4"`, `"int4"`: in these."""
+    """Format of the routed experts: `"fp4"` is MXFP4, as in DeepSeek-V4; `"nvfp4"` and `"int4"` name themselves."""
 
     def __post_init__(self):
         if self.weight_block_size != (128, 128):
@@ -46,11 +46,11 @@ class QuantizationConfig:
 
     @property
     def weights(self) -> str:
-        """What `--weights` calls the files."""
+        """The `--weights` name of this format."""
         return {None: "fp8", "fp4": "mxfp4"}.get(self.expert_dtype, self.expert_dtype)
 
     def to_dict(self) -> dict[str, Any]:
-        """The value of `quantization_config` in Hugging Face's `config.json`."""
+        """Return the value of `quantization_config` in Hugging Face's `config.json`."""
         written = {
             "activation_scheme": "dynamic",
             "fmt": self.fmt,
@@ -62,9 +62,9 @@ class QuantizationConfig:
 
 
 def read_quantization(raw: Mapping[str, Any]) -> QuantizationConfig | FP4Quantization | None:
-    """Read `quantization_config` of a `config.json`; `None` where it is missing or null.
+    """Read `quantization_config` of a `config.json`; return `None` if it is missing or null.
 
-    Raises `ConfigError` on any other method, format, block or activation scheme, and on unknown keys.
+    Raises `ConfigError` on an unsupported method, format, block or activation scheme, and on unknown keys.
     """
     if raw.get("quantization_config") is None:
         return None
@@ -91,10 +91,10 @@ def read_quantization(raw: Mapping[str, Any]) -> QuantizationConfig | FP4Quantiz
 
 
 Quantization = QuantizationConfig | FP4Quantization
-"""What `quantization_config` of a checkpoint can be."""
+"""Any parsed `quantization_config`."""
 
 
 def quantization_files(written: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Give the fields of each of `QUANTIZATION_FILES` that goes with a `quantization_config`, by the file's name."""
+    """Return the contents of those `QUANTIZATION_FILES` that accompany a `quantization_config`, by file name."""
     fields = hf_quant_config(written)
     return {} if fields is None else {QUANTIZATION_FILES[0]: fields}

@@ -1,7 +1,7 @@
-"""Rotary embedding settings, and the two ways in which a `config.json` spells them.
+"""Rotary embedding settings, and their two spellings in a `config.json`.
 
 Original: `rope_theta` and `rope_scaling {"type": …}`. Transformers 5: `rope_parameters {"rope_type", "rope_theta", …}`.
-The frequencies themselves are computed in `dsjax/model/rope.py`.
+`dsjax/model/rope.py` computes the frequencies.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ _YARN_KEYS = (
     "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"
 )  # fmt: skip
 _TYPES = {"default": "default", "yarn": "yarn", "deepseek_yarn": "yarn"}
-"""What `rope_type` may be, and what it means: vLLM's name of YaRN for DeepSeek, which sarvam's configurations have, is plain YaRN."""
+"""`rope_type` → `RopeConfig.type`. `deepseek_yarn`, vLLM's name that sarvam's configurations use, is plain YaRN."""
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN magnitude `0.1 · mscale · ln(factor) + 1`; 1 if nothing is stretched (arXiv 2309.00071 §3.4)."""
+    """Return the YaRN magnitude `0.1 · mscale · ln(factor) + 1`; 1 if `factor` is at most 1 (arXiv 2309.00071 §3.4)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -29,9 +29,9 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 class RopeConfig:
     """Rotary embedding: plain (`type="default"`) or YaRN-stretched (`type="yarn"`, arXiv 2309.00071).
 
-    The YaRN fields mean nothing under `"default"`. `mscale`, `mscale_all_dim` and `attention_factor` are `None` where
-    `config.json` does not give them. `interleave`: rotated pairs are (x0, x1), (x2, x3), …, else (x0, x_{O/2}), ….
-    `truncate`: the ramp's ends are rounded outwards to whole dimensions.
+    The YaRN fields are ignored under `"default"`. `mscale`, `mscale_all_dim` and `attention_factor` are `None` if
+    `config.json` does not set them. `interleave`: rotated pairs are (x0, x1), (x2, x3), …, else (x0, x_{O/2}), ….
+    `truncate`: round the ramp's ends outwards to whole dimensions.
     """
 
     theta: float = _DEFAULT_THETA
@@ -65,11 +65,11 @@ class RopeConfig:
 
     @property
     def cos_sin_scale(self) -> float:
-        """What cos and sin are multiplied by (transformers' `attention_scaling`).
+        """Factor on cos and sin (transformers' `attention_scaling`).
 
         `attention_factor` if given; else `yarn_mscale(mscale) / yarn_mscale(mscale_all_dim)` if both are given and not
-        zero; else `yarn_mscale(1)`. DeepSeek's own remote code differs in the last case: there `mscale_all_dim` zero or
-        missing means a divisor of 1 *and* `mscale` is kept. Transformers is the standard here.
+        zero; else `yarn_mscale(1)`. DeepSeek's own remote code differs in the last case: if `mscale_all_dim` is zero or
+        missing, it keeps `mscale` and divides by 1. We follow transformers.
         """
         if self.type == "default":
             return 1.0
@@ -81,7 +81,7 @@ class RopeConfig:
 
     @property
     def softmax_correction(self) -> float:
-        """Factor on the softmax scale: `yarn_mscale(factor, mscale_all_dim)²` if `mscale_all_dim` is given, not zero.
+        """Factor on the softmax scale: `yarn_mscale(factor, mscale_all_dim)²` if `mscale_all_dim` is given and not zero, else 1.
 
         Transformers' V2 and V3 classes (`yarn_apply_mscale`) and DeepSeek's remote code agree.
         """
@@ -90,7 +90,7 @@ class RopeConfig:
         return yarn_mscale(self.factor, self.mscale_all_dim) ** 2
 
     def to_dict(self) -> dict[str, Any]:
-        """`rope_theta`, `rope_scaling` (null under `"default"`) and `rope_interleave`, in the original spelling."""
+        """Return `rope_theta`, `rope_scaling` (null under `"default"`) and `rope_interleave`, in the original spelling."""
         scaling = None
         if self.type != "default":
             given = {key: getattr(self, key) for key in _YARN_KEYS if getattr(self, key) is not None}
@@ -99,7 +99,7 @@ class RopeConfig:
 
 
 def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
-    """Read the rotary settings of a `config.json` in either spelling, or in both where they agree.
+    """Read the rotary settings of a `config.json` in either spelling, or in both if they agree.
 
     Raises `ConfigError` on an unknown key or type, a missing YaRN field, or two spellings that contradict each other.
     """
@@ -130,7 +130,7 @@ def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
 
 
 def _read_spelling(name: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `RopeConfig` fields that one of the two JSON objects sets, types unified, nulls left out."""
+    """Return the `RopeConfig` fields that one of the two JSON objects sets, with unified types and without nulls."""
     kinds = [
         _TYPES[check_choice(f"{name}.{key}", raw[key], tuple(_TYPES))]
         for key in ("type", "rope_type")

@@ -1,7 +1,7 @@
-"""The table of weight formats: one row for each name of ``--weights``, which says how it is kept, stored, cut, sized and multiplied.
+"""Table of weight formats: one row per ``--weights`` name, with its dtypes, sizes, blocks and matrix products.
 
-Whoever has to know a format asks the row of its name. A new format is a row, its folder (``dsjax/fp4`` is that of NVFP4, MXFP4, INT4), a
-reader of its tensors in ``dsjax/checkpoint`` and its products. No JAX here: planner and command line read it, too.
+All code looks formats up here by name. To add a format: a row, a folder (``dsjax/fp4`` for NVFP4, MXFP4, INT4), a reader of its tensors
+in ``dsjax/checkpoint``, and its matrix products. This module does not import JAX, because the planner and the command line use it too.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ FP8_BLOCK = 128
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a model's matrices are kept.
+    """Format of a model's matrices.
 
-    name: what ``--weights`` calls it. experts, others: how routed experts' matrices and all other ones are kept: ``f32``, ``bf16``,
-    ``fp8``, and of experts the name of a packed format too. packed: that format. serves: whether ``dsjax serve`` takes the name; others
-    come from ``auto``. converts: whether ``dsjax convert`` writes it. listed: whether ``dsjax info`` gives its bytes.
+    name: the ``--weights`` value. experts, others: format of the routed experts' matrices and of all others: ``f32``, ``bf16`` or ``fp8``;
+    experts may also have a packed format. packed: that format. serves: whether ``dsjax serve`` accepts the name; ``auto`` chooses the
+    others. converts: whether ``dsjax convert`` writes it. listed: whether ``dsjax info`` shows its bytes.
     """
 
     name: str
@@ -41,36 +41,36 @@ class WeightFormat:
 
     @property
     def plain(self) -> str:
-        """How what is never quantised is kept: norms, router, embedding, head."""
+        """Format of parameters that are never quantised: norms, router, embedding, head."""
         return "f32" if self.others == "f32" else "bf16"
 
     @property
     def expert_bytes(self) -> float:
-        """Bytes of a number of a routed expert, with its share of a packed block's scale."""
+        """Bytes per value of a routed expert, including its share of a packed block's scale."""
         return _BYTES[self.experts] if self.packed is None else self.packed.bytes_per_value
 
     @property
     def block(self) -> int | None:
-        """Numbers along a side of an FP8 block, which no split of a matrix may cut; None where there is none."""
+        """Side length of an FP8 block, which sharding must not split; None without FP8."""
         return FP8_BLOCK if self.keeps_fp8 else None
 
     @property
     def expert_block(self) -> int | None:
-        """Numbers along a routed expert's depth that share a packed block's scale; None: as ``block``."""
+        """Number of values along a routed expert's contraction dimension that share a packed scale; None: as ``block``."""
         return None if self.packed is None else self.packed.block
 
     @property
     def row_formats(self) -> tuple[str, ...]:
-        """Formats that rows of routed experts can be quantised to beside FP8, as ``--activation-scheme`` calls them."""
+        """Formats besides FP8 that routed experts' activations can be quantised to, by ``--activation-scheme`` name."""
         return (self.packed.name,) if self.packed is not None and self.packed.has_global else ()
 
     @property
     def quantises_rows(self) -> bool:
-        """Whether products with its weights can take quantised rows at all."""
+        """Whether matrix products with these weights support quantised activations."""
         return self.experts == "fp8" or self.packed is not None
 
     def quantization_config(self, dense_layers: int) -> dict[str, Any] | None:
-        """What ``config.json`` of a checkpoint says of it; None where nothing is quantised. dense_layers: of the model, never packed."""
+        """Return ``config.json``'s ``quantization_config``; None if unquantised. dense_layers: number of dense layers, never packed."""
         if self.packed is not None:
             return fp4_quantization(self.name, dense_layers)
         return QuantizationConfig().to_dict() if self.keeps_fp8 else None
@@ -90,8 +90,8 @@ def _rows() -> list[WeightFormat]:
 
 
 WEIGHT_FORMATS = {row.name: row for row in _rows()}
-"""``mixed``: routed experts in bf16, all others in float32. It is for computing in float32 from a bf16 checkpoint: widening is exact,
-experts are most of the bytes, and only those that have tokens are read."""
+"""``mixed``: routed experts in bf16, all others in float32, for float32 computation from a bf16 checkpoint: widening is exact,
+experts are most of the bytes, and only experts with tokens are read."""
 SERVED = tuple(name for name, row in WEIGHT_FORMATS.items() if row.serves)
 CONVERTED = tuple(name for name, row in WEIGHT_FORMATS.items() if row.converts)
 PACKED = tuple(name for name, row in WEIGHT_FORMATS.items() if row.packed is not None)

@@ -1,4 +1,4 @@
-"""`dry_run_apart`: the dry run of a step whose attention and routed experts are on devices of their own (`--expert-mesh`)."""
+"""`dry_run_apart`: dry run of a step under attention–FFN disaggregation (AFD, `--expert-mesh`)."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from sharding import MeshSpec
 def dry_run_apart(
     args: DryRunArgs, *, expert_target: str | None = None, cluster: str | None = None, timeline: bool = False
 ) -> ApartReport:
-    """Compile both sides' programs of the step that ``args`` describe, and read them. Allocates nothing of the model's size.
+    """Compile both sides' programs of the step that ``args`` describes, and analyse them. Allocates no arrays of the model's size.
 
-    expert_target: what the experts' programs are compiled for; None: as ``args.target``. cluster: as of ``dry_run``, of the target's
-    devices on either side. timeline: also play both sides in turn and predict the step's time.
+    expert_target: target of the experts' programs; None: ``args.target``. cluster: as in ``dry_run``, for the target's devices on
+    either side. timeline: also simulate both sides' timeline and predict the step time.
 
     Raises:
-        UserError, MeshError: options, model, meshes and targets that do not go together.
+        UserError, MeshError: incompatible options, model, meshes or targets.
     """
     expert_target = expert_target or args.target
     if (args.target == "cpu") != (expert_target == "cpu"):
@@ -95,7 +95,7 @@ def dry_run_apart(
 
 @dataclass(frozen=True)
 class _Sides:
-    """What both sides' devices are. attention, experts: their hosts and network; None on the CPU target."""
+    """Devices of both sides. attention, experts: their hosts and network; None on the CPU target."""
 
     spec: MeshSpec
     expert_spec: MeshSpec
@@ -107,7 +107,7 @@ class _Sides:
     @classmethod
     def of(cls, target: str, expert_target: str, spec: MeshSpec, experts: MeshSpec, cluster: str | None) -> _Sides:
         if target == "cpu":
-            return cls(spec, experts, None, None, target_cluster(None, cluster, 0), None)  # refuses one that is named
+            return cls(spec, experts, None, None, target_cluster(None, cluster, 0), None)  # raises on a named cluster
         hardware, expert_hardware = load_hardware(target), load_hardware(expert_target)
         alike = target == expert_target
         devices = spec.num_devices + (experts.num_devices if alike else 0)
@@ -122,28 +122,28 @@ class _Sides:
 
     @property
     def one_process(self) -> bool:
-        """Whether both sides are one process's: emulated, or of one host."""
+        """Whether one process has both sides: emulated devices, or devices of one kind on one host."""
         devices = self.spec.num_devices + self.expert_spec.num_devices
         return self.attention is None or in_one_process(self.attention, self.experts, devices)
 
     @property
     def processes(self) -> int:
-        """Processes that have the experts: one for each host that they take, of equal parts."""
+        """Number of expert processes: one per host, with equal numbers of devices."""
         devices = self.expert_spec.num_devices
         return 1 if self.one_process else processes_of(self.experts, devices)
 
     @property
     def attention_processes(self) -> int:
-        """Processes that have attention, likewise."""
+        """Number of attention processes, likewise."""
         return 1 if self.one_process else processes_of(self.attention, self.spec.num_devices)
 
     @property
     def connections(self) -> int:
-        """Connections between processes of the two sides: from each to each."""
+        """Number of connections between the sides' processes: one per pair."""
         return 0 if self.one_process else self.attention_processes * self.processes
 
     def meshes(self) -> tuple[Mesh, Mesh]:
-        """Devices that are emulated or described: the first, and those behind them; where experts are other processes', those of one."""
+        """Return the meshes of attention and experts, emulated or described. With several processes, experts have one process's devices."""
         first, second = self.spec.num_devices, self.expert_spec.num_devices
         if self.one_process:
             devices = list(target_devices(self.hardware, first + second))
@@ -156,7 +156,7 @@ class _Sides:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads the programs of both sides."""
+    """Analyses the compiled programs of both sides."""
 
     args: DryRunArgs
     compiled: ApartStep
@@ -164,7 +164,7 @@ class _Reader:
     timeline: bool
 
     def read(self) -> tuple[list[SideProgram], list[Pass]]:
-        """All programs of a step, and the passes through layers with experts that they are of."""
+        """Return all programs of a step, and its passes through MoE layers, each with its programs."""
         compiled = self.compiled
         pieces = [
             SideProgram(f"{name}: {place}", "attention", 1, False, program, self._attention(program))
@@ -199,7 +199,7 @@ class _Reader:
         halves: int,
         each: int = 1,
     ) -> SideProgram:
-        """A program of a layer, read once; equal passes have the same one, which then runs more often. each: runs of it in a layer."""
+        """Analyse a layer's program once, and add its runs; equal passes share a program. each: runs per layer."""
         program = self.compiled.program(run)
         of = f"{through.stack}: {name}" + (f", micro-batch {half + 1}" if halves > 1 else "")
         if id(program) not in known:
@@ -234,12 +234,12 @@ class _Reader:
 
 
 def near(machines: Cluster | None) -> int:
-    """Neighbouring devices that fast links join."""
+    """Return the number of neighbouring devices joined by fast links."""
     return machines.domain if machines else CPU_HOST_DEVICES
 
 
 def _named_pieces(compiled: ApartStep) -> Iterator[tuple[str, str, CompiledProgram]]:
-    """The programs outside the layers with experts, by what they belong to and where they stand."""
+    """Yield (name, position, program) for each program outside the MoE layers."""
     for of in dict.fromkeys(name for name, _ in compiled.pieces):
         some = [program for name, program in compiled.pieces if name == of]
         for number, program in enumerate(some):

@@ -1,12 +1,12 @@
-"""Figures as text and files: how far a point is, a point as `vllm bench serve` prints it, the table of a sweep, CSV, and a picture.
+"""Benchmark results as text and files: progress, the summary that `vllm bench serve` prints, sweep table, CSV, and plot.
 
-The JSON is an object for one point, or its head with `swept` (max_concurrency or request_rate) and `points`. Names are vLLM's where it has
-them; `…_ms` are milliseconds, other times seconds, and what is unknown is None.
+The JSON is one object for a single point; for a sweep, its head with `swept` (max_concurrency or request_rate) and `points`. Names are
+vLLM's where it has them. `…_ms` are milliseconds, other times seconds; unknown values are None.
 
 - head: `date`, `backend` (openai, openai-chat), `endpoint`, `base_url`, `model_id`, `tokenizer_id`, `dataset_name`, `seed`
 - point: `num_prompts`, `request_rate` (or "inf"), `burstiness`, `max_concurrency`, `interrupted`, `duration`, `completed`, `failed`,
   `error_counts`
-- tokens: `total_input_tokens`, `total_output_tokens`, `meant_input_tokens` (of the dataset), `token_sources` (usage, tokenizer, chunks),
+- tokens: `total_input_tokens`, `total_output_tokens`, `meant_input_tokens` (from the dataset), `token_sources` (usage, tokenizer, chunks),
   `tokens_per_chunk`, `total_cached_tokens`, `cached_share`, `cached_share_bound` (the largest possible)
 - rates: `request_throughput`, `request_goodput`, `input_throughput`, `output_throughput`, `total_token_throughput`,
   `max_output_tokens_per_s` (best second), `max_concurrent_requests`, `num_devices`, `output_throughput_per_device`, `…_per_user`
@@ -14,7 +14,7 @@ them; `…_ms` are milliseconds, other times seconds, and what is unknown is Non
 - drafts: `spec_decode_acceptance_rate` (percent), `…_acceptance_length`, `…_num_drafts`, `…_draft_tokens`, `…_accepted_tokens`,
   `…_per_position_acceptance_rates` (0 to 1)
 - latencies: `mean_X_ms`, `median_X_ms`, `std_X_ms`, `pNN_X_ms` of ttft, tpot, itl, e2el
-- with `--save-detailed`, a list each: `input_lens`, `cached_lens`, `output_lens`, `ttfts`, `itls`, `latencies`, `start_times`,
+- with `--save-detailed`, one list per field: `input_lens`, `cached_lens`, `output_lens`, `ttfts`, `itls`, `latencies`, `start_times`,
   `queue_times` (how long `--max-concurrency` held a request), `finish_reasons`, `generated_texts`, `errors`
 """
 
@@ -50,13 +50,13 @@ _COLUMNS = (
 
 
 def report(point: dict[str, Any], latencies: Sequence[str], percentiles: Sequence[float]) -> str:
-    """The block of one point, of its JSON, without a newline at its end."""
+    """Return the text summary of one point's JSON, without a trailing newline."""
     shown = ["Mean", "Median", *(f"P{p:g}" for p in percentiles)]
     return filled("texts", "bench_serve.txt", point=point, latencies=latencies, shown=shown)
 
 
 def sweep_table(points: Sequence[dict[str, Any]], swept: str) -> Table:
-    """Points' JSON as rows; `swept` is the field that differs. Columns without any value are left out."""
+    """Return the points' JSON as a table, one row per point. `swept`: the field that varies. Columns without values are omitted."""
     columns = [column for column in _COLUMNS if any(point[column[1]] is not None for point in points)]
     names = ("at once" if swept == "max_concurrency" else "req/s", *(title for title, _, _ in columns))
     rows = [
@@ -71,7 +71,7 @@ Advance = Callable[[RequestRecord], None]
 
 @contextlib.contextmanager
 def point_progress(console: Console, shown: bool, title: str, total: int) -> Iterator[Advance]:
-    """Show how far a point is; gives a function that counts a request."""
+    """Show the progress of a point; yields a function that counts one request."""
     begin, done, failed, tokens = time.monotonic(), 0, 0, 0
     with counting(console, shown, title, total) as report:
 
@@ -87,7 +87,7 @@ def point_progress(console: Console, shown: bool, title: str, total: int) -> Ite
 
 
 def details(records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Fields of a point's JSON with a value for each request."""
+    """Return the per-request fields of a point's JSON."""
     return {
         "input_lens": [r.prompt_tokens for r in records],
         "cached_lens": [r.cached_tokens for r in records],
@@ -104,7 +104,7 @@ def details(records: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 def write_points_csv(path: Path, points: Sequence[dict[str, Any]]) -> None:
-    """One line a point: every number of its JSON. What has several values in one point is left out of all."""
+    """Write one line per point with the scalar fields of its JSON. A field that is a dict or list in any point is omitted from all."""
     several = {key for point in points for key, value in point.items() if isinstance(value, dict | list)}
     rows = [{key: value for key, value in point.items() if key not in several} for point in points]
     with writing(path), path.open("w", newline="", encoding="utf-8") as file:

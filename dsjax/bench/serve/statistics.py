@@ -1,4 +1,4 @@
-"""Records and counters of drafts as the fields of a point's JSON. Definitions: `docs/benchmarking.md`; vLLM's names where it has them."""
+"""A point's JSON fields from request records and speculative decoding counters, under vLLM's names. Definitions: `docs/benchmarking.md`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class GoodputError(UserError):
 
 
 def parse_goodput(words: Sequence[str]) -> dict[str, float]:
-    """Objectives in milliseconds, from words such as `ttft:200`; several may stand in one word, with commas or spaces.
+    """Parse objectives such as `ttft:200` into milliseconds by metric. A word may hold several, separated by commas or spaces.
 
-    `tps:20`, at least 20 tokens a second for each user, is `tpot:50`.
+    `tps:20` (at least 20 tokens/s per user) is equivalent to `tpot:50`.
 
     Raises:
-        GoodputError: an unknown metric, or no positive number.
+        GoodputError: unknown metric, or the limit is not a positive number.
     """
     objectives: dict[str, float] = {}
     for word in " ".join(words).replace(",", " ").split():
@@ -53,7 +53,7 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
 
 
 def is_good(record: RequestRecord, objectives: Mapping[str, float]) -> bool:
-    """Whether a successful request met every objective. An answer of one token meets any TPOT."""
+    """Whether a successful request met every objective. A one-token response meets any TPOT."""
     seconds = {"ttft": record.ttft, "tpot": record.tpot or 0.0, "e2el": record.latency}
     return all(seconds[name] * 1e3 <= limit for name, limit in objectives.items())
 
@@ -65,10 +65,10 @@ def figures(
     objectives: Mapping[str, float],
     wanted: float,
 ) -> dict[str, Any]:
-    """All fields of a point that follow from its records. None: there is no such value.
+    """Return all fields of a point that derive from its records; undefined values are None.
 
-    percentiles: which, between 0 and 100. objectives: milliseconds by metric; empty for none. wanted: the share of all requests, failed
-    ones too, that must meet every objective.
+    percentiles: between 0 and 100. objectives: milliseconds by metric; may be empty. wanted: the share of all requests, including failed
+    ones, that must meet every objective.
     """
     seconds = max(duration, 1e-9)
     good = [record for record in records if record.succeeded]
@@ -103,10 +103,10 @@ def figures(
 
 
 def latency_figures(good: Sequence[RequestRecord], percentiles: Sequence[float]) -> dict[str, float | None]:
-    """Milliseconds: mean, median, standard deviation (of the population) and percentiles of `LATENCIES`, of successful requests.
+    """Return mean, median, population standard deviation and percentiles of each of `LATENCIES` over successful requests, in milliseconds.
 
-    Percentiles interpolate linearly, as NumPy's and vLLM's. All are None where there is no value: no request succeeded, or (TPOT, ITL)
-    none had a second token.
+    Percentiles interpolate linearly, as in NumPy and vLLM. All are None without samples: no request succeeded, or (TPOT, ITL) no
+    response had a second token.
     """
     seconds = {
         "ttft": [r.ttft for r in good],
@@ -126,7 +126,7 @@ def latency_figures(good: Sequence[RequestRecord], percentiles: Sequence[float])
 
 
 def goodput_figures(records: Sequence[RequestRecord], objectives: Mapping[str, float], wanted: float) -> dict[str, Any]:
-    """Whether enough of a point's requests met every objective; None without objectives, or where no request was answered."""
+    """Return the goodput verdict and shares of a point; all None without objectives, or if no request succeeded."""
     good = [record for record in records if record.succeeded]
     if not objectives or not good:
         return dict.fromkeys(("goodput_verdict", "goodput_share_wanted", "objective_shares", "good_share"))
@@ -143,9 +143,9 @@ def goodput_figures(records: Sequence[RequestRecord], objectives: Mapping[str, f
 
 
 def _best_second(records: Sequence[RequestRecord]) -> float:
-    """Most output tokens in one of the seconds that follow the first request's start.
+    """Return the largest number of output tokens in one second; seconds count from the first request's start.
 
-    A request's tokens are spread evenly over its chunks, since only their sum is told.
+    A request's tokens are spread evenly over its chunks, since only their total is known.
     """
     if not records:
         return 0.0
@@ -156,16 +156,16 @@ def _best_second(records: Sequence[RequestRecord]) -> float:
 
 
 def _peak_concurrency(records: Sequence[RequestRecord]) -> int:
-    """Most intervals [start, end) that share a moment. An end counts before a start at the same time."""
+    """Return the largest number of overlapping intervals [start, end). At equal times, an end counts before a start."""
     changes = sorted([(r.start, 1) for r in records] + [(r.end, -1) for r in records])
     return int(np.cumsum([change for _, change in changes]).max(initial=0))
 
 
 def draft_figures(before: Exposition | None, after: Exposition | None) -> dict[str, Any]:
-    """What the server drafted between two scrapes; all None where it drafted nothing, or does not tell.
+    """Return speculative decoding statistics between two scrapes; all None if nothing was drafted or the server has no such metrics.
 
-    A position that is no number is another server's, and is left out. The rate is in percent, as vLLM has it; the length counts the token
-    after the accepted drafts.
+    Position labels that are not numbers come from another server and are ignored. The acceptance rate is in percent, as in vLLM; the
+    acceptance length includes the token after the accepted drafts.
     """
     names = (
         "acceptance_rate", "acceptance_length", "num_drafts", "draft_tokens", "accepted_tokens", "per_position_acceptance_rates",
