@@ -1,4 +1,4 @@
-"""A process of routed experts: it loads its part of them and nothing else, and answers calls (``--afd-role expert``)."""
+"""``ExpertProcess``: a process that loads only its share of the routed experts and answers expert calls (``--afd-role expert``)."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ from sharding.arrays import put
 _log = logging.getLogger(__name__)
 _calls = msgspec.msgpack.Decoder(Call)
 _MOST_CELLS = 1 << 24
-"""Rows of a call for one device, of which a step has some thousands."""
+"""Maximum rows per device in a call. A real step has a few thousand."""
 _MOST_PROCESSES = 4096
-"""Processes of an attention side."""
+"""Maximum number of processes of an attention side."""
 _MOST_SIDES = 256
-"""Attention sides whose generation is remembered."""
+"""Maximum number of attention sides whose mesh epoch is remembered."""
 
 
 class Member(NamedTuple):
@@ -64,24 +64,24 @@ class Member(NamedTuple):
 
 
 class ExpertProcess:
-    """Routed experts that answer calls of any number of attention sides; one that moves experts must be alone.
+    """Serves routed experts to any number of attention sides. A side that moves experts must be the only one.
 
     One thread receives, computes and answers calls, one admits attention processes and moves experts, and one compiles.
 
-    step: of the model; of the attention side it has one device without anything. writer: of the slots of an ``ExpertSide`` that is
-    loaded. space: what an attention side must have in common with this process. endpoint: closed with this object.
+    step: the model's step; its attention mesh is one placeholder device without parameters. writer: writes the slots of a loaded
+    ``ExpertSide``. space: compatibility fingerprint that an attention side must match. endpoint: closed with this object.
 
-    num_calls: answered so far. num_rows: that came with them. num_products: programs that were run.
+    num_calls: calls answered so far. num_rows: rows in these calls. num_products: programs run.
     """
 
     def __init__(self, step: ModelStep, writer: SlotWriter, space: dict[str, Any], endpoint: Endpoint):
         self._step, self._space, self._writer = step, space, writer
         self._mover: bytes | None = None
-        self._generations: dict[bytes, int] = {}  # the latest that each attention side has connected with
+        self._generations: dict[bytes, int] = {}  # latest mesh epoch of each attention side
         self._half = writer.side.half(step)
         self._empty_row = np.asarray(self._half.wire.empty_row(np.int32(0)))
-        self._lock = threading.Lock()  # of members, their calls, and programs; nobody computes or waits under it
-        self._members: dict[str, Member] = {}  # by the names of their links
+        self._lock = threading.Lock()  # guards members, their calls and programs; not held while computing or waiting
+        self._members: dict[str, Member] = {}  # by link name
         self._programs: dict[tuple[str, int, int], Future[Compiled]] = {}
         self._compiled: queue.SimpleQueue[tuple[list[Part], Future[Compiled]]] = queue.SimpleQueue()
         self._moves, self._compiler = (
@@ -97,24 +97,24 @@ class ExpertProcess:
 
     @property
     def side(self) -> ExpertSide:
-        """The devices."""
+        """The expert devices and their parameters."""
         return self._writer.side
 
     @property
     def num_connections(self) -> int:
-        """Attention processes that are connected."""
+        """Number of connected attention processes."""
         return len(self._members)
 
     def close(self) -> None:
-        """End all connections, and admit nobody any more."""
+        """Close all connections and admit no new ones."""
         self.endpoint.close()
         for pool in (self._moves, self._compiler):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    # Members and moves, in a thread of their own. They raise a `UserError` for what is refused.
+    # Members and moves, in a separate thread. These methods raise `UserError` to refuse a request.
 
     def _open(self, request: Request) -> Opened:
-        """Admit an attention process, with experts where it has them."""
+        """Admit an attention process, after placing the experts according to its placement."""
         opening: Open = request.body
         self._check(opening)
         with self._lock:
@@ -134,7 +134,7 @@ class ExpertProcess:
         self._listener.wake()
 
     def _check(self, opening: Open) -> None:
-        """Check what both sides must have alike."""
+        """Check the fields that both sides must agree on."""
         if not opening.side:
             raise UserError("it gives no name of an attention side")
         if not 0 <= opening.process < opening.processes <= _MOST_PROCESSES:
@@ -157,7 +157,7 @@ class ExpertProcess:
             )
 
     def _joint_calls(self, opening: Open, members: Sequence[Member]) -> JointCalls:
-        """The calls of a side in its generation; no call waits in an earlier one any more."""
+        """Return the call batcher of a side in its mesh epoch. Calls of earlier epochs stop waiting."""
         side, generation = opening.side, opening.generation
         latest = self._generations.pop(side, 0)
         self._generations[side] = max(latest, generation)
@@ -173,7 +173,7 @@ class ExpertProcess:
             raise UserError(
                 f"it is one of {opening.processes} processes, and others of this generation are of {found.processes}"
             )
-        if found.change != opening.change:  # of two sides, experts are moved on one, and the other knows nothing of it
+        if found.change != opening.change:  # experts may be moved on one expert side without the other knowing
             raise UserError(
                 "it is already on a side of experts that this attention side is connected to; start the processes of another side beside "
                 "it, at other addresses"
@@ -186,14 +186,14 @@ class ExpertProcess:
         return found
 
     def _adopt(self, opening: Open, *, alone: bool) -> None:
-        """Place experts as an attention side has them. alone: no other one is connected."""
+        """Place experts according to an attention side's placement. alone: whether no other attention side is connected."""
         rows = np.frombuffer(opening.placement, "<i4").reshape(self._writer.rows.shape)
         differs = (rows != self._writer.rows).any()
         if not alone and (self._mover is not None or differs):
             raise UserError(
                 "another attention side is connected, which has experts moved (--enable-eplb); it must be alone"
             )
-        if alone and self._mover != opening.side:  # one that comes back may be in the midst of a move
+        if alone and self._mover != opening.side:  # a reconnecting side may be in the middle of a move
             self._mover = None
         if differs:
             with self._writer.lock:
@@ -208,7 +208,7 @@ class ExpertProcess:
             self._writer.stage(stage.row, moves)
 
     def _place(self, request: Request) -> None:
-        """Place experts. A side that changes nothing, to compile, need not be alone."""
+        """Place experts. A side that changes nothing, and only wants to compile, need not be alone."""
         row, experts = request.body.row, np.frombuffer(request.body.experts, "<i4")
         if not np.array_equal(self._writer.rows[row], experts):
             self._have_move(request.peer)
@@ -216,7 +216,7 @@ class ExpertProcess:
             self._writer.place(row, experts)
 
     def _have_move(self, peer: Peer) -> None:
-        """Let one attention side alone be connected from now on."""
+        """Reserve this process for one attention side from now on; raise `UserError` if another is connected."""
         with self._lock:
             members = list(self._members.values())
         sides, own = {one.side for one in members}, {one.side for one in members if one.peer is peer}
@@ -238,7 +238,7 @@ class ExpertProcess:
         self._program(what.stack, what.tokens, what.cells).add_done_callback(answer)
 
     def _program(self, stack: str, tokens: int, cells: int) -> Future[Compiled]:
-        """A program, which may still be compiling. A failed compilation is tried again."""
+        """Return a program, which may still be compiling. A failed compilation is retried."""
         key = stack, tokens, cells
         with self._lock:
             program = self._programs.get(key)
@@ -278,21 +278,21 @@ class ExpertProcess:
         self._listener.wake()
 
     def _hang_up(self, *names: str) -> None:
-        """End connections, so that attention processes connect and call again."""
+        """Close connections, so that the attention processes reconnect and repeat their calls."""
         with self._lock:
             peers = [member.peer for name, member in self._members.items() if name in names]
         for peer in peers:
             peer.close()
 
     def _hear(self, message: Message) -> None:
-        """Take a call, or say why it cannot be answered."""
+        """Queue a call, or answer with the reason for refusing it."""
         try:
             call: Call = decoded(_calls, message.header)
             self._check_layer(call.stack, call.layer)
             cells, wire = self._cells(call), self._half.wire
             rows = np.empty((len(cells), wire.row_words), wire.word)
             message.read_into(rows)
-        except Exception as error:  # whatever it is, the attention side must hear of it
+        except Exception as error:  # report any error to the attention side
             _log.warning("A call from an attention process is refused: %s", error)
             self._reply(message.sender, Answered(_said(error)))
             return
@@ -301,11 +301,11 @@ class ExpertProcess:
                 self._members[message.sender].joint.add(Part(message.sender, call, rows, cells))
 
     def _compute(self, parts: Sequence[Part], program: Future[Compiled]) -> None:
-        """Compute a call, and answer all its parts."""
+        """Compute a call and answer all its parts."""
         try:
-            with self._writer.lock:  # programs in flight together can deadlock on emulated devices
+            with self._writer.lock:  # concurrent programs can deadlock on emulated devices
                 answers = self._run_program(program.result(), parts)
-        except Exception as error:  # whatever it is, the attention side must hear of it
+        except Exception as error:  # report any error to the attention side
             _log.exception("A call of %s with %d rows failed.", parts[0].call.stack, sum(len(p.rows) for p in parts))
             for part in parts:
                 self._reply(part.name, Answered(_said(error)))
@@ -315,7 +315,7 @@ class ExpertProcess:
             self._reply(part.name, Answered(), own)
 
     def _reply(self, name: str, answered: Answered, *answers: np.ndarray) -> None:
-        with contextlib.suppress(PeerLostError):  # it asks again
+        with contextlib.suppress(PeerLostError):  # the attention process repeats the call
             self._listener.send(name, msgspec.msgpack.encode(answered), *answers)
 
     def _run_program(self, program: Compiled, parts: Sequence[Part]) -> list[np.ndarray]:
@@ -334,7 +334,7 @@ class ExpertProcess:
         return [answers[part.cells] for part in parts]
 
     def _check_layer(self, stack: str, layer: int) -> None:
-        """Refuse a layer that is not here with a `UserError`; a program would take the nearest one."""
+        """Raise `UserError` for a layer that this process does not have. A program would clamp its index to the nearest layer."""
         stacks = {row.stack for row in self._writer.stack_rows}
         if stack not in stacks:
             raise UserError(f"there is no stack of experts {stack!r}, only {', '.join(sorted(stacks))}")
@@ -342,7 +342,7 @@ class ExpertProcess:
             raise UserError(f"{stack} has no experts in layer {layer}")
 
     def _cells(self, call: Call) -> np.ndarray:
-        """The filled ones of all devices' cells; a `ValueError` where such a call cannot be."""
+        """Return the indices of the filled cells among all devices' cells. Raise `ValueError` for an invalid call."""
         if not 0 < call.cells <= _MOST_CELLS:
             raise ValueError(f"a call has {call.cells} cells, expected 1 to {_MOST_CELLS}")
         filled = np.frombuffer(call.filled, "<i4").reshape(self._half.size, -1)
@@ -353,16 +353,16 @@ class ExpertProcess:
 
 
 def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProcess:
-    """Load this process's part of the routed experts, and listen at its ``args.afd_address``. `emulate_devices` must come first.
+    """Load this process's share of the routed experts, and listen at its ``args.afd_address``. Call `emulate_devices` first.
 
     Raises:
-        UserError, MeshError: options, model and devices that do not go together; an address that cannot be listened at.
+        UserError, MeshError: incompatible options, model and devices, or an address that this process cannot listen at.
     """
-    args = replace(args, afd_role="expert", moe_dense_tp_size=None)  # dense MLPs are on the attention side alone
+    args = replace(args, afd_role="expert", moe_dense_tp_size=None)  # dense MLPs are only on the attention side
     share = expert_share(args)
     host, port = split_address(share.address)
     credentials = args.credentials(host)
-    with _listening_at(host, port):  # before anything is loaded
+    with _listening_at(host, port):  # fail before loading anything
         _bind(host, port)
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     mesh = MeshSpec(dp_size=share.devices).build()
@@ -392,18 +392,18 @@ def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProc
     if args.eplb:
         writer.rehearse()
     space = expert_space(args, step, checkpoint.directory)
-    with _listening_at(host, port):  # who connects early is let in when all is ready
+    with _listening_at(host, port):  # early `OPEN` requests are held until the process is ready
         endpoint = Endpoint(host, credentials, port=port, silence=args.heartbeat_timeout, holds=(OPEN,))
     return ExpertProcess(step, writer, space, endpoint)
 
 
 def _answer(do: Callable[[Request], Any], request: Request) -> None:
-    """Carry a request out, and answer it."""
+    """Execute a request and answer it."""
     try:
         request.reply(do(request))
     except UserError as error:
         request.refuse(str(error))
-    except Exception as error:  # whatever it is, the attention side must hear of it
+    except Exception as error:  # report any error to the attention side
         _log.exception("What an attention process has asked for could not be done.")
         request.fail(error)
 
@@ -414,7 +414,7 @@ def _said(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _listening_at(host: str, port: int) -> Iterator[None]:
-    """Raise a `UserError` that says what to do if this address cannot be listened at."""
+    """Turn an `OSError` from listening at this address into a `UserError` that says how to fix it."""
     try:
         yield
     except OSError as error:
@@ -425,7 +425,7 @@ def _listening_at(host: str, port: int) -> Iterator[None]:
 
 
 def _bind(host: str, port: int) -> None:
-    """Check that a port is free, without letting anybody connect."""
+    """Check that a port is free, without accepting connections."""
     [(family, kind, _, _, where), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     with socket.socket(family, kind) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

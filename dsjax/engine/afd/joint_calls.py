@@ -1,4 +1,4 @@
-"""``JointCalls``: calls of several attention processes for the same layer, computed together, so that weights are read once."""
+"""``JointCalls``: batches the calls of several attention processes for the same layer, so that weights are read once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsjax.engine.afd.messages import Call
 
 @dataclass(eq=False)
 class Part:
-    """Rows of one attention process, and their cells. name: of the link over which they came."""
+    """Rows from one attention process, and their cells. name: name of the link that received them."""
 
     name: str
     call: Call
@@ -19,7 +19,7 @@ class Part:
     cells: np.ndarray
 
     def goes_with(self, other: Part) -> bool:
-        """Whether one program computes both."""
+        """Whether one program can compute both parts."""
         own, others = self.call, other.call
         alike = (own.number, own.stack, own.layer) == (others.number, others.stack, others.layer)
         return self is other or (
@@ -28,43 +28,43 @@ class Part:
 
 
 class JointCalls:
-    """The calls of one attention side, whose processes make the same ones in the same order, one at a time.
+    """Calls of one attention side. Its processes make the same calls in the same order, one at a time.
 
-    A call waits until each other process has made it, is past it, or is not connected. A call made again is computed at once and alone:
-    the others may have their answers.
+    A call waits until every other connected process has made it or a later one. A repeated call is computed at once and alone, because
+    the other processes may already have their answers.
 
-    processes: of the attention side. change: see ``Open``.
+    processes: number of processes of the attention side. change: see ``Open``.
     """
 
     def __init__(self, processes: int, change: int = 0):
         self.processes, self.change = processes, change
         self._connected: dict[str, int] = {}  # the process at the other end of each link
         self._waiting: dict[int, Part] = {}
-        self._latest: dict[int, int] = {}  # number of the call that was taken last of each process
+        self._latest: dict[int, int] = {}  # number of the last call taken, by process
         self._is_over = False
 
     def end(self) -> None:
-        """Wait for nobody any more: the attention side goes on in another generation."""
+        """Stop waiting for other processes: the attention side continues in another mesh epoch."""
         self._is_over = True
 
     def enter(self, name: str, process: int) -> None:
-        """Wait for an attention process's parts, over this link."""
+        """Add the link of an attention process; calls wait for its parts from now on."""
         self._connected[name] = process
 
     def leave(self, name: str) -> None:
-        """Forget a link that has ended: no call waits for its part, and it gets no answer."""
+        """Remove a closed link: no call waits for its part, and its waiting part is dropped."""
         process = self._connected.pop(name)
         if process in self._waiting and self._waiting[process].name == name:
             del self._waiting[process]
 
     def add(self, part: Part) -> None:
-        """Have a part wait, unless its call was taken already."""
+        """Queue a part, unless its call was already taken."""
         process = self._connected[part.name]
         if part.call.again or part.call.number > self._latest.get(process, -1):
             self._waiting[process] = part
 
     def take(self) -> list[list[Part]]:
-        """Take the calls that need not wait: of each, the parts that one program computes."""
+        """Remove and return the calls that are ready, each as the parts that one program computes."""
         taken = []
         for part in list(self._waiting.values()):
             process = self._connected[part.name]
@@ -77,7 +77,7 @@ class JointCalls:
         return taken
 
     def _is_complete(self, number: int) -> bool:
-        """Whether no further part of a call can come."""
+        """Whether no further part of a call can arrive."""
         return self._is_over or all(self._has_made(process, number) for process in set(self._connected.values()))
 
     def _has_made(self, process: int, number: int) -> bool:

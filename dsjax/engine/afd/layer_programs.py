@@ -1,4 +1,4 @@
-"""``Side``: the routed experts of a step that has them elsewhere, with the programs of its layers and how the host runs them."""
+"""``Side``: the expert backend of a step under attention–FFN disaggregation, with the layer programs and the host loop that runs them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from sharding.dispatch.between import Between
 
 
 class OnHost:
-    """An array's values on the host, copied once for several threads; of an array that processes share, this process's parts.
+    """An array's values on the host, copied once for several threads. For an array shared by processes: this process's parts.
 
-    Two threads that ask a `jax.Array` for its values at once may get a copy half made.
+    Two threads that read the values of a `jax.Array` at the same time may get a half-finished copy.
     """
 
     def __init__(self, array: Array):
@@ -34,7 +34,7 @@ class OnHost:
 
     @property
     def values(self) -> np.ndarray:
-        """Wait for the values."""
+        """Wait for the values and return them."""
         with self._lock:
             if self._values is None:
                 shared = not getattr(self._array, "is_fully_addressable", True)
@@ -44,23 +44,23 @@ class OnHost:
 
 
 class Way(Protocol):
-    """How rows of a pass get to the experts and back."""
+    """Transport of a pass's rows to the experts and back."""
 
     def call(self, rows: Sequence[Array], counts: OnHost, layer: int, r: int = 0) -> Any:
-        """Begin to compute the rows of round ``r`` by a layer's experts. counts: of ``Between.pack``."""
+        """Start computing the rows of round ``r`` with a layer's experts. counts: from ``Between.pack``."""
 
     def returned(self, away: Any) -> tuple[list[Array], int]:
-        """Answers to a call on the tokens' devices, as ``Between.add`` takes them; and how many rounds the layer needs."""
+        """Return the answers to a call on the token devices, as ``Between.add`` takes them, and the number of rounds the layer needs."""
 
 
 class Side:
-    """Computes the routed experts of a step that has them apart: the ``sharding.cut.Worker`` of its ``ExpertWork``.
+    """Computes the routed experts of a step with disaggregated experts: the ``sharding.cut.Worker`` of its ``ExpertWork``.
 
-    Between two calls it keeps nothing but parameters, which may be replaced then.
+    Between two calls it keeps only parameters, which may be replaced at that point.
 
     Args:
         spec: ``ep=N``.
-        waits: whether each program is waited for before the next starts: on emulated devices, collectives in flight together can deadlock.
+        waits: whether to wait for each program before starting the next: on emulated devices, concurrent collectives can deadlock.
     """
 
     def __init__(self, spec: MeshSpec, *, waits: bool):
@@ -69,26 +69,26 @@ class Side:
         self._lock = threading.Lock()
 
     def way(self, through: LayerPass) -> Way:
-        """Compile what takes the rows of a pass to the experts and back."""
+        """Compile the programs that take the rows of a pass to the experts and back."""
         raise NotImplementedError
 
     def build(self, lowered: Lowered) -> Compiled:
-        """Compile a program of either side; a dry run keeps it."""
+        """Compile a program of the attention or the expert side. A dry run overrides this to keep the program."""
         return lowered.compile()
 
     def numbers(self, mesh: Mesh, count: int) -> list[Array]:
-        """Numbers of layers or rounds, from 0 on, each on all devices of a mesh."""
+        """Return the int32 layer or round numbers 0, 1, …, each replicated on all devices of a mesh."""
         return [put(np.int32(number), NamedSharding(mesh, P())) for number in range(count)]
 
     def ready(self, program: Compiled) -> Array:
-        """Run a program without arguments, and wait for it."""
+        """Run a program without arguments, wait for it and return its result."""
         return jax.block_until_ready(program())
 
     def give_up(self) -> None:
-        """A step has failed between two layers: let nobody wait for this process there."""
+        """Release other processes that wait for this one at a layer, after a step failed between two layers."""
 
     def compile_work(self, work: ExpertWork, described: Sequence[Described]) -> tuple[Run, Sequence[Sharding]]:
-        """Compile the programs of a pass, or take those of an equal one."""
+        """Compile the programs of a pass, or reuse the programs of an equal pass."""
         compiled = self.compiled(work, described)
         passing: Passing = jax.tree.unflatten(work.tree, described)
 
@@ -100,7 +100,7 @@ class Side:
         return run, [leaf.sharding for leaf in jax.tree.leaves((passing.x, passing.cache, passing.report))]
 
     def compiled(self, work: ExpertWork, described: Sequence[Described]) -> CompiledPass:
-        """The programs of a pass, which several steps can share."""
+        """Return the programs of a pass; several steps can share them."""
         passes, tree = work.passes, work.tree
         shardings = tuple((one.shape, str(one.dtype), one.sharding) for one in described)
         key = tuple((one.stack, one.first, one.shape) for one in passes), tree, shardings
@@ -114,7 +114,7 @@ class Side:
 
 
 class FurtherRounds(NamedTuple):
-    """Programs of the rounds beyond the first. nothing: what is kept before the first round comes back."""
+    """Programs of the rounds after the first. nothing: zeros, the initial value of the answers that ``keep`` collects."""
 
     pack: Callable
     keep: Callable
@@ -126,7 +126,7 @@ class FurtherRounds(NamedTuple):
     def of(
         cls, side: Side, through: LayerPass, x: Any, shared: Any, routed: Routed, receive: Callable
     ) -> FurtherRounds | None:
-        """Compile the programs; None where one round is always enough. receive: makes a function's result as ``x`` is."""
+        """Compile the programs; None if one round is always enough. receive: wraps a function so that its result is laid out like ``x``."""
         between = through.between()
         most = -(-between.rows // between.capacity)
         if most == 1:
@@ -145,7 +145,7 @@ class FurtherRounds(NamedTuple):
 
 
 class Away(NamedTuple):
-    """A layer's tokens while their rows are away."""
+    """A layer's tokens while the experts compute their rows."""
 
     x: Array
     shared: Array | None
@@ -156,7 +156,7 @@ class Away(NamedTuple):
 
 
 class PassPrograms(NamedTuple):
-    """Programs of a layer, which take its number, and the way between them."""
+    """Programs of a layer, which take its number as an argument, and the transport to the experts."""
 
     attend: Callable
     share: Callable
@@ -166,7 +166,7 @@ class PassPrograms(NamedTuple):
 
     @classmethod
     def of(cls, side: Side, way: Way, through: LayerPass, passing: Passing, half: int) -> PassPrograms:
-        """Trace and compile the programs. passing: descriptions; half: which of its tokens."""
+        """Trace and compile the programs. passing: abstract values; half: index of the micro-batch among its tokens."""
         step, x = through.step, passing.x[half]
         here = Described((), np.int32, sharding=NamedSharding(step.mesh, P()))
 
@@ -190,7 +190,7 @@ class PassPrograms(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CompiledPass:
-    """A pass through a stack of layers. programs: of each half, or of the whole step. layers: their numbers on the tokens' devices."""
+    """A pass through a stack of layers. programs: one entry per micro-batch of the step. layers: layer numbers on the token devices."""
 
     programs: Sequence[PassPrograms]
     layers: Sequence[Array]
@@ -198,9 +198,9 @@ class CompiledPass:
     give_up: Callable[[], None] = lambda: None
 
     def run(self, passing: Passing) -> tuple[list[Array], dict[str, Array], dict[str, Array]]:
-        """Take tokens through the layers: give them, and the donated cache and report.
+        """Run tokens through the layers; return them, the cache and the report (both donated).
 
-        With two halves, one half's experts are started before the other half's sums are added, so that both sides compute at once.
+        With two micro-batches, the experts of one start before the sums of the other are added, so both sides compute at the same time.
         """
         try:
             return self._run(passing)
@@ -227,7 +227,7 @@ class CompiledPass:
         return xs, cache, report
 
     def _received(self, programs: PassPrograms, away: Away) -> Array:
-        """The tokens with what their experts gave; further rounds come and go here."""
+        """Return the tokens with their experts' output added. Runs the remaining rounds, if any."""
         returned, rounds = programs.way.returned(away.called)
         if rounds == 1:
             return self._done(programs.receive(away.x, away.shared, away.routed.slots, returned))
@@ -244,12 +244,12 @@ class CompiledPass:
 
 
 def rounds_of(between: Between, counts: OnHost) -> int:
-    """Rounds that these counts need; waits for them only where one may not be enough."""
+    """Return the number of rounds that these counts need. Waits for the counts only if one round may not be enough."""
     return 1 if between.capacity >= between.rows else between.rounds(counts.values)
 
 
 def _results(program: Compiled) -> Any:
-    """Descriptions of what a program gives."""
+    """Return abstract values of a program's results."""
     return jax.tree.map(
         lambda info, sharding: Described(info.shape, info.dtype, sharding=sharding),
         program.out_info,

@@ -1,7 +1,7 @@
-"""Messages between an attention side and the processes with its experts. `ExpertLinks`: counters of the links to them. No JAX.
+"""Messages between an attention side and its expert processes. `ExpertLinks`: counters of the links to these processes. No JAX.
 
-`Open`, `Compile`, `Stage` and `Place` are requests over a control connection. `Opened` names the link for calls: a `Call` with rows,
-answered by an `Answered` with results. A call depends on no earlier message, so it can be repeated to another process.
+`Open`, `Compile`, `Stage` and `Place` are requests over a control connection. `Opened` names the link for calls: a `Call` with rows is
+answered by an `Answered` with results. A call does not depend on earlier messages, so it can be repeated to another process.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ OPEN, COMPILE, STAGE, PLACE = "experts.open", "experts.compile", "experts.stage"
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):
-    """The first message of an attention process, answered by an `Opened` once the slots hold its placement.
+    """First message of an attention process, answered by an `Opened` once the slots hold its placement.
 
     Attributes:
-        space: what answers depend on beside rows and placement; equal on both sides.
+        space: compatibility fingerprint: everything that answers depend on besides rows and placement. Must be equal on both sides.
         placement: ``[MoE layers, slots]`` int32, the logical expert in each physical slot.
-        side: name of the attention side. While one side moves experts, no other may be connected.
-        first: first expert device that is expected at this address.
-        generation: mesh epoch of the attention side; older ones are refused.
-        process, processes: which process of the attention side it is, and of how many.
-        change: number of the expert side within the epoch. No process is on two.
+        side: name of the attention side. While one side moves experts, no other side may be connected.
+        first: number of the first expert device expected at this address.
+        generation: mesh epoch of the attention side; older epochs are refused.
+        process, processes: index of this process in the attention side, and number of its processes.
+        change: number of the expert side within the epoch. An expert process belongs to one expert side only.
     """
 
     space: dict[str, Any]
@@ -38,7 +38,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True):
-    """Where calls are answered, and the link's name there."""
+    """Address that answers calls, the ticket to connect with, and the link's name there."""
 
     address: str
     ticket: bytes
@@ -46,7 +46,7 @@ class Opened(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Compile(msgspec.Struct, frozen=True, array_like=True):
-    """Compile for calls with these fields."""
+    """Compile the program for calls with these fields."""
 
     stack: str
     tokens: int
@@ -54,14 +54,14 @@ class Compile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stage(msgspec.Struct, frozen=True, array_like=True):
-    """Bring experts of a row of the placement to their next devices; moves: int32 pairs (slot that has it, slot that gets it)."""
+    """Send experts of a placement row to their next devices. moves: int32 pairs (source slot, target slot)."""
 
     row: int
     moves: bytes
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """Have the slots of a row of the placement hold these logical experts (int32, all slots)."""
+    """Make the slots of a placement row hold these logical experts (int32, all slots)."""
 
     row: int
     experts: bytes
@@ -71,10 +71,10 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     """Rows for the experts of one layer.
 
     Attributes:
-        stack: path of the layers among the parameters. layer: number in the stack. tokens: of the whole step. cells: of each device.
-        filled: ``[devices of the process, senders]`` int32, how many cells of each sender's equal part are filled. Only these rows and
-            their answers travel, sorted by device, sender and place. Calls with the same number are computed together.
-        number: of the call, the same in all processes of the attention side. again: it had no answer the first time.
+        stack: parameter path of the layers. layer: index in the stack. tokens: tokens of the whole step. cells: cells per device.
+        filled: ``[devices of the process, senders]`` int32, number of filled cells in each sender's equal share. Only the filled rows and
+            their answers are sent, sorted by device, sender and place. Calls with the same number are computed together.
+        number: call number, the same in all attention processes. again: whether this call repeats one that got no answer.
     """
 
     stack: str
@@ -87,15 +87,15 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answered(msgspec.Struct, frozen=True, array_like=True):
-    """Answers to a call come with it, unless there is an error."""
+    """Header of the answers to a call. With an error, no answers follow."""
 
     error: str = ""
 
 
 class LinkCounts(NamedTuple):
-    """Counters of a link. calls: answered ones. sent, received: bytes of rows, and of answers.
+    """Counters of a link. calls: answered calls. sent: bytes of rows. received: bytes of answers.
 
-    losses: connections that ended under a call. last_gap: seconds from the last loss to the answer of the call that met it.
+    losses: connections lost during a call. last_gap: seconds from the last loss to the answer of the interrupted call.
     """
 
     connected: bool
@@ -107,11 +107,11 @@ class LinkCounts(NamedTuple):
 
 
 class ExpertLinks(Protocol):
-    """Extension of an executor whose experts are in other processes."""
+    """Executor extension for experts in other processes."""
 
     @property
     def counts(self) -> Sequence[LinkCounts]:
         """Counters of the link to each process."""
 
     def check(self, addresses: Sequence[str] = ()) -> None:
-        """Check that a process answers at each address (default: the current ones); a `UserError` where none does."""
+        """Check that a process answers at each address (default: the current addresses); raise `UserError` otherwise."""

@@ -1,4 +1,4 @@
-"""``ApartOptions``, with ``--attention-mesh`` and ``--expert-mesh``: what they may be. No JAX."""
+"""``ApartOptions``: the options of attention–FFN disaggregation (``--attention-mesh``, ``--expert-mesh``, …) and their checks. No JAX."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from sharding.mesh import MeshSpec
 
 Args = TypeVar("Args")
-"""`EngineArgs`, which are checked here where they are made, so that this module cannot name them."""
+"""`EngineArgs`. Its constructor calls the checks of this module, which therefore cannot import it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApartOptions:
-    """Options of an engine whose routed experts are on devices of their own."""
+    """Options of an engine with routed experts on separate devices."""
 
     attention_mesh: str | None = option(None, "Devices of all but the routed experts, such as dp=4,tp=2.", Group.SIDES)
     expert_mesh: str | None = option(
@@ -51,11 +51,11 @@ class ApartOptions:
 
 
 def check_apart(args: Args) -> None:
-    """Check the two meshes, and the processes with experts; a `UserError` or `MeshError` where they cannot be so."""
+    """Check the two meshes and the expert processes. Raise `UserError` or `MeshError` for an invalid combination."""
     if args.expert_mesh is None:
         return
     _check_processes(args)
-    from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
+    from sharding.mesh import MeshSpec  # imports JAX, so not at module level
 
     attention = MeshSpec.parse(args.attention_mesh)
     if attention.ep_size != attention.stage_devices:
@@ -66,7 +66,7 @@ def check_apart(args: Args) -> None:
 
 
 def _check_processes(args: Any) -> None:
-    """Check the addresses of the experts' processes, and which of them this one is."""
+    """Check the addresses of the expert processes and this process's rank among them."""
     addresses, devices = afd_addresses(args), expert_spec(args).num_devices
     for address in addresses:
         try:
@@ -93,12 +93,12 @@ def _check_processes(args: Any) -> None:
 
 
 def afd_addresses(args: Any) -> list[str]:
-    """The addresses of the experts' processes, in the order of their devices; none where both sides are in this one."""
+    """Return the addresses of the expert processes in device order; empty if both sides are in this process."""
     return [] if args.afd_address is None else [address.strip() for address in args.afd_address.split(",")]
 
 
 class ExpertShare(NamedTuple):
-    """One of the experts' processes: its address, the number of its first expert device among all, and how many it has."""
+    """One expert process: its address, the global index of its first expert device, and its number of devices."""
 
     address: str
     first: int
@@ -106,17 +106,17 @@ class ExpertShare(NamedTuple):
 
 
 def expert_share(args: Any) -> ExpertShare:
-    """Which of the experts' processes this one is (``--afd-role expert``)."""
+    """Return this process's share of the expert devices (``--afd-role expert``)."""
     addresses, rank = afd_addresses(args), args.afd_server_rank or 0
     devices = expert_spec(args).num_devices // len(addresses)
     return ExpertShare(addresses[rank], rank * devices, devices)
 
 
 def expert_spec(args: Any) -> MeshSpec | None:
-    """The mesh of the experts' devices; None where experts are on those of ``--mesh``; a `UserError` where it is not like ``ep=24``."""
+    """Return the mesh of the expert devices, None if experts are on ``--mesh``. Raise `UserError` unless it has the form ``ep=24``."""
     if args.expert_mesh is None:
         return None
-    from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
+    from sharding.mesh import MeshSpec  # imports JAX, so not at module level
 
     match = re.fullmatch(r"ep=([1-9]\d*)", args.expert_mesh.replace(" ", ""))
     if match is None:

@@ -1,6 +1,6 @@
-"""``RemoteExperts``: experts in other processes, which may die and come back while the attention side keeps its caches and requests.
+"""``RemoteExperts``: experts in other processes, which may die and restart while the attention side keeps its caches and requests.
 
-``RemoteExpertsPart``: the executor's part that connects to other expert processes at a command.
+``RemoteExpertsPart``: the executor part that switches to other expert processes on command.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _log = logging.getLogger(__name__)
 
 
 class RemoteExperts(Side):
-    """A link to each process that has a run of the expert devices; calls to all are under way at the same time.
+    """Links to the expert processes, each of which has a run of consecutive expert devices. Calls to all run concurrently.
 
-    Each process of the attention side has such a side of its own, and calls for the rows of its own devices.
+    Each attention process has its own ``RemoteExperts``, and sends the rows of its own devices.
 
     Args:
         addresses: ``HOST:PORT`` of the processes, in the order of their devices. patience: see ``ExpertLink``.
-        attention: the processes of the attention side, which all make the same calls. space, change: see ``Open``.
-        placement: ``[MoE layers, slots]``, which a process that comes back reads from the checkpoint.
+        attention: the processes of the attention side; all make the same calls. space, change: see ``Open``.
+        placement: ``[MoE layers, slots]``; a restarted process reads these experts from the checkpoint.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RemoteExperts(Side):
         return [link.counts for link in self.links]
 
     def check(self, addresses: Sequence[str] = ()) -> None:
-        """Check that a process answers at each address (default: the current ones). Raises what ``check_reachable`` raises."""
+        """Check that a process answers at each address (default: the current addresses). Errors: see ``check_reachable``."""
         for address in addresses or [link.address for link in self.links]:
             check_reachable(self.attention.endpoint, address)
 
@@ -83,14 +83,14 @@ class RemoteExperts(Side):
         return Open(self._space, placement, attention.name, first, attention.generation, *member, self.change)
 
     def stage(self, row: int, moves: Sequence[tuple[int, int]]) -> None:
-        """Have the processes bring experts of a layer to their next devices. No call depends on it, so one process asks for all."""
+        """Make the processes send experts of a layer to their next devices. Calls do not depend on it, so only the leader requests it."""
         if self.attention.leads:
             self._everywhere(STAGE, Stage(row, np.array(moves, "<i4").tobytes()))
 
     def place(self, row: int, experts: np.ndarray) -> None:
-        """Have the slots of a layer hold these logical experts, on all processes; one that goes meanwhile comes back so.
+        """Make the slots of a layer hold these logical experts in all processes. A process that restarts meanwhile loads the new placement.
 
-        One process asks for all: each has the answers to all its calls before (``WayToProcesses.returned``), and waits until it is done.
+        Only the leader requests it, when all attention processes have the answers to earlier calls (``WayToProcesses.returned``). All wait.
         """
         placement = self.placement.copy()
         placement[row] = experts
@@ -105,7 +105,7 @@ class RemoteExperts(Side):
             raise
 
     def _everywhere(self, service: str, body: Compile | Stage | Place) -> None:
-        """Have all processes do something at the same time, and wait for all of them."""
+        """Send a request to all processes concurrently and wait for all answers."""
         for done in [link.ask(service, body) for link in self.links]:
             _result(done)
 
@@ -115,7 +115,7 @@ class RemoteExperts(Side):
             link.connect(known=known)
 
     def way(self, through: LayerPass) -> WayToProcesses:
-        """Have the experts' processes compile for the rows of a pass, all at once."""
+        """Make all expert processes compile for the rows of a pass, concurrently."""
         between = through.between()
         here = jax.process_index()
         own = [place for place, device in enumerate(between.mesh.devices.flat) if device.process_index == here]
@@ -123,13 +123,13 @@ class RemoteExperts(Side):
         return WayToProcesses(self, through.stack, between, np.array(own))
 
     def close(self) -> None:
-        """Close the links to the experts and end their threads. The links between attention processes stay."""
+        """Close the links to the experts and end their threads. The links between attention processes stay open."""
         for link in self.links:
             self.attention.remove(link)
 
 
 def _result(done: Future[None]) -> None:
-    """Wait for an errand. Raises what ``ExpertLink`` raises, and `LinkClosedError` if it was cancelled."""
+    """Wait for an expert call or request. Raise the errors of ``ExpertLink``, and `LinkClosedError` if it was cancelled."""
     try:
         done.result()
     except CancelledError as error:
@@ -138,7 +138,7 @@ def _result(done: Future[None]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class WayToProcesses:
-    """``Way`` to other processes: filled cells and their answers travel. own: the token devices of this process, whose rows it sends."""
+    """``Way`` to other processes; sends filled cells only, and receives their answers. own: indices of this process's token devices."""
 
     side: RemoteExperts
     stack: str
@@ -146,7 +146,7 @@ class WayToProcesses:
     own: np.ndarray
 
     def call(self, rows: Sequence[Array], counts: OnHost, layer: int, r: int = 0) -> list[_CallOfPart]:
-        """Begin to send each process its rows. All processes of the attention side number their calls alike."""
+        """Start sending each process its rows. All attention processes number their calls identically."""
         begun, number = [], next(self.side.numbers_of_calls)
         for part, link in enumerate(self.side.links):
             one = _CallOfPart(self, layer, part, r, number, rows[part], counts)
@@ -155,12 +155,12 @@ class WayToProcesses:
         return begun
 
     def returned(self, away: list[_CallOfPart]) -> tuple[list[Array], int]:
-        """Wait until all attention processes have their answers, and send this one's to the tokens' devices.
+        """Wait until all attention processes have their answers, and copy this process's answers to the token devices.
 
-        A process with experts that dies may have answered some of them. The others' word comes while this one copies.
+        The barrier is needed because an expert process that dies may have answered only some of them. It overlaps with the copy.
 
         Raises:
-            RuntimeError: the experts cannot do it, or another process of the attention side has gone or failed.
+            RuntimeError: the experts cannot compute the call, or another attention process has exited or failed.
         """
         for one in away:
             _result(one.done)
@@ -173,9 +173,9 @@ class WayToProcesses:
 
 @dataclass(eq=False)
 class _CallOfPart:
-    """Rows to one process and its answers: filled cells, sorted by expert device, token device and place.
+    """Rows for one process and its answers: filled cells, sorted by expert device, token device and place.
 
-    rows, counts: of ``Between.pack``; awaited in ``prepare``, by the link's thread. done: when the answers are here.
+    rows, counts: from ``Between.pack``; the link's thread waits for them in ``prepare``. done: resolves when the answers have arrived.
     """
 
     way: WayToProcesses
@@ -188,7 +188,7 @@ class _CallOfPart:
     done: Future[None] | None = None
 
     def prepare(self) -> Errand:
-        """Take the filled cells out of the rows of this process's devices."""
+        """Gather the filled cells from the rows of this process's devices."""
         way, between = self.way, self.way.between
         devices, C, wire = between.part_devices, between.capacity, between.wire
         of_part = self.counts.values[:, self.part * devices : (self.part + 1) * devices].T
@@ -205,7 +205,7 @@ class _CallOfPart:
         return call, sent, self._answers
 
     def in_cells(self) -> list[np.ndarray]:
-        """The answers of each device of this process where ``Between.add`` looks for them; nobody reads other cells."""
+        """Return the answers for each device of this process in the cells that ``Between.add`` reads; other cells are zero."""
         between, found = self.way.between, []
         for sender in self.way.own:
             own = self._senders == sender
@@ -216,12 +216,12 @@ class _CallOfPart:
 
 
 class RemoteExpertsPart(DevicePart):
-    """Connects to another expert side between two steps. Caches and requests stay as they are.
+    """Connects to another expert side between two steps. Caches and requests are kept.
 
     With several attention processes, all of them carry out the command between the same two steps. Either all continue with the new
     side, or all stay with the current one.
 
-    another: ``(command, device, side) -> (model, side)`` with the experts that the command names, not connected yet.
+    another: ``(command, device, side) -> (model, side)``; the new side has the command's experts and is not connected yet.
     """
 
     def __init__(
@@ -232,15 +232,15 @@ class RemoteExpertsPart(DevicePart):
         self._device, self._another = device, another
 
     def register(self, table: CommandTable) -> None:
-        """Add the command that connects to another side."""
+        """Register the command that connects to another side."""
         table.add(ConnectExperts, Handler(self._connect, lambda pending: pending.error))
 
     def extension(self, kind: type) -> Any:
-        """Offer the links to metrics, and their check to callers that change a mesh."""
+        """Return the side as `ExpertLinks`, for metrics and for the check before a mesh change."""
         return self._side if kind is ExpertLinks else None
 
     def close(self) -> None:
-        """Close all links, those between attention processes too."""
+        """Close all links, including the links between attention processes."""
         self._side.attention.close()
 
     @property
@@ -252,7 +252,7 @@ class RemoteExpertsPart(DevicePart):
         yield from ()
 
     def _change_to(self, command: ConnectExperts) -> str | None:
-        """Connect and compile. Return why the current side stays, or None if the new side has taken over."""
+        """Connect and compile. Return the reason why the current side stays, or None if the new side has taken over."""
         device, before = self._device, self._side
         model, after = self._another(command, device, before)
         attention, error, programs = before.attention, None, None

@@ -1,7 +1,7 @@
-"""What an executor is told to do: one ordered stream of commands, as plain values. No NumPy, no JAX. docs/scheduler.md.
+"""Commands to an executor, one ordered stream of plain values. No NumPy, no JAX. See docs/scheduler.md.
 
-A command can be written to a file, sent to another process and replayed: it names slots and pages, never requests. Arrays are the bytes of
-little-endian int32. A new capability adds a command; nothing reaches an executor beside the stream.
+A command can be written to a file, sent to another process and replayed: it names slots and pages, never requests. Arrays are bytes of
+little-endian int32. A new capability adds a command; the stream is the only input of an executor.
 """
 
 from array import array
@@ -10,23 +10,23 @@ from collections.abc import Iterable
 import msgspec
 
 VERSION = 10
-"""The version of the stream. It changes whenever an older reader could misunderstand a newer command."""
+"""Version of the stream. It changes whenever an older reader could misinterpret a newer command."""
 
 ALWAYS = 2**31 - 1
-"""`until` of a bias that holds for every token."""
+"""`until` of a bias that applies to every token."""
 NAME_BYTES = 32
-"""Bytes of a page's name, which is a SHA-256 (`extend_hashes` of `dsjax/engine/schedule/pages.py`)."""
+"""Length in bytes of a page's name, a SHA-256 (`extend_hashes` of `dsjax/engine/schedule/pages.py`)."""
 WINDOW_NUMBERS = 2**30
-"""Numbers from here on, of slots in host memory, of pages that are read or pulled and of chunks, are of window pages."""
+"""First number of window pages among host-memory slots, pages read or pulled, and chunks (KV transfer units)."""
 TOKEN_MADE = -1
-"""`PrefillRow.next_token` where the prompt ends with the row: what follows is the token that the row makes."""
+"""`PrefillRow.next_token` if the prompt ends with the row: the next token is the one that the row samples."""
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """How a slot's tokens are drawn; vLLM's names and meanings.
+    """Sampling parameters of a slot, with vLLM's names and meanings.
 
-    num_prompt_tokens: a token's number in the output is its position minus this; the draw depends on it and on `seed`, a uint64.
-    temperature: 0 is greedy. top_k: 0 keeps all. logprobs: wanted beside the token's own; −1: none at all.
+    num_prompt_tokens: a token's index in the output is its position minus this. The draw depends on the index and on `seed`, a uint64.
+    temperature: 0 is greedy. top_k: 0 keeps all. logprobs: number of top log-probabilities besides the token's own; −1: none at all.
     """
 
     num_prompt_tokens: int
@@ -42,20 +42,20 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def penalises(self) -> bool:
-        """Whether tokens that came before change the logits."""
+        """Whether earlier tokens change the logits."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):
-    """A request gets a slot. What the slot held before is forgotten.
+    """Assign a slot to a request. The slot's earlier state is reset.
 
     Attributes:
-        start: tokens of the request that are in the cache. token: at position `start`, for a decode row without a prefill row before it.
-        counts: int32 pairs (token, 2 × times in the output + 1 if in the prompt), where the request has penalties.
-        biases: int32 triples (token, bits of a float32 bias, until): it holds for tokens of the output with a number below `until`. A ban
-            is −∞.
-        allowed: packed bits of the tokens that may be made at all (bit t % 32 of word t // 32); empty: all.
-        guided: whether the slot's tokens depend on the host, so that it must be told of drafts.
+        start: number of the request's tokens in the cache. token: token at position `start`, for a decode row that no prefill row precedes.
+        counts: int32 pairs (token, 2 × times in the output + 1 if in the prompt), if the request has penalties.
+        biases: int32 triples (token, bits of a float32 bias, until). A bias applies to output tokens with an index below `until`; −∞ bans
+            the token.
+        allowed: bitmask of the tokens that may be sampled (bit t % 32 of word t // 32); empty: all.
+        guided: whether the host computes the slot's token masks (`Guide`) and therefore needs its drafts.
     """
 
     slot: int
@@ -69,10 +69,10 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PageChange(msgspec.Struct, frozen=True, array_like=True):
-    """Entries `first`, `first + 1`, … of a slot's page table.
+    """New entries `first`, `first + 1`, … of a slot's page table.
 
-    In all commands, numbers from `ExecutorLimits.pages_per_rank` on are of window pages. Their entries stand behind those of the other
-    pages, as a ring (`window_columns`).
+    In all commands, page numbers from `ExecutorLimits.pages_per_rank` on are window pages. Their entries follow the entries of the other
+    pages in the table, as a ring buffer (`window_columns`).
     """
 
     slot: int
@@ -81,13 +81,13 @@ class PageChange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PrefillRow(msgspec.Struct, frozen=True, array_like=True):
-    """Known tokens to be computed.
+    """Prompt tokens to compute.
 
     Attributes:
-        tokens: int32, those at positions `start`, `start + 1`, … next_token: the one after them, or `TOKEN_MADE`.
-        limit: tokens that the slot's pages have room for.
-        scored: positions, from the first, that predict a prompt token whose log-probability is wanted.
-        top_scores: most probable tokens that are wanted beside each of those.
+        tokens: int32 tokens at positions `start`, `start + 1`, … next_token: the token after them, or `TOKEN_MADE`.
+        limit: number of tokens that the slot's pages can hold.
+        scored: number of leading positions that predict a prompt token with a requested log-probability.
+        top_scores: number of most probable tokens to return for each of these positions.
     """
 
     slot: int
@@ -100,14 +100,14 @@ class PrefillRow(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def length(self) -> int:
-        """Tokens of the row."""
+        """Number of tokens in the row."""
         return len(self.tokens) // 4
 
 
 class Guide(msgspec.Struct, frozen=True, array_like=True):
-    """The tokens that a slot with a row in this step may make, where that depends on the tokens before.
+    """Allowed tokens of a slot with a row in this step, if they depend on the preceding tokens.
 
-    masks: packed bits for the row's first position, and after each draft that may be verified.
+    masks: one bitmask for the row's first position, and one after each draft that may be verified.
     """
 
     slot: int
@@ -115,7 +115,7 @@ class Guide(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankStep(msgspec.Struct, frozen=True, array_like=True):
-    """One DP rank's part of a step. decodes: int32 pairs (slot, limit): rows of the slot's last token and drafts, below `limit`."""
+    """One DP rank's part of a step. decodes: int32 pairs (slot, limit), rows of the slot's last token and drafts at positions < `limit`."""
 
     admissions: list[Admission]
     pages: list[PageChange]
@@ -125,10 +125,10 @@ class RankStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
-    """Compute rows of every rank, and make tokens.
+    """Compute the rows of every rank and sample tokens.
 
-    num_drafts: most drafts that a decode row verifies. proposes: drafts made for the next step; 0: the MTP module does not run. Where
-    `num_drafts` is 0, it runs in launches with prompts alone.
+    num_drafts: maximum number of drafts that a decode row verifies. proposes: number of drafts to make for the next step; 0: the MTP
+    module does not run. If `num_drafts` is 0, the module runs only in launches with prompts.
     """
 
     ranks: list[RankStep]
@@ -137,16 +137,16 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True, tag="copy"):
-    """Copy pages: of each rank pairs (from, to), int32. No page stands in two pairs."""
+    """Copy pages. ranks: for each rank int32 pairs (from, to). No page occurs in two pairs."""
 
     ranks: list[bytes]
 
 
 class StorePages(msgspec.Struct, frozen=True, array_like=True, tag="store_pages"):
-    """Copy pages to slots of host memory, or write them to the disk, or both.
+    """Copy pages to host-memory slots, to disk, or both.
 
-    ranks: of each rank int32 triples (page, slot, number of the writing); −1: no slot, or no writing. names: of each rank `NAME_BYTES` for
-    each page that is written.
+    ranks: for each rank int32 triples (page, slot, write number); −1: no slot, or no write. names: for each rank `NAME_BYTES` for each
+    page to write.
     """
 
     ranks: list[bytes]
@@ -154,9 +154,9 @@ class StorePages(msgspec.Struct, frozen=True, array_like=True, tag="store_pages"
 
 
 class FetchPages(msgspec.Struct, frozen=True, array_like=True, tag="fetch_pages"):
-    """Send what is in slots of host memory (int32, of each rank) to the devices, where it is staged until `PlacePages` names its number.
+    """Send host-memory slots (int32, for each rank) to the devices and stage them there until the `PlacePages` with the same `number`.
 
-    Numbers from the count of slots on are those of `ReadPages` and `PullPages`: what was read or pulled there is sent, and then forgotten.
+    Slot numbers from the number of slots on refer to pages of `ReadPages` and `PullPages`, which are released once they are sent.
     """
 
     ranks: list[bytes]
@@ -164,10 +164,10 @@ class FetchPages(msgspec.Struct, frozen=True, array_like=True, tag="fetch_pages"
 
 
 class ReadPages(msgspec.Struct, frozen=True, array_like=True, tag="read_pages"):
-    """Begin to read pages from the disk; the executor reports later which have come (`Executor.page_reports`).
+    """Start reading pages from disk. The executor reports later which pages have arrived (`Executor.page_reports`).
 
-    ranks: of each rank int32 numbers, none of which is in use. names: of each rank `NAME_BYTES` for each of them. drops: of each rank int32
-    numbers of earlier ones, read or pulled, that nobody wants any more, come or not.
+    ranks: for each rank int32 numbers that are not in use. names: for each rank `NAME_BYTES` for each number. drops: for each rank int32
+    numbers of pages read or pulled earlier that are no longer needed, whether they have arrived or not.
     """
 
     ranks: list[bytes]
@@ -176,19 +176,19 @@ class ReadPages(msgspec.Struct, frozen=True, array_like=True, tag="read_pages"):
 
 
 class SendPages(msgspec.Struct, frozen=True, array_like=True, tag="send_pages"):
-    """Copy pages into chunks, which other engines may pull when they are complete.
+    """Copy pages into chunks (KV transfer units). Other engines may pull a chunk once it is complete.
 
-    ranks: of each rank int32 pairs (chunk, page). Pages of a chunk follow one another, at most `CHUNK_PAGES` of `transfer/messages.py`.
+    ranks: for each rank int32 pairs (chunk, page). A chunk's pairs are consecutive, at most `CHUNK_PAGES` of `transfer/messages.py`.
     """
 
     ranks: list[bytes]
 
 
 class PullPages(msgspec.Struct, frozen=True, array_like=True, tag="pull_pages"):
-    """Begin to pull other engines' chunks; the executor reports later which pages have come (`Executor.page_reports`).
+    """Start pulling other engines' chunks. The executor reports later which pages have arrived (`Executor.page_reports`).
 
-    ranks: for each rank, int32 quadruples (source, chunk, place in the chunk, number that the page gets, as in `ReadPages`), chunk after
-    chunk. sources: (number of the prefill side, address of its chunks); a quadruple's source is an index into it.
+    ranks: for each rank int32 quadruples (source, chunk, index in the chunk, new page number as in `ReadPages`), grouped by chunk.
+    sources: (number of the prefill side, address of its chunks); a quadruple's source is an index into it.
     """
 
     ranks: list[bytes]
@@ -196,22 +196,22 @@ class PullPages(msgspec.Struct, frozen=True, array_like=True, tag="pull_pages"):
 
 
 class DropChunks(msgspec.Struct, frozen=True, array_like=True, tag="drop_chunks"):
-    """Keep chunks no longer that `SendPages` has made: int32 numbers. For those that other processes than the first one keep."""
+    """Release chunks made by `SendPages` (int32 numbers) in processes other than the first."""
 
     numbers: bytes
 
 
 class DropPages(msgspec.Struct, frozen=True, array_like=True, tag="drop_pages"):
-    """Delete pages from the disk: all, and then those with these names (`NAME_BYTES` each), after what was to be written before."""
+    """Delete pages from disk, after all earlier writes: all pages if `everything`, then the pages with these names (`NAME_BYTES` each)."""
 
     everything: bool
     names: bytes = b""
 
 
 class PlacePages(msgspec.Struct, frozen=True, array_like=True, tag="place_pages"):
-    """Write what the `FetchPages` of this number staged to pages: int32, of each rank, in the order of its slots.
+    """Write the data staged by the `FetchPages` with this number to pages (int32, for each rank, in the order of its slots).
 
-    Where it could not be launched, nothing is written. What older ones staged is forgotten.
+    If that `FetchPages` could not be launched, nothing is written. Data staged by earlier ones is released.
     """
 
     ranks: list[bytes]
@@ -219,35 +219,34 @@ class PlacePages(msgspec.Struct, frozen=True, array_like=True, tag="place_pages"
 
 
 class Clear(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
-    """Zero pages that may hold values that are not finite: of each rank int32 page numbers.
+    """Zero pages that may hold NaN or infinite values: int32 page numbers for each rank.
 
-    Attention weights positions that a query does not see by 0, and 0 × NaN is NaN: the page's next owner would fail too.
+    Attention multiplies masked positions by a weight of 0, and 0 × NaN is NaN, so the page's next owner would fail too.
     """
 
     ranks: list[bytes]
 
 
 class Score(msgspec.Struct, frozen=True, array_like=True, tag="score"):
-    """Logits of every position of one sequence, computed through `pages` of rank 0 (int32 both), the last of which may be a ring's."""
+    """Compute the logits of every position of one sequence in `pages` of rank 0 (int32 both). The last pages may be a window ring."""
 
     tokens: bytes
     pages: bytes
 
 
 class Flush(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
-    """Zero the cache and reset all slots, as at the start. No request has a slot."""
+    """Zero the cache and reset all slots to the initial state. No request may have a slot."""
 
 
 class ReadLoads(msgspec.Struct, frozen=True, array_like=True, tag="read_loads"):
-    """Give how many tokens each expert of each layer computed since the last time, and count from zero."""
+    """Return the number of tokens per expert and layer since the last `ReadLoads`, and reset the counts."""
 
 
 class StageExperts(msgspec.Struct, frozen=True, array_like=True, tag="stage_experts"):
-    """Send experts of one MoE layer to the ranks that will hold them, into their staging buffers; nothing that steps read changes.
+    """Send experts of one MoE layer to the staging buffers of the ranks that will hold them. Steps continue to read the old slots.
 
-    layer: a row of the placement: the model's MoE layers in order, and behind them the MTP module's. moves: int32 pairs (physical slot that
-    holds an expert, physical slot that is to hold it). A rank sends and receives at most `ExpertSlots.per_exchange` experts, and none sends
-    two to the same rank.
+    layer: row of the placement: the model's MoE layers in order, then the MTP module's. moves: int32 pairs (source physical slot, target
+    physical slot). A rank sends and receives at most `ExpertSlots.per_exchange` experts, and sends at most one to each rank.
     """
 
     layer: int
@@ -255,10 +254,10 @@ class StageExperts(msgspec.Struct, frozen=True, array_like=True, tag="stage_expe
 
 
 class PlaceExperts(msgspec.Struct, frozen=True, array_like=True, tag="place_experts"):
-    """Write what was staged for a layer into its slots, and put the layer's new placement in force.
+    """Write a layer's staged experts into its slots, and activate the layer's new placement.
 
-    slots: int32, the physical slots that are written; each was the second of a pair of a `StageExperts` of this layer since the last
-    `PlaceExperts`. physical_to_logical: int32, the logical expert in each physical slot from now on.
+    slots: int32, the physical slots to write; each was a target of a `StageExperts` for this layer since the last `PlaceExperts`.
+    physical_to_logical: int32, the logical expert in each physical slot from now on.
     """
 
     layer: int
@@ -269,7 +268,7 @@ class PlaceExperts(msgspec.Struct, frozen=True, array_like=True, tag="place_expe
 class ConnectExperts(msgspec.Struct, frozen=True, array_like=True, tag="connect_experts"):
     """Connect to the expert processes of this `--expert-mesh` at this `--afd-address`.
 
-    The steps that follow send their rows there; if one attention process cannot connect, all stay as they are.
+    Later steps send their rows there. If one attention process cannot connect, all keep the current expert processes.
     """
 
     expert_mesh: str
@@ -277,7 +276,7 @@ class ConnectExperts(msgspec.Struct, frozen=True, array_like=True, tag="connect_
 
 
 class Custom(msgspec.Struct, frozen=True, array_like=True, tag="custom"):
-    """Do what a page source (`--page-source`) and the part of the executor that has registered its name have agreed on."""
+    """Command of a KV connector (`--page-source`), for the executor part that registered the connector's name."""
 
     source: str
     ranks: list[bytes]
@@ -310,25 +309,25 @@ _decoder = msgspec.msgpack.Decoder(Command)
 
 
 def encode(command: Command) -> bytes:
-    """A command as MessagePack."""
+    """Return a command as MessagePack."""
     return _encoder.encode(command)
 
 
 def decode(data: bytes) -> Command:
-    """The inverse of `encode`; a `msgspec.ValidationError` where these bytes are no command."""
+    """Invert `encode`. Raise `msgspec.ValidationError` if the bytes are not a command."""
     return _decoder.decode(data)
 
 
 def int32s(values: Iterable[int]) -> bytes:
-    """Integers as a command holds them."""
-    return array("i", values).tobytes()  # JAX runs on little-endian machines alone
+    """Return integers as little-endian int32 bytes."""
+    return array("i", values).tobytes()  # JAX runs only on little-endian machines
 
 
 def names_of(data: bytes) -> list[bytes]:
-    """Pages' names that stand one after the other."""
+    """Split concatenated page names."""
     return [data[at : at + NAME_BYTES] for at in range(0, len(data), NAME_BYTES)]
 
 
 def from_int32s(data: bytes) -> array:
-    """The inverse of `int32s`."""
+    """Invert `int32s`."""
     return array("i", data)

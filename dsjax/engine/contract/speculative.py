@@ -6,18 +6,18 @@ from typing import ClassVar, Literal
 from dsjax.engine.contract.json_option import JsonOption, is_integer
 
 METHODS = ("mtp", "deepseek_mtp")
-"""Accepted names; the second is an older name of the first in vLLM, and means the same."""
+"""Accepted names; the second is vLLM's older name of the first."""
 MOST_DRAFTS = 4
-"""The module is trained for one token ahead; each further draft applies it to its own guess, and fewer of them are accepted."""
+"""The module is trained to predict one token. Each further draft applies it to its own prediction and is accepted less often."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig(JsonOption):
-    """Speculative decoding, with vLLM's names for its fields. Checked when made.
+    """Speculative decoding options, with vLLM's field names. The constructor checks them.
 
-    method: what drafts: `mtp`, the model's own MTP module. num_speculative_tokens: most drafts of a row, 1 to 4.
+    method: `mtp`, the model's own MTP module drafts. num_speculative_tokens: maximum number of drafts per row, 1 to 4.
     num_speculative_tokens_per_batch_size: ranges `(low, high, n)`: while `low` to `high` requests are running on a DP rank, each
-    row drafts `n` tokens, 0 for none. Ranges begin at 1 without gaps; the last one also holds above its `high`.
+    row drafts `n` tokens, 0 for none. Ranges begin at 1 without gaps; the last range also applies above its `high`.
     "auto": the engine measures which number is fastest (`schedule/draft_choice.py`). None: `num_speculative_tokens` at any load.
 
     Raises:
@@ -48,17 +48,17 @@ class SpeculativeConfig(JsonOption):
 
     @property
     def after_prompts(self) -> int:
-        """Drafts after a prompt in a step without other drafts: 1 with "auto", so that the module has read every prompt; else 0."""
+        """Drafts after a prompt in a step without other drafts: 1 with "auto", so that the module's cache has every prompt; else 0."""
         return int(self.measures)
 
     def counts(self, least: int, most: int) -> list[int]:
-        """Numbers of drafts that a row can make while `least` to `most` requests are running on its DP rank, ascending."""
+        """Return the possible numbers of drafts per row while `least` to `most` requests are running on its DP rank, ascending."""
         if self.measures:
             return list(range(self.num_speculative_tokens + 1))
         return sorted({self.drafts(running) for running in range(least, most + 1)})
 
     def drafts(self, running: int) -> int:
-        """Number of tokens that each row drafts while `running` requests are running on its DP rank; with "auto" the largest number."""
+        """Return the number of drafts per row while `running` requests are running on its DP rank; with "auto" the largest number."""
         if self.num_speculative_tokens_per_batch_size is None or self.measures:
             return self.num_speculative_tokens
         ranges = self.num_speculative_tokens_per_batch_size

@@ -1,4 +1,4 @@
-"""`StructuredOutputs`: the form that a completion's text must have. Checked here; compiled in `structured.py`."""
+"""`StructuredOutputs`: the required format of a completion's text. Checked here; compiled in `structured.py`."""
 
 import json
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ from typing import Any
 from dsjax.errors import UserError
 
 MAX_GRAMMAR_CHARS = 65_536
-"""Longest schema, expression, grammar, or list of choices, in characters of its text."""
+"""Maximum length of a schema, regular expression, grammar or list of choices, in characters."""
 MAX_CHOICES = 1_024
 
 _FORMS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 class SamplingError(UserError):
-    """A sampling parameter that has no meaning. `param` names the field, `reason` says why."""
+    """An invalid sampling parameter. `param` names the field; `reason` says why it is invalid."""
 
     def __init__(self, param: str, reason: str):
         super().__init__(f"{param}: {reason}")
@@ -24,7 +24,7 @@ class SamplingError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """Exactly one form that the text must have. Names and meanings are vLLM's.
+    """The required format of the text; exactly one is given. Names and meanings are vLLM's.
 
     ::
 
@@ -32,17 +32,17 @@ class StructuredOutputs:
 
     Attributes:
         json: a JSON schema, as text or as the object itself.
-        json_object: True: any JSON object.
-        regex: a regular expression that the whole text matches (Rust's syntax, without look-around).
+        json_object: True allows any JSON object.
+        regex: a regular expression that matches the whole text (Rust's syntax, without look-around).
         choice: the text is one of these strings.
-        grammar: a context-free grammar in Lark's syntax as llguidance reads it; its start rule is `start`.
-        structured_after: a token id, such as that of `</think>`: the text is free until this token has been made, and the
-            form holds for what comes after. None: from the first token.
-        disable_any_whitespace: JSON has no blanks between its parts. Otherwise it may have one blank there, or a line break and an
-            indentation.
+        grammar: a context-free grammar in llguidance's dialect of Lark; its start rule is `start`.
+        structured_after: a token id, such as the id of `</think>`. Text up to this token is unconstrained; the format applies after it.
+            None: the format applies from the first token.
+        disable_any_whitespace: allow no whitespace between JSON elements. Otherwise one space, or a line break and an indentation, is
+            allowed there.
 
     Raises:
-        SamplingError: none or several forms, a form of the wrong type, or one that is too long.
+        SamplingError: no format or several, a format of the wrong type, or one that is too long.
     """
 
     json: str | dict[str, Any] | bool | None = None
@@ -80,11 +80,11 @@ class StructuredOutputs:
 
     @property
     def form(self) -> str:
-        """The name of the form that is given."""
+        """Name of the given format."""
         return next(name for name in _FORMS if getattr(self, name) is not None)
 
     def _schema_text(self) -> str:
-        """The schema as JSON text: two spellings of one schema compile once."""
+        """Return the schema as normalized JSON text, so that differently formatted copies of a schema compile once."""
         schema = self.json
         if isinstance(schema, str):
             _check_text("json", schema)
@@ -94,7 +94,7 @@ class StructuredOutputs:
                 raise _error("json", f"the schema is not JSON: {error}") from error
             except RecursionError as error:
                 raise _error("json", "the schema is nested too deeply") from error
-        schema = {} if schema is True else schema  # JSON Schema's way to say anything
+        schema = {} if schema is True else schema  # in JSON Schema, `true` accepts any value
         if not isinstance(schema, dict):
             raise _error("json", f"found {type(schema).__name__}, expected a JSON schema: an object, or its text")
         try:

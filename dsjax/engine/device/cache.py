@@ -1,4 +1,4 @@
-"""The paged latent cache on the devices: how large it can be, and its arrays."""
+"""The paged KV cache (MLA latent) on the devices: its size and its arrays."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from dsjax.model.parameters import storage_dtype
 from dsjax.model.step import ModelStep
 
 HOST_CACHE_BYTES = 2 << 30
-"""On the CPU platform all emulated devices share the host's memory: their caches together take at most this by default."""
+"""Default limit for the caches of all emulated devices together; on the CPU platform they share the host's memory."""
 
 
 def bytes_per_page(step: ModelStep, table: Table = "context") -> int:
-    """Bytes of one page of this kind, all layers, on one device; 0 where no layer has any."""
+    """Return the bytes of one page of this kind, all layers, on one device; 0 if no layer has such pages."""
     return sum(group.device_page_bytes(step.spec.tp_size) for group in step.cache_groups if group.table == table)
 
 
 def with_kept_windows(step: ModelStep, pages: int, held: int) -> int:
-    """Window pages of a DP rank beside so many others: those that requests may hold, and those that are kept."""
+    """Return the number of window pages of a DP rank with ``pages`` other pages: ``held`` for requests, plus pages kept for reuse."""
     window = bytes_per_page(step, "window")
     return held + int(KEPT_WINDOWS / (1 - KEPT_WINDOWS) * pages * bytes_per_page(step) / window) if window else 0
 
 
 def pages_that_fit(step: ModelStep, wanted: int, pool: Pool | None = None, held_windows: int = 0) -> int:
-    """Pages of a DP rank: ``wanted``, or what memory allows beside window pages, whichever is less.
+    """Return the number of pages of a DP rank: ``wanted``, or the number that fits in memory next to window pages if that is smaller.
 
-    pool: of an accelerator; None on the CPU platform. held_windows: see ``with_kept_windows``.
+    pool: memory of an accelerator; None on the CPU platform. held_windows: ``held`` of ``with_kept_windows``.
 
     Raises:
         UserError: not even two pages fit (page 0 is never used).
@@ -43,7 +43,7 @@ def pages_that_fit(step: ModelStep, wanted: int, pool: Pool | None = None, held_
     pages = min(wanted, int((room - windows) * kept / each) if each else wanted if room >= windows else 0)
     if pages < 2:
         left = "" if pool is None else f" ({pool})"
-        has_windows = bytes_per_page(step, "window") > 0  # such a cache, DeepSeek-V4's, cannot be FP8 yet
+        has_windows = bytes_per_page(step, "window") > 0  # DeepSeek-V4's cache, which does not support FP8 yet
         raise UserError(
             f"the cache has room for {max(pages, 0)} pages of {each} bytes a device, expected at least 2{left}; "
             "use a mesh of more devices, FP8 weights (--weights fp8), "
@@ -56,9 +56,9 @@ def pages_that_fit(step: ModelStep, wanted: int, pool: Pool | None = None, held_
 
 @dataclass(frozen=True)
 class Pool:
-    """The memory that JAX has of an accelerator, in bytes.
+    """JAX's memory pool on an accelerator, in bytes.
 
-    size: of the pool. used: by weights, and whatever else lies in it. temporaries: what the most demanding program needs.
+    size: size of the pool. used: weights and any other allocations. temporaries: the largest need of any program.
     """
 
     size: int
@@ -67,7 +67,7 @@ class Pool:
 
     @classmethod
     def of(cls, step: ModelStep, temporaries: int) -> Pool | None:
-        """The pool of this process's first device; None where it does not tell, as on CPU."""
+        """Return the pool of this process's first device; None if the device has no memory statistics, as on CPU."""
         device = next(d for d in step.mesh.devices.flat if d.process_index == jax.process_index())
         stats = None if device.platform == "cpu" else device.memory_stats()
         return stats and cls(stats["bytes_limit"], stats["bytes_in_use"], temporaries)
@@ -85,9 +85,9 @@ class Pool:
 
 
 def describe(step: ModelStep, pages: int, windows: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, storage dtypes and shardings of the cache's arrays ``[layers, dp × pages, entries, …]``, pages spread over the DP ranks.
+    """Return shapes, storage dtypes and shardings of the cache's arrays ``[layers, dp × pages, entries, …]``, sharded over DP ranks.
 
-    pages, windows: of a rank, of each kind.
+    pages, windows: number of context and of window pages per rank.
     """
     described, platform = {}, step.mesh.devices.flat[0].platform
     for group in step.cache_groups:

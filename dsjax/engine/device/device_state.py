@@ -1,4 +1,4 @@
-"""``DeviceState``: what a step needs of the one before, on the device: its arrays, and its pages copied and cleared."""
+"""``DeviceState``: the arrays on the devices that one step passes to the next, and programs that copy, clear and move pages."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from sharding.placement import CopyTables
 Tree = TypeVar("Tree")
 
 MOST_COUNTED = 32_000
-"""Times that a token is counted in an output at most: penalties for more do not grow any further."""
+"""Maximum count of a token in an output. Beyond it, penalties no longer grow."""
 
 MOVED_PAGES = 16
-"""Pages of a rank that one program takes to host memory or brings from it."""
+"""Pages per rank that one program copies to or from host memory."""
 MOVED_WINDOWS = 2
-"""Window pages, which are larger and of which few are moved."""
+"""The same for window pages, which are larger and moved in smaller numbers."""
 PagesOnTheWay = dict[str, Array]
-"""Arrays as ``describe_moved`` describes them."""
+"""Pages in transfer: arrays as ``describe_moved`` describes them."""
 
 
 @jax.tree_util.register_dataclass
@@ -40,13 +40,13 @@ PagesOnTheWay = dict[str, Array]
 class DeviceState:
     """The executor's arrays on the devices: one pytree, which is donated to each program and returned by it.
 
-    cache: the KV cache, the MTP module's layer last; filled: whether the module's entry of a cache slot belongs to the token that is
-        there now (of window pages, where its layer caches on them).
-    tables: page tables of each slot, and behind them its ring of window pages: page ``i`` at entry ``i % Pw``.
-    start: tokens of the slot's request in the cache; last_token: the token at that position; drafts, num_drafts: proposed after it.
-    sampling: sampling parameters, seed and prompt length of each slot; counts: of requests with penalties, 2 × times in the output,
+    cache: the KV cache, the MTP module's layer last; filled: whether the module's entry of a cache slot belongs to the slot's current
+        token (in window pages, if the module's layer uses them).
+    tables: page table of each slot, followed by its ring of window pages: page ``i`` at entry ``i % Pw``.
+    start: number of the request's tokens in the cache; last_token: the token at that position; drafts, num_drafts: proposed after it.
+    sampling: sampling parameters, seed and prompt length of each slot; counts: for requests with penalties, 2 × times in the output
         + 1 if in the prompt.
-    copies: the placement of experts; loads: tokens of each physical expert since they were last read, with ``--enable-eplb``.
+    copies: the placement of experts; loads: tokens per physical expert since the last read, with ``--enable-eplb``.
     """
 
     cache: Cache
@@ -65,7 +65,7 @@ class DeviceState:
 def describe(
     step: ModelStep, limits: ExecutorLimits, num_drafts: int = 0, *, counts_loads: bool = False
 ) -> DeviceState:
-    """Shapes, dtypes and shardings of the state's arrays. num_drafts: at most. counts_loads: whether experts' loads are added up."""
+    """Return shapes, dtypes and shardings of the state's arrays. num_drafts: maximum per row. counts_loads: count expert loads."""
     ranks, slots = limits.num_ranks, limits.max_rows_decode
     rows, everywhere = NamedSharding(step.mesh, P(step.spec.batch_axes)), NamedSharding(step.mesh, P())
 
@@ -79,7 +79,7 @@ def describe(
         copies = CopyTables(*(jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=everywhere) for t in tables))
     loads = None
     if counts_loads:
-        # A device counts what its own experts compute, or, where these are apart, which experts its tokens go to.
+        # A device counts the tokens of its own experts, or with disaggregated experts, the tokens it sends to each expert.
         counted = step.placement.n_physical // (1 if step.apart is not None else step.spec.ep_size)
         shape = (step.moe_layers_with_module, step.spec.num_devices, counted)
         loads = jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(step.mesh, P(None, step.spec.token_axes)))
@@ -106,12 +106,12 @@ def describe(
 
 
 def description(tree: Tree) -> Tree:
-    """Descriptions of a tree's arrays, which may themselves be descriptions: the arrays are donated and must not be kept."""
+    """Return abstract values of a tree's arrays (or abstract values). The arrays themselves are donated, so they must not be kept."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
 
 
 def copy_pages(step: ModelStep, state: DeviceState, pairs: Int[Array, "B K 2"]) -> DeviceState:
-    """Copy pages (from, to) of each rank, in all layers; (0, 0) is nothing: nobody reads page 0. Window pages are never copied."""
+    """Copy pages (from, to) of each rank, in all layers. (0, 0) is padding: page 0 is never read. Window pages are never copied."""
 
     def local(cache, filled, pairs):
         sources, targets = pairs[0].T
@@ -122,7 +122,7 @@ def copy_pages(step: ModelStep, state: DeviceState, pairs: Int[Array, "B K 2"]) 
 
 
 def clear_pages(step: ModelStep, state: DeviceState, marked: Bool[Array, "B P+W"]) -> DeviceState:
-    """Zeros in the pages that are marked, rank by rank, in all layers: window pages behind the others."""
+    """Zero the marked pages of each rank in all layers. In ``marked``, window pages follow the other pages."""
 
     def local(cache, filled, marked):
         def clear(array: Array, axis: int) -> Array:
@@ -141,7 +141,7 @@ def clear_pages(step: ModelStep, state: DeviceState, marked: Bool[Array, "B P+W"
 
 
 def describe_moved(step: ModelStep, state: DeviceState, table: Table = "context") -> dict[str, jax.ShapeDtypeStruct]:
-    """Pages of a kind on their way to host memory or from it: ``[B, moved(table), layers, page_size, …]`` of each array on such pages."""
+    """Describe pages of a kind in transfer to or from host memory: ``[B, moved(table), layers, page_size, …]`` for each cache array."""
     B, batch = step.spec.dp_size, step.spec.batch_axes
     described, (cache, filled) = {}, _of_kind(step, state, table)
     for name, array in cache.items():
@@ -155,14 +155,14 @@ def describe_moved(step: ModelStep, state: DeviceState, table: Table = "context"
 
 
 def moved(table: Table) -> int:
-    """Pages of a kind of a rank that one program takes to host memory or brings from it."""
+    """Return the number of pages of a kind, per rank, that one program copies to or from host memory."""
     return MOVED_WINDOWS if table == "window" else MOVED_PAGES
 
 
 def take_pages(
     step: ModelStep, state: DeviceState, pages: Int[Array, "B K"], table: Table = "context"
 ) -> PagesOnTheWay:
-    """Copies of pages of a kind, rank by rank."""
+    """Return copies of each rank's pages of a kind."""
 
     def local(cache, filled, pages):
         taken = {name: jnp.moveaxis(array[:, pages[0]], 1, 0)[None] for name, array in cache.items()}
@@ -174,7 +174,7 @@ def take_pages(
 def put_pages(
     step: ModelStep, state: DeviceState, arrived: PagesOnTheWay, pages: Int[Array, "B K"], table: Table = "context"
 ) -> DeviceState:
-    """Write pages of a kind, rank by rank; page 0 is nothing: nobody reads it."""
+    """Write each rank's pages of a kind. Page 0 is padding: it is never read."""
 
     def local(cache, filled, pages, moved):
         cache = {name: array.at[:, pages[0]].set(jnp.moveaxis(moved[name][0], 0, 1)) for name, array in cache.items()}
@@ -188,7 +188,7 @@ def _table_of(step: ModelStep, name: str) -> Table:
 
 
 def _of_kind(step: ModelStep, state: DeviceState, table: Table) -> tuple[Cache, Array | None]:
-    """The arrays on pages of a kind; ``filled`` where the MTP module's entries are on such pages."""
+    """Return the cache arrays on pages of a kind, and ``filled`` if the MTP module's entries are on such pages."""
     cache = {name: array for name, array in state.cache.items() if _table_of(step, name) == table}
     return cache, state.filled if step.fills_windows == (table == "window") else None
 
@@ -208,7 +208,7 @@ def _specs_of_moved(step: ModelStep, state: DeviceState, table: Table) -> dict[s
 def _change_pages(
     step: ModelStep, state: DeviceState, table: Table, local: Callable, argument: Array, *further
 ) -> DeviceState:
-    """The state with the arrays of a kind and the marks of filled pages that ``local`` makes, as ``_over_pages`` calls it."""
+    """Return the state with ``cache`` (one kind) and ``filled`` replaced by the results of ``local``, called through ``_over_pages``."""
     changed = _cache_specs(step, table), P(step.spec.batch_axes)
     cache, filled = _over_pages(step, state, table, local, changed, argument, *further)
     return dataclasses.replace(state, cache=state.cache | cache, filled=state.filled if filled is None else filled)
@@ -217,7 +217,7 @@ def _change_pages(
 def _over_pages(
     step: ModelStep, state: DeviceState, table: Table, local: Callable, out_specs, argument: Array, *further
 ):
-    """``local(cache, filled, argument, *further)`` on each rank's part of a kind; ``further``: pairs of a value and its specs."""
+    """Run ``local(cache, filled, argument, *further)`` on each rank's pages of a kind. further: pairs of a value and its specs."""
     rows = P(step.spec.batch_axes)
     specs = _cache_specs(step, table), rows, rows, *(spec for _, spec in further)
     run = jax.shard_map(local, mesh=step.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)

@@ -1,7 +1,7 @@
-"""The programs that move experts between physical slots while an engine serves. docs/balancing.md has the design.
+"""Programs that move experts between physical slots while an engine serves. docs/balancing.md has the design.
 
-``stage`` sends experts, rank to rank, into a staging buffer of one layer's size; steps go on reading the old slots. ``place`` copies the
-staged experts into their slots within each device, and puts the layer's tables in force. Between two programs all tables tell the truth.
+``stage`` sends experts from rank to rank into a staging buffer for one layer; steps continue to read the old slots. ``place`` copies the
+staged experts into their slots on each device and activates the layer's tables. Slots and tables are consistent between two programs.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from sharding.dispatch.ragged import NATIVE_PLATFORMS
 from sharding.placement import CopyTables
 
 MODULES = "mtp.layers"
-"""The stack of the MTP modules' layers. Their rows of a placement stand behind those of the model's."""
+"""The stack of the MTP modules' layers. Their rows in a placement follow the model's rows."""
 
 Stack = dict[str, Any]
-"""The experts of one stack of layers: ``gate_up.weight`` and the like to arrays ``[layers, X, …]``, or to their descriptions."""
+"""Experts of one stack of layers: names such as ``gate_up.weight`` to arrays ``[layers, X, …]`` or their abstract values."""
 
 
 class ExpertLayers(NamedTuple):
-    """The experts' parameters of one stack. names: name within a layer to path; rows: of its layers in a placement."""
+    """Expert parameters of one stack. names: name within a layer to parameter path; rows: placement rows of its layers."""
 
     stack: str
     names: dict[str, str]
     rows: Sequence[int]
 
     def of(self, params: Mapping[str, Any]) -> Stack:
-        """These parameters, by their names within a layer."""
+        """Return these parameters by their names within a layer."""
         return {name: params[path] for name, path in self.names.items()}
 
 
 def expert_layers(step: ModelStep) -> list[ExpertLayers]:
-    """The stacks that have experts."""
+    """Return the stacks that have experts."""
     runs, found = step.config.layer_runs, []
     row_of = {number: row for row, number in enumerate(moe_layers(runs))}
     rows = {kind.stack: [row_of[number] for number in numbers] for kind, numbers in stacks(runs).items() if kind.routed}
@@ -60,7 +60,7 @@ def expert_layers(step: ModelStep) -> list[ExpertLayers]:
 
 
 def describe_staging(step: ModelStep) -> Stack:
-    """The buffer: a layer's experts as words of their width, ``[X, …]``, sharded as they are."""
+    """Describe the staging buffer: one layer's experts ``[X, …]``, as unsigned integers of the same width and with the same sharding."""
     buffers = {}
     for name, path in expert_layers(step)[0].names.items():
         info = step.table.infos[path]
@@ -70,33 +70,33 @@ def describe_staging(step: ModelStep) -> Stack:
 
 
 def staging_bytes(step: ModelStep) -> int:
-    """Bytes of the buffer on one device."""
+    """Return the bytes of the staging buffer on one device."""
     buffers = describe_staging(step).values()
     return sum(math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize for one in buffers)
 
 
 def expert_bytes(step: ModelStep) -> int:
-    """Bytes of one expert on one device: the whole of it, or its part where its width is split."""
+    """Return the bytes of one expert on one device: the whole expert, or its shard if its width is split."""
     if step.apart is not None:
         return step.apart.expert_bytes
     return staging_bytes(step) * step.spec.ep_size // step.stored_placement.n_physical
 
 
 def exchange_bytes(step: ModelStep, experts: int) -> int:
-    """Bytes of one device that moving experts takes beside the weights: the buffer, and what a rank sends at once."""
+    """Return the bytes per device that moving experts needs besides the weights: the staging buffer, and the experts sent at once."""
     return staging_bytes(step) + experts * expert_bytes(step)
 
 
 def received_bytes(step: ModelStep) -> int:
-    """Bytes that a device receives when each rank is sent one expert, at most: where the platform gathers, what all ranks send."""
+    """Return the maximum bytes a device receives if each rank is sent one expert. With an all-gather, it receives what all ranks send."""
     gathers = step.apart is None and step.mesh.devices.flat[0].platform not in NATIVE_PLATFORMS
     return expert_bytes(step) * (step.spec.ep_size - 1 if gathers else 1)
 
 
 def pack_moves(moves: Sequence[tuple[int, int]], *, ranks: int, per_rank: int, experts: int) -> Int[np.ndarray, "G W"]:
-    """Pairs (slot that has an expert, slot that gets it) as ``stage`` takes them, one row for each rank as the sender.
+    """Pack pairs (source slot, target slot) for ``stage``, one row per sending rank.
 
-    A row has the ``experts`` own slots that are sent; then for each rank which of those it gets, how many (0 or 1), and into which slot.
+    A row has the sender's ``experts`` source slots, then three arrays over receiving ranks: index among them, count (0 or 1), target slot.
     """
     packed = np.zeros((ranks, experts + 3 * ranks), np.int32)
     sends, (which, sent, lands) = packed[:, :experts], np.split(packed[:, experts:], 3, axis=1)
@@ -114,7 +114,7 @@ def pack_moves(moves: Sequence[tuple[int, int]], *, ranks: int, per_rank: int, e
 
 
 def lower_stage(step: ModelStep, params: Mapping[str, Any], layers: ExpertLayers, experts: int) -> Lowered:
-    """``(stack, staging, moves, layer) -> (staging, done)``: staging is donated; moves: see ``pack_moves``; layer: in its stack."""
+    """Lower ``(stack, staging, moves, layer) -> (staging, done)``. staging is donated; moves: see ``pack_moves``; layer: in the stack."""
     group = ExpertGroup.of(step.spec, step.placement.n_physical, step.mesh.devices.flat[0].platform)
     stack, staging, everywhere = layers.of(params), describe_staging(step), NamedSharding(step.mesh, P())
 
@@ -140,21 +140,21 @@ def lower_stage(step: ModelStep, params: Mapping[str, Any], layers: ExpertLayers
 
 
 def _rows(array: Array, layer: Array, slots: Array, count: int) -> Array:
-    """``array[layer, slots]`` as words, ``[count, …]``: single slices, which read nothing else of the stack."""
+    """Return ``array[layer, slots]`` as words, ``[count, …]``. Each row is a separate slice, so the rest of the stack is not read."""
     start = (0,) * (array.ndim - 2)
     rows = [lax.dynamic_slice(array, (layer, slots[i], *start), (1, 1, *array.shape[2:])) for i in range(count)]
     return lax.bitcast_convert_type(jnp.concatenate(rows, axis=1)[0], _word(array.dtype))
 
 
 def _send(group: ExpertGroup, outgoing: Array, staging: Array, plan: Int[Array, "G 3 G"]) -> Array:
-    """Rows of ``outgoing [n, …]`` into the buffers ``[X, …]`` of the ranks that ``plan`` names."""
+    """Send rows of ``outgoing [n, …]`` to the staging buffers ``[X, …]`` of the ranks in ``plan``."""
     which, sent, lands = plan[:, 0], plan[:, 1], plan[:, 2]
     me = group.index()
     if group.size > 1 and group.platform in NATIVE_PLATFORMS:
         return lax.ragged_all_to_all(
             outgoing, staging, which[me], sent[me], lands[me], sent[:, me], axis_name=group.axes
         )
-    # Emulated devices share one memory and pay for each collective, not for each byte: everyone gets everything, and takes its own.
+    # Emulated devices share one memory, so the cost is per collective and not per byte: gather all rows, then select this rank's.
     gathered = lax.all_gather(outgoing, group.axes, tiled=True) if group.size > 1 else outgoing
     first = jnp.argsort(-sent[:, me])
 
@@ -167,7 +167,7 @@ def _send(group: ExpertGroup, outgoing: Array, staging: Array, plan: Int[Array, 
 
 
 def pack_slots(slots: Sequence[int], *, ranks: int, per_rank: int) -> Int[np.ndarray, "G X"]:
-    """Staged slots, rank by rank: a 1 for each slot that is written, as ``place`` takes them."""
+    """Return the slot mask for ``place``: for each rank, 1 for each slot to write."""
     marked = np.zeros(ranks * per_rank, np.int32)
     marked[list(slots)] = 1
     return marked.reshape(ranks, per_rank)
@@ -176,10 +176,10 @@ def pack_slots(slots: Sequence[int], *, ranks: int, per_rank: int) -> Int[np.nda
 def lower_place(
     step: ModelStep, params: Mapping[str, Any], layers: ExpertLayers, copies: CopyTables, loads: Any
 ) -> Lowered:
-    """``(stack, staging, copies, loads, marked, tables, layer, row) -> (stack, copies, loads, retired, done)``.
+    """Lower ``(stack, staging, copies, loads, marked, tables, layer, row) -> (stack, copies, loads, retired, done)``.
 
-    Donated are the stack, and copies and loads, of which one row changes: retired is what the row of loads had counted.
-    marked: see ``pack_slots``; tables: the layer's own; layer: in its stack; row: in the placement.
+    stack, copies and loads are donated; one row of copies and of loads changes. retired: the previous counts in that row of loads.
+    marked: see ``pack_slots``; tables: the layer's tables; layer: index in the stack; row: index in the placement.
     """
     group = ExpertGroup.of(step.spec, step.placement.n_physical, step.mesh.devices.flat[0].platform)
     stack, staging, everywhere = layers.of(params), describe_staging(step), NamedSharding(step.mesh, P())
@@ -218,7 +218,7 @@ def lower_place(
 
 
 def put_tables(copies: CopyTables, loads: Array, tables: CopyTables, row: Array) -> tuple[CopyTables, Array, Array]:
-    """Put a layer's tables in force, and give what its row had counted, which begins anew."""
+    """Activate a layer's tables and reset its row of loads; return copies, loads and the row's previous counts."""
     copies = jax.tree.map(lambda whole, own: lax.dynamic_update_index_in_dim(whole, own, row, 0), copies, tables)
     retired = lax.dynamic_index_in_dim(loads, row, keepdims=False)
     return copies, lax.dynamic_update_index_in_dim(loads, jnp.zeros_like(retired), row, 0), retired

@@ -1,4 +1,4 @@
-"""``ExpertRecorder``: sums of the counts that steps' dispatches report, while recording is on."""
+"""``ExpertRecorder``: sums of the dispatch counts that steps report while recording is on."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from sharding.dispatch import DispatchStatistics
 from sharding.layer_placement import LayerPlacements
 
 _MOST_HELD = 64
-"""Launches whose reports stay on the devices."""
+"""Maximum number of launches with reports on the devices."""
 _SECONDS = 1.0
-"""Time after which they are read."""
+"""Time after which the reports are read."""
 
 _Size = tuple[int, int]
-"""Token slots of a DP rank in one exchange, and exchanges of a layer."""
+"""Token slots per DP rank in one exchange, and exchanges per layer."""
 
 
 class ExpertRecorder:
-    """Adds up the counts that every step computes anyway, so that recording compiles nothing. A new recording has a new recorder.
+    """Adds up counts that every step already computes, so recording compiles nothing. A new recording has a new recorder.
 
-    Reports stay on the devices for up to 64 launches or a second. ``counts`` lacks those; ``read`` reads them first.
+    Reports stay on the devices for up to 64 launches or one second. ``counts`` omits these reports; ``read`` reads them first.
     """
 
     def __init__(self, step: ModelStep):
         self._step = step
         self._held: list[tuple[Mapping[str, Array], _Size, LayerPlacements]] = []
         self._read_at = 0.0
-        self._placements: LayerPlacements | None = None  # of the last launch that was read
-        # Of the launches that were read: tokens per physical and per logical expert, rows per rank, rounds, payload and wire bytes.
+        self._placements: LayerPlacements | None = None  # in the last launch that was read
+        # Sums over the launches read: tokens per physical and per logical expert, rows per rank, rounds, payload and wire bytes.
         self._sums: list[Any] = [0] * 6
 
     def add(self, reports: Mapping[str, Array], groups: Sequence[GroupShape], placements: LayerPlacements) -> None:
-        """Keep a launch's reports. groups: its row groups on a DP rank; placements: the placement of experts in the launch."""
+        """Keep a launch's reports. groups: the launch's row groups on a DP rank; placements: its placement of experts."""
         if not reports:
             return
         exchanges = self._step.micro_batches(groups)
@@ -52,7 +52,7 @@ class ExpertRecorder:
             self._read()
 
     def counts(self) -> ExpertCounts | None:
-        """Return the sums without the reports that are still on the devices; None before the first were read."""
+        """Return the sums without the reports that are still on the devices; None until reports have been read."""
         if self._placements is None:
             return None
         tokens, logical, rows, rounds, payload, wire = self._sums

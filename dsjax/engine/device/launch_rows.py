@@ -1,4 +1,4 @@
-"""The host's side of a launch, in NumPy: its rows as the integers that programs take, what their sampling needs, and their results."""
+"""The host side of a launch, in NumPy: packs rows into integer inputs of programs, collects sampling rules, and reads results."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ NOTHING_ALLOWED = (
 
 
 def split_page_changes(step: Step, room: int, num_pages: int) -> tuple[list[list[PageEntry]], list[list[PageEntry]]]:
-    """Each rank's changes of page tables: those that go with the first launch, and those that must be made before it.
+    """Split each rank's page-table changes into changes made by the first launch and changes that must be made before it.
 
-    room: changes of a rank that the launch takes. A slot that is given to a request in this step has all of its changes made before.
-    num_pages: numbers from here on are of window pages, which tables count from 0.
+    room: changes per rank that the launch has room for. All changes of a slot assigned in this step are made before the launch.
+    num_pages: first number of window pages, which page tables number from 0.
     """
     within, before = [], []
     for rank in step.ranks:
@@ -64,9 +64,9 @@ def split_page_changes(step: Step, room: int, num_pages: int) -> tuple[list[list
 
 
 def pack_admissions(step: Step, changes: list[list[PageEntry]]) -> Iterator[np.ndarray]:
-    """``[B, ADMIT_WIDTH]`` int32 inputs of the admission program, as many as it takes; none where there is nothing to do.
+    """Yield the ``[B, ADMIT_WIDTH]`` int32 inputs of the admission program's runs; none if there is nothing to do.
 
-    An admission resets what its slot had, so page changes and counts begin with the run that has the last admissions.
+    An admission resets its slot, so page changes and counts start in the run with the last admissions.
     """
     if not any(changes) and not any(rank.admissions for rank in step.ranks):
         return
@@ -97,7 +97,7 @@ def pack_admissions(step: Step, changes: list[list[PageEntry]]) -> Iterator[np.n
 def pack_launch(
     step: Step, launch: Launch, shape: LaunchShape, changes: list[list[PageEntry]], most_drafts: list[dict[int, int]]
 ) -> np.ndarray:
-    """``[B, W]`` int32 of one launch's rows and page changes; most_drafts: for each rank, see ``SlotTable.most_drafts``."""
+    """Pack one launch's rows and page changes into ``[B, W]`` int32. most_drafts: for each rank, see ``SlotTable.most_drafts``."""
     ranks = len(step.ranks)
     (R, _), (R2, C2) = shape.decode_rows, shape.prefill_rows
     ends = [0, *itertools.accumulate((R, R, R, 5 * R2, R2 * C2, 3 * shape.page_changes))]
@@ -126,12 +126,12 @@ def pack_launch(
 
 
 def makes_token(row: PrefillRow, first: int, length: int) -> bool:
-    """Whether this piece of a prefill row ends with a token being made."""
+    """Whether a token is sampled at the end of this piece of a prefill row."""
     return row.next_token == TOKEN_MADE and first + length == row.length
 
 
 def decode_slots(rank: RankStep) -> np.ndarray:
-    """The slots of a rank's decode rows."""
+    """Return the slots of a rank's decode rows."""
     return np.frombuffer(rank.decodes, "<i4")[::2]
 
 
@@ -148,15 +148,15 @@ def _admission(admission: Admission) -> np.ndarray:
         one.penalises,
     )
     numbers = one.temperature, one.top_p, one.min_p, one.presence_penalty, one.frequency_penalty, one.repetition_penalty
-    values = np.array(integers, np.int64).astype(np.int32)  # of the seed's words the bits, which are a uint32's
+    values = np.array(integers, np.int64).astype(np.int32)  # keeps the uint32 bits of the seed's words
     return np.insert(values, 7, np.array(numbers, np.float32).view(np.int32))
 
 
 @dataclass(eq=False)
 class SlotRules:
-    """One request's sampling, as its admission has it. made: tokens made so far, as results have confirmed.
+    """Sampling rules of one request, from its admission. made: number of tokens sampled so far, confirmed by results.
 
-    until: tokens of the output after which the most probable token is enough; 0: always, `ALWAYS`: never.
+    until: number of output tokens after which plain greedy sampling is enough; 0: from the start, `ALWAYS`: never.
     """
 
     sampling: Sampling
@@ -169,7 +169,7 @@ class SlotRules:
 
     @classmethod
     def of(cls, admission: Admission) -> SlotRules:
-        """Read an admission."""
+        """Return the rules of an admission."""
         sampling = admission.sampling
         biases = np.frombuffer(admission.biases, "<i4").reshape(-1, 3)
         allowed = np.frombuffer(admission.allowed, "<i4") if admission.allowed else None
@@ -181,11 +181,11 @@ class SlotRules:
 
 
 class RowRules(NamedTuple):
-    """What the sampling of one launch needs beside the logits.
+    """Sampling inputs of one launch besides the logits.
 
-    wanted: None where every row's most probable token is what it makes. scored: whether a row wants log-probabilities of what it makes.
-    biases: ``[B, E, 4]`` pieces. masks: ``[B, J, W]``, None where all tokens are allowed. slots: of each (rank, is prefill, row of the
-    launch) that wants more than its token, its slot's rules.
+    wanted: None if all rows use plain greedy sampling. scored: whether a row wants log-probabilities of its tokens.
+    biases: ``[B, E, 4]`` pieces. masks: ``[B, J, W]``, None if all tokens are allowed. slots: slot rules by (rank, is prefill, row of the
+    launch), for rows that need more than the greedy token.
     """
 
     wanted: Wanted | None
@@ -196,24 +196,24 @@ class RowRules(NamedTuple):
 
 
 class SlotTable:
-    """The rules of every slot. Commands must be shown to it in their order."""
+    """The sampling rules of every slot. Must see all steps in order."""
 
     def __init__(self, num_ranks: int, num_slots: int, vocab_size: int):
         self._words = mask_words(vocab_size)
         self._rules: list[list[SlotRules | None]] = [[None] * num_slots for _ in range(num_ranks)]
-        # Whether a slot wants more than the most probable token; asked of all rows of every step at once.
+        # Whether a slot needs more than the greedy token; an array, because every step checks all its rows at once.
         self._wants = np.zeros((num_ranks, num_slots), bool)
         self._counted: set[tuple[int, int]] = set()
 
     def reset(self) -> None:
-        """Take every slot from its owner."""
+        """Clear all slots."""
         for slots in self._rules:
             slots[:] = [None] * len(slots)
         self._wants[:] = False
         self._counted.clear()
 
     def admit(self, step: Step) -> None:
-        """Enter a step's admissions, and its guides."""
+        """Record a step's admissions and guides."""
         for index, rank in enumerate(step.ranks):
             for admission in rank.admissions:
                 rules = self._rules[index][admission.slot] = SlotRules.of(admission)
@@ -225,11 +225,11 @@ class SlotTable:
                 self._rules[index][guide.slot].guide = np.frombuffer(guide.masks, "<i4")
 
     def most_drafts(self, rank: RankStep) -> dict[int, int]:
-        """How many drafts of a slot may be verified, where its guide says so: one less than it has masks."""
+        """Return the maximum number of drafts to verify for each slot with a guide: its number of masks minus 1."""
         return {guide.slot: len(guide.masks) // (4 * self._words) - 1 for guide in rank.guides}
 
     def commit(self, step: Step, results: Sequence[RankResults]) -> None:
-        """Count the tokens of slots that want more only until they have made so many."""
+        """Count the tokens of slots with ``until``, and switch a slot to plain greedy sampling once it has that many."""
         if not self._counted:
             return
         for index, (rank, rank_results) in enumerate(zip(step.ranks, results, strict=True)):
@@ -244,7 +244,7 @@ class SlotTable:
                         self._counted.discard((index, slot))
 
     def rules_of(self, step: Step, launch: Launch, shape: LaunchShape) -> RowRules:
-        """What the rows of a launch want."""
+        """Return the sampling rules of a launch's rows. Consumes their guides."""
         row_rules: dict[tuple[int, bool, int], SlotRules] = {}
         for index, rank in enumerate(step.ranks if self._wants.any() else ()):
             rank_rules = self._rules[index]
@@ -308,10 +308,10 @@ class SlotTable:
 
 
 class LaunchOutcome(NamedTuple):
-    """What a launch gave, on the devices.
+    """Results of a launch, on the devices.
 
-    outcome: ``[B, J]``: tokens of all positions that make one, see ``slots.commit``. scores: of those positions; prompt_scores: of all
-    token slots of a scored launch. None where nobody asked. drafts: ``[B, R + R2, n]``; None where none were proposed.
+    outcome: ``[B, J]``, tokens of all sampled positions, see ``slots.commit``. scores: scores at these positions; prompt_scores: scores at
+    all token slots of a scored launch; None if not requested. drafts: ``[B, R + R2, n]``; None if none were proposed.
     """
 
     launch: Launch
@@ -325,7 +325,7 @@ class LaunchOutcome(NamedTuple):
 
 
 def read_step(step: Step, outcomes: Sequence[LaunchOutcome]) -> list[RankResults]:
-    """Results of all rows of a step. Waits for what is not there yet."""
+    """Return the results of all rows of a step. Waits for unfinished launches."""
     results = [RankResults([], [RowResult()] * len(rank.prefills)) for rank in step.ranks]
     for launched in outcomes:
         tokens = np.asarray(launched.outcome)
@@ -362,7 +362,7 @@ class _RankReader(NamedTuple):
         R, C = self.launched.shape.decode_rows
         rules = self.launched.rules.slots
         if C == 1:
-            # The usual case, once for each running request in every step.
+            # Fast path: without drafts, this runs for each running request in every step.
             results = [RowResult((t,)) if t >= 0 else _failed((), t) for t in self.outcome[:count].tolist()]
             for row in range(count) if rules else ():
                 if (self.rank, False, row) in rules and results[row].token_ids:
@@ -372,7 +372,7 @@ class _RankReader(NamedTuple):
         results = []
         for row in range(count):
             run = [token for token in tokens[row] if token > REJECTED]
-            if not run:  # the step before made the request's last tokens
+            if not run:  # the previous step sampled the request's last tokens
                 results.append(RowResult())
                 continue
             result = RowResult(run) if run[-1] >= 0 else _failed(run[:-1], run[-1])
@@ -382,7 +382,7 @@ class _RankReader(NamedTuple):
         return results
 
     def prefill(self, row: int, sampled: bool) -> RowResult:
-        """The result of a row of the prefill group."""
+        """Return the result of a row of the prefill group."""
         R, C = self.launched.shape.decode_rows
         position = R * C + row
         token = int(self.outcome[position])
@@ -395,7 +395,7 @@ class _RankReader(NamedTuple):
         return result if rules_of_row is None else self._detailed(result, rules_of_row, R + row, position)
 
     def _detailed(self, result: RowResult, rules: SlotRules, row: int, position: int) -> RowResult:
-        """Add the log-probabilities of tokens made from ``position`` on, and drafts, where the slot wants them."""
+        """Add the log-probabilities of tokens from ``position`` on, and the drafts, if the slot wants them."""
         if rules.sampling.logprobs >= 0:
             scores = [
                 read_score(self.scores, (self.rank, position + i), token, rules.sampling.logprobs)
@@ -409,20 +409,20 @@ class _RankReader(NamedTuple):
 
 
 def _failed(before: Sequence[int], token: int) -> RowResult:
-    """A row whose next token could not be drawn; ``before``: those that could."""
+    """Return the result of a row with a failed draw. before: the tokens drawn before it."""
     if token == NONE_ALLOWED:
         return RowResult(tuple(before), error=NOTHING_ALLOWED)
     return RowResult(tuple(before), finite=False)
 
 
 def _prompt_entries(row: PrefillRow, first: int, length: int, scores: Scores, rank: int) -> list[TokenScore]:
-    """Scores of the prompt's tokens behind the positions of one piece of a row."""
+    """Return the scores of the prompt tokens that follow the positions of one piece of a row."""
     tokens = [*from_int32s(row.tokens), row.next_token]
     last = min(first + length, row.scored)
     return [read_score(scores, (rank, at - first), tokens[at + 1], row.top_scores) for at in range(first, last)]
 
 
 def read_score(scores: Scores, at: tuple[int, int], token: int, count: int) -> TokenScore:
-    """One position of scores that are on the host: token, log-probability, place, and ``count`` most probable tokens."""
+    """Read one position of scores on the host: token, log-probability, rank, and the ``count`` most probable tokens."""
     top = zip(scores.top_tokens[at][:count].tolist(), scores.top_logprobs[at][:count].tolist(), strict=True)
     return token, float(scores.logprobs[at]), int(scores.ranks[at]), list(top)

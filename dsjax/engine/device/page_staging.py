@@ -1,4 +1,4 @@
-"""``PageStaging``: pages on their way into the cache from a store beside the devices: sent ahead of a step, and placed before the next."""
+"""``PageStaging``: moves pages from a store outside the devices into the cache: sent ahead of a step, and placed before the next."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -11,13 +11,13 @@ from dsjax.engine.device.device_state import PagesOnTheWay, moved
 from dsjax.model.cache_groups import Table
 
 RankArrays = list[np.ndarray]
-"""One int32 array for each rank: numbers of pages, or places of pages among those of a command."""
+"""One int32 array per rank: page numbers, or indices into a command's pages."""
 
 
 class StagedPiece(NamedTuple):
-    """As many pages of each rank as a program places at once.
+    """The pages that one program places at once.
 
-    layout: of each rank, which page of the command stands at each place; −1: none. make: sends them to the devices. table: their kind.
+    layout: for each rank, the index of the command's page at each place; −1: none. make: sends the pages to the devices. table: page kind.
     """
 
     layout: RankArrays
@@ -26,26 +26,26 @@ class StagedPiece(NamedTuple):
 
 
 class PageStore:
-    """Where pages lie that are named by numbers in `FetchPages`: slots of host memory, or pages that have landed.
+    """A source of the pages numbered in `FetchPages`: host-memory slots, or pages that were read or pulled.
 
-    read: begins to bring a page, given its rank, number and name; None: the store cannot be asked for pages by name.
+    read: starts reading a page, given its rank, number and name; None if the store cannot read pages by name.
     """
 
     read: Callable[[int, int, bytes], None] | None = None
 
     def take(self, wanted: RankArrays, places: RankArrays) -> tuple[list[StagedPiece], RankArrays]:
-        """Pieces for the pages that are here, and the places of all others.
+        """Return pieces for the pages in this store, and the indices of all other pages.
 
-        wanted: of each rank the numbers of a `FetchPages`; places: those of them that nobody has taken yet.
+        wanted: for each rank the page numbers of a `FetchPages`; places: indices into them that no other store has taken yet.
         """
         raise NotImplementedError(f"{type(self).__name__} stores pages and does not say how they are sent")
 
     def forget(self, rank: int, number: int) -> None:
-        """Keep a page no longer that has landed, or is about to."""
+        """Release a page that has arrived or is about to arrive."""
 
 
 class PageStaging:
-    """Carries out `FetchPages`, `PlacePages` and `ReadPages` for all stores. Without a store it carries out nothing."""
+    """Executes `FetchPages`, `PlacePages` and `ReadPages` for all stores. Without a store it registers no command."""
 
     def __init__(self, device: DeviceAccess):
         self._device = device
@@ -54,18 +54,18 @@ class PageStaging:
         self._layouts: dict[int, list[tuple[RankArrays, Table]]] = {}
 
     def add(self, store: PageStore) -> None:
-        """Look for pages in this store too, behind those that were added before."""
+        """Add a store; it is searched after the stores added earlier."""
         self._stores.append(store)
 
     def register(self, table: CommandTable) -> None:
-        """Add the commands that it carries out, if there is a store to carry them out with."""
+        """Register the commands if there is a store."""
         if self._stores:
             table.add(FetchPages, Handler(self._fetch))
             table.add(PlacePages, Handler(self._place, keeps_last=False))
             table.add(ReadPages, Handler(self._request))
 
     def _fetch(self, _: Pending, command: FetchPages) -> Running:
-        """Send pages to the devices, and stage them there."""
+        """Send pages to the devices and stage them there."""
         wanted = [np.frombuffer(numbers, "<i4") for numbers in command.ranks]
         places = [np.arange(len(numbers), dtype=np.int32) for numbers in wanted]
         pieces: list[StagedPiece] = []
@@ -89,7 +89,7 @@ class PageStaging:
         return run()
 
     def _place(self, _: Pending, command: PlacePages) -> Running:
-        """Write what was staged to pages."""
+        """Write the staged pages to the cache."""
         numbers = [np.frombuffer(own, "<i4") for own in command.ranks]
         num_pages = self._device.limits.pages_per_rank
         layouts = self._layouts.get(command.number, [])
@@ -113,7 +113,7 @@ class PageStaging:
         return run()
 
     def _request(self, _: Pending, command: ReadPages) -> Running:
-        """Forget pages that are wanted no more, and begin to read others."""
+        """Release dropped pages and start reading others."""
         read = next((store.read for store in self._stores if store.read is not None), None)
         if read is None and any(command.ranks):
             raise ValueError("ReadPages asks for pages by their names, and no page store of this executor can read any")
@@ -133,7 +133,7 @@ class PageStaging:
 
 
 def packed(pages: Sequence[np.ndarray], table: Table = "context") -> np.ndarray:
-    """Page numbers of each rank as a program takes them: ``[B, moved(table)]``, 0 for none; of rows of several numbers the first ones."""
+    """Pack each rank's page numbers for a program: ``[B, moved(table)]``, 0 for none. For 2-D entries, the first column is used."""
     packed_pages = np.zeros((len(pages), moved(table)), np.int32)
     for rank, rank_pages in enumerate(pages):
         packed_pages[rank, : len(rank_pages)] = rank_pages if rank_pages.ndim == 1 else rank_pages[:, 0]
@@ -141,6 +141,6 @@ def packed(pages: Sequence[np.ndarray], table: Table = "context") -> np.ndarray:
 
 
 def cut(ranks: Sequence[np.ndarray], table: Table = "context") -> Iterator[list[np.ndarray]]:
-    """At most ``moved(table)`` entries of each rank at a time."""
+    """Yield at most ``moved(table)`` entries of each rank at a time."""
     for start in range(0, max(map(len, ranks)), moved(table)):
         yield [entries[start : start + moved(table)] for entries in ranks]

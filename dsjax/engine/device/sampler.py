@@ -1,8 +1,8 @@
-"""Choosing the next token on the device: greedy inside the step, everything else in small programs beside it.
+"""Token sampling on the device: greedy sampling inside the step, everything else in small separate programs.
 
-A request's draw depends on its own seed, the number of tokens it has made, and its own logits, on nothing else: not on its
-row, its rank, or what runs beside it. Before a draw, the host's changes are applied to the logits in vLLM's order: biases of single tokens,
-then penalties by counts, then packed masks of tokens.
+A request's draw depends only on its own seed, its number of sampled tokens and its own logits: not on its row, its rank or the other
+requests in the batch. Before a draw, the logits are changed in vLLM's order: biases of single tokens, then penalties by counts, then
+token bitmasks.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from dsjax.engine.contract.sampling_params import MAX_LOGPROBS
 from dsjax.model.softmax import log_softmax
 
 NOT_FINITE = -1
-"""Instead of a token where a logit is NaN or infinite."""
+"""Returned instead of a token if a logit is NaN or infinite."""
 NONE_ALLOWED = -2
-"""Instead of a token where none may be taken."""
+"""Returned instead of a token if no token is allowed."""
 BIASES_PER_POSITION = 64
-"""Biases that one run of the program has room for, times its positions; longer lists take further runs."""
+"""Biases per position that one run of the bias program has room for; longer lists take several runs."""
 
 
 def greedy(logits: Float[Array, "B R V"]) -> Int[Array, "B R"]:
-    """The most probable token (lowest id of equals), or −1 where any logit is not finite.
+    """Return the most probable token (the lowest id on ties), or −1 if any logit is not finite.
 
-    Two plain reductions: XLA's CPU backend computes ``argmax``, a reduction of pairs, one element at a time.
+    Uses two plain reductions, because XLA's CPU backend computes ``argmax``, a reduction over pairs, one element at a time.
     """
     most = jnp.max(logits, axis=-1)  # NaN if any logit is
     finite = jnp.isfinite(most) & jnp.isfinite(jnp.min(logits, axis=-1))
@@ -44,9 +44,9 @@ def _first(logits: Float[Array, "*b V"], most: Float[Array, "*b"]) -> Int[Array,
 @jax.tree_util.register_dataclass
 @dataclass
 class SlotSampling:
-    """How tokens are drawn: of each slot in the device's state, ``[B, slots]``; of each row of a launch, ``[B, R]``, from its slot's.
+    """Sampling parameters of each slot in the device state, ``[B, slots]``, or of each row of a launch, ``[B, R]``, copied from its slot.
 
-    The fields are those of ``commands.Sampling``.
+    The fields correspond to ``commands.Sampling``.
     """
 
     num_prompt_tokens: Int[Array, "B Z"]
@@ -62,7 +62,7 @@ class SlotSampling:
 
 
 class Scores(NamedTuple):
-    """Log-probability and place of one token at each position, and the most probable tokens with theirs."""
+    """Log-probability and rank of one token at each position, and the most probable tokens with their log-probabilities."""
 
     logprobs: Float[Array, "*b"]
     ranks: Int[Array, "*b"]
@@ -71,7 +71,7 @@ class Scores(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What any row of a launch asks of its draw: the same on all devices, so that all take the same branch. Booleans."""
+    """Booleans: whether any row of a launch needs each operation. Equal on all devices, so that all take the same branch."""
 
     truncation: Array | bool  # top-k or top-p
     penalties: Array | bool = False
@@ -85,13 +85,13 @@ def sample(
     num_made: Int[Array, "B R"],
     wanted: Wanted,
 ) -> Int[Array, "B R"]:
-    """Draw each row's token; ``NOT_FINITE`` or ``NONE_ALLOWED`` where that is impossible.
+    """Draw each row's token; return ``NOT_FINITE`` or ``NONE_ALLOWED`` where that is impossible.
 
-    logits: the model's; changed: what bias, penalties and masks made of them. num_made: tokens that each row's request has made so far.
+    logits: the model's logits; changed: logits after biases, penalties and masks. num_made: tokens each row's request has sampled so far.
 
-    Tokens outside min-p, then top-k, then top-p, get probability 0; the draw inverts the cumulative distribution *in vocabulary
-    order* at one uniform number, so that rounding which swaps two nearly equal tokens in a sorted order changes nothing.
-    Truncation is skipped when no row wants it.
+    Tokens outside min-p, then top-k, then top-p, get probability 0. The draw inverts the cumulative distribution *in vocabulary
+    order* at one uniform number, so the result does not depend on the sorted order of two nearly equal tokens, which rounding can swap.
+    Truncation is skipped if no row wants it.
     """
     finite = jnp.isfinite(jnp.max(logits, axis=-1)) & jnp.isfinite(jnp.min(logits, axis=-1))
     most = jnp.max(changed, axis=-1)
@@ -110,7 +110,7 @@ def sample(
 
 
 def score(logits: Float[Array, "*b V"], tokens: Int[Array, "*b"]) -> Scores:
-    """``Scores`` of each token, all from one array, so that the most probable token's is the greatest to the bit, and its place is 1."""
+    """Return ``Scores`` of each token. All come from one array, so the most probable token has exactly the greatest score, and rank 1."""
     logprobs = log_softmax(logits)
     chosen = jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[..., None], axis=-1)
     top, top_tokens = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
@@ -118,25 +118,25 @@ def score(logits: Float[Array, "*b V"], tokens: Int[Array, "*b"]) -> Scores:
 
 
 def _threshold(scaled: Float[Array, "B R V"], rows: SlotSampling) -> Float[Array, "B R"]:
-    """The least logit that top-k and top-p keep; equals of it are kept too. Those that min-p dropped are −∞.
+    """Return the smallest logit that top-k and top-p keep; ties are kept too. Logits dropped by min-p are −∞.
 
-    Both are the greatest logit at or above which there is enough: k tokens, or the probability p. It is searched for bit by
-    bit, which is 64 plain reductions. Sorting the vocabulary gives the same, but takes 18 times as long on CPU.
+    Each threshold is the greatest logit such that the logits at or above it make up k tokens, or the probability p. A bitwise search
+    finds both with 64 plain reductions. Sorting the vocabulary gives the same result, but takes 18 times as long on CPU.
     """
     V = scaled.shape[-1]
     k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, V), V)
     kth = _greatest_with(scaled, jnp.ones(scaled.shape, jnp.int32), k)
     probs = jax.nn.softmax(jnp.where(scaled >= kth[..., None], scaled, -jnp.inf), axis=-1)
     least = _greatest_with(scaled, probs, rows.top_p)
-    # Rounding lets the sum reach 1 before the last token; top-p 1 keeps all the same, as where no row wants truncation.
+    # Rounding can make the sum reach 1 before the last token. top-p 1 must still keep all tokens, as without truncation.
     return jnp.where(rows.top_p >= 1, kth, jnp.maximum(kth, least))
 
 
 def _greatest_with(x: Float[Array, "B R V"], weights: Array, enough: Array) -> Float[Array, "B R"]:
-    """The greatest value of ``x`` such that the weights of it and all greater ones reach ``enough``; −∞ where none does."""
+    """Return the greatest value v of ``x`` such that the weights of all values ≥ v sum to at least ``enough``; −∞ if there is none."""
     sign = jnp.uint32(1 << 31)
 
-    def key(x):  # orders as the floats do
+    def key(x):  # has the same order as the floats
         bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
         return jnp.where(bits & sign != 0, ~bits, bits | sign)
 
@@ -153,9 +153,9 @@ def _greatest_with(x: Float[Array, "B R V"], weights: Array, enough: Array) -> F
 
 
 def _uniform(high: Int[Array, "B R"], low: Int[Array, "B R"], num_made: Int[Array, "B R"]) -> Float[Array, "B R"]:
-    """One number in [0, 1) for each row, from the two words of its seed and its count of tokens.
+    """Return one number in [0, 1) per row, from the two words of its seed and its number of tokens.
 
-    Threefry under key 0 is a permutation of 64 bits, so no two seeds give the same key. Below 2³² it is `fold_in(key(0), seed)`.
+    Threefry with key 0 is a permutation of 64 bits, so different seeds give different keys. Below 2³² it is `fold_in(key(0), seed)`.
     """
 
     def draw(high, low, number):
@@ -166,7 +166,7 @@ def _uniform(high: Int[Array, "B R"], low: Int[Array, "B R"], num_made: Int[Arra
 
 
 def _invert(probs: Float[Array, "B R V"], uniform: Float[Array, "B R"]) -> Int[Array, "B R"]:
-    """The first token whose cumulative probability exceeds ``uniform`` of the total; never one of probability 0."""
+    """Return the first token whose cumulative probability exceeds ``uniform`` × total; never a token with probability 0."""
     cumulative = jnp.cumsum(probs, axis=-1)
     target = uniform[..., None] * cumulative[..., -1:]
     index = jnp.sum(cumulative <= target, axis=-1)
@@ -175,22 +175,22 @@ def _invert(probs: Float[Array, "B R V"], uniform: Float[Array, "B R"]) -> Int[A
 
 
 def bias_width(num_positions: int) -> int:
-    """Biases of a rank that one run takes, for launches of ``num_positions`` positions a rank."""
+    """Return the number of biases per rank that one run takes, for launches with ``num_positions`` positions per rank."""
     return BIASES_PER_POSITION * num_positions
 
 
 def mask_words(vocab_size: int) -> int:
-    """int32 words of a packed mask."""
+    """Return the number of int32 words of a bitmask."""
     return -(-vocab_size // 32)
 
 
 def add_biases(
     logits: Float[Array, "J V"], place: Int[Array, "J"], biases: Int[Array, "_ 4"], first: Int[Array, ""] | int = 0
 ) -> Float[Array, "J V"]:
-    """Add biases to the logits of single positions. place: the number in the output of the token that each position makes.
+    """Add biases to the logits of single positions. place: output index of the token sampled at each position.
 
-    biases: index of a position, token, bits of a float32 bias, and the number in the output from which it holds no more. first: the token
-    that ``logits[:, 0]`` belongs to, where the vocabulary is spread over devices.
+    biases: rows of position index, token, bits of a float32 bias, and the output index from which the bias no longer applies.
+    first: the token of ``logits[:, 0]``, if the vocabulary is sharded over devices.
     """
     J, V = logits.shape
     index, token, bits, until = biases.T
@@ -206,10 +206,10 @@ def penalise(
     frequency: Float[Array, "J"],
     repetition: Float[Array, "J"],
 ) -> Float[Array, "J V"]:
-    """Penalties as vLLM and OpenAI define them.
+    """Apply penalties as vLLM and OpenAI define them.
 
-    counts: 2 × (times in the output) + (1 if in the prompt). With a count or in the prompt, the logit is divided by ``repetition``
-    where positive and else multiplied; ``frequency`` × times is subtracted; and ``presence`` if there is any time.
+    counts: 2 × (times in the output) + (1 if in the prompt). For tokens in the output or the prompt, a positive logit is divided by
+    ``repetition``, any other multiplied. ``frequency`` × times is subtracted, and ``presence`` if the token is in the output.
     """
     times = counts >> 1
     factor = jnp.where(counts > 0, repetition[:, None], 1.0)
@@ -218,7 +218,7 @@ def penalise(
 
 
 def allowed(mask: Int[Array, "J W"], vocab_size: int) -> Bool[Array, "J V"]:
-    """A packed mask unpacked: bit ``t % 32`` of word ``t // 32`` says that token t may be made."""
+    """Unpack a bitmask: bit ``t % 32`` of word ``t // 32`` is set if token t is allowed."""
     bits = (mask[..., None] >> jnp.arange(32)) & 1
     return bits.reshape(*mask.shape[:-1], -1)[..., :vocab_size] != 0
 
@@ -226,9 +226,9 @@ def allowed(mask: Int[Array, "J W"], vocab_size: int) -> Bool[Array, "J V"]:
 def counts_along_drafts(
     counts: Int[Array, "J V"], tokens: Int[Array, "J"], number: Int[Array, "J"], most_drafts: int, most: int
 ) -> Int[Array, "J V"]:
-    """The counts before each position, if the drafts before it in its row are what was made there.
+    """Return the token counts before each position, assuming that the earlier drafts of its row were accepted.
 
-    counts: of each position's slot. tokens: a row's last token at ``number`` 0, then its drafts.
+    counts: counts of each position's slot. tokens: a row's last token at ``number`` 0, then its drafts.
     """
     is_draft = (number > 0)[:, None]
     own = jnp.where(is_draft, 2 * jax.nn.one_hot(tokens, counts.shape[-1], dtype=counts.dtype), 0)

@@ -1,4 +1,4 @@
-"""The sampling of a launch, traced: biases, then the draw of every row's tokens with what its slot's sampling says."""
+"""Traced sampling of a launch: adds biases, then draws every row's tokens with its slot's sampling parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sharding.indices import take
 def add_biases(
     step: ModelStep, state: DeviceState, at: Positions, logits: Float[Array, "B J V"], biases: Int[Array, "B _ 4"]
 ) -> Float[Array, "B J V"]:
-    """Logits with the biases of ``sampler.add_biases``; the vocabulary stays spread over ``tp``."""
+    """Return logits with biases added, see ``sampler.add_biases``. The vocabulary stays sharded over ``tp``."""
     _, _, vocab = step.logits_spec(logits.shape[1])
     spec, by_rank = P(step.spec.batch_axes, None, vocab), P(step.spec.batch_axes)
 
@@ -45,9 +45,9 @@ def draw(
     masks: Int[Array, "B J W"],
     wanted: Wanted,
 ) -> tuple[DeviceState, Int[Array, "B J"]]:
-    """Draw a token at every position, enter them as ``commit`` does, and count them where penalties want that.
+    """Draw a token at every position, write the tokens to the state with ``commit``, and count them for slots with penalties.
 
-    raw: the model's logits. Over ``tp`` all devices draw the same.
+    raw: the model's logits. All devices of ``tp`` draw the same tokens.
     """
     by_rank = P(step.spec.batch_axes)
     most_drafts = 0 if state.drafts is None else state.drafts.shape[-1]
@@ -79,7 +79,7 @@ def draw(
 
 
 def score_tokens(step: ModelStep, logits: Float[Array, "B J V"], tokens: Int[Array, "B J"]) -> Scores:
-    """Scores of one token at each position, by the model's logits there."""
+    """Return the scores of one token at each position, from the model's logits there."""
     by_rank = P(step.spec.batch_axes)
     run = jax.shard_map(score, mesh=step.mesh, in_specs=(by_rank, by_rank), out_specs=by_rank, check_vma=False)
     return run(logits, tokens)
@@ -88,26 +88,26 @@ def score_tokens(step: ModelStep, logits: Float[Array, "B J V"], tokens: Int[Arr
 def tokens_behind(
     rows: StepRows, tokens: Int[Array, "B R2 C2"], following: Int[Array, "B R2"]
 ) -> Int[Array, "B R2 C2"]:
-    """The token behind each position of the prefill rows; behind the last active one it is ``following``."""
+    """Return the token after each position of the prefill rows; after the last active position it is ``following``."""
     shifted = jnp.concatenate([tokens[..., 1:], following[..., None]], axis=-1)
     last = jnp.arange(tokens.shape[-1]) == rows.prefill_length[..., None] - 1
     return jnp.where(last, following[..., None], shifted)
 
 
 def _slots(at: Positions) -> Int[Array, "J"]:
-    """The slot of each position, 0 for padding."""
+    """Return the slot of each position, 0 for padding."""
     return jnp.maximum(at.slot, 0)
 
 
 def _places(at: Positions, prompts: Int[Array, "J"]) -> Int[Array, "J"]:
-    """The number in its output of the token that each position makes; ``prompts``: tokens of each prompt."""
+    """Return the output index of the token sampled at each position. prompts: prompt length of each position's request."""
     return at.position + 1 - prompts
 
 
 def _count(
     step: ModelStep, state: DeviceState, at: Positions, outcome: Int[Array, "B J"], wanted: Wanted
 ) -> DeviceState:
-    """Count the tokens made by slots that have penalties."""
+    """Count the sampled tokens of slots with penalties."""
     by_rank = P(step.spec.batch_axes)
 
     def local(counts, sampling: SlotSampling, at, outcome, wanted):
@@ -117,7 +117,7 @@ def _count(
         slot = jnp.where(taken & take(counted, _slots(at)), at.slot, counts.shape[0])
 
         def add(counts):
-            # A row may make one token several times, so its increments are added before they are bounded.
+            # A row may sample one token several times, so add all increments before clamping.
             more = counts.at[slot, jnp.maximum(outcome, 0)].add(2, mode="drop")
             return jnp.where(more > 2 * MOST_COUNTED + 1, counts, more)
 

@@ -1,6 +1,6 @@
-"""Slots on the device: how requests get them, how the rows of a launch read them, and what a step writes back.
+"""Slots on the device: functions that assign them to requests, read them for the rows of a launch, and write a step's tokens back.
 
-All of it is traced. Slots are a DP rank's own, so they are read and written rank by rank, in ``shard_map``.
+All functions are traced. Each DP rank has its own slots, so they are read and written in ``shard_map``.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from sharding.indices import put, take
 @jax.tree_util.register_dataclass
 @dataclass
 class StepRows:
-    """The rows of one launch: decode rows ``R``, prefill rows ``R2``, slot −1 for padding.
+    """The rows of one launch: ``R`` decode rows and ``R2`` prefill rows; slot −1 is padding.
 
-    tokens: of decode rows the last token and the drafts. next_token: of prefill rows the token behind them, −1 where they make it.
+    tokens: last token and drafts of each decode row. next_token: the token after each prefill row, −1 if the row samples it.
     """
 
     slot: Int[Array, "B R"]
@@ -45,7 +45,7 @@ class StepRows:
 
     @classmethod
     def of(cls, packed: Int[Array, "B W"], at: Positions, shape: LaunchShape) -> StepRows:
-        """The rows of a launch, from its input and what the step has handed on."""
+        """Return the rows of a launch, from its packed input and the positions that the step program returned."""
         R, C = shape.decode_rows
         slot, limit, _, *prefill, _, _ = _split(packed, shape)
         start, active, tokens = (
@@ -57,13 +57,13 @@ class StepRows:
 @jax.tree_util.register_dataclass
 @dataclass
 class Positions:
-    """The positions of a launch that make tokens, as its programs hand them on: C of each decode row, one of each prefill row, padding.
+    """The sampled positions of a launch, passed from program to program: C per decode row, one per prefill row, then padding.
 
-    Launches with as many positions share their sampling programs, which know nothing of rows.
+    Launches with the same number of positions share their sampling programs, which do not depend on rows.
 
-    slot: −1 for padding. position: the token made stands one behind it. token: of decode rows the one there, the last token or a draft.
-    number: place in the row, 0 of its first position. active: 1 where the row computes it. following: the token behind it, −1 where
-    it is made.
+    slot: −1 for padding. position: position of the input token; the sampled token is at the next one. token: for decode rows the token at
+    this position, the last token or a draft. number: index in the row. active: 1 if the row computes the position. following: the token
+    after it, −1 if it is sampled.
     """
 
     slot: Int[Array, "B J"]
@@ -75,7 +75,7 @@ class Positions:
 
     @classmethod
     def of(cls, rows: StepRows, shape: LaunchShape) -> Positions:
-        """The positions of a launch's rows."""
+        """Return the positions of a launch's rows."""
         groups = []
         if shape.decode:
             columns = jnp.arange(rows.tokens.shape[-1])
@@ -97,20 +97,20 @@ class Positions:
         return cls(jnp.pad(slot, room, constant_values=-1), *(jnp.pad(array, room) for array in others))
 
     def pack(self) -> Int[Array, "B 6J"]:
-        """All fields in one array: what the programs of a launch hand on."""
+        """Concatenate all fields into one array, which the programs of a launch pass on."""
         return jnp.concatenate(jax.tree.leaves(self), axis=1)
 
     @classmethod
     def unpack(cls, packed: Int[Array, "B 6J"]) -> Positions:
-        """The inverse of ``pack``."""
+        """Invert ``pack``."""
         return cls(*jnp.split(packed, len(fields(cls)), axis=1))
 
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """Static shape of a launch: its row groups (None: left out), from which everything about its packed input follows.
+    """Static shape of a launch: its row groups (None: absent). It determines the layout of the packed input.
 
-    room: positions that its sampling programs have room for, if more than it has.
+    room: number of positions of its sampling programs, if that is more than the launch has.
     """
 
     decode: GroupShape | None
@@ -120,7 +120,7 @@ class LaunchShape:
 
     @cached_property
     def groups(self) -> tuple[GroupShape, ...]:
-        """The row groups, decodes first."""
+        """The row groups, decode first."""
         return tuple(group for group in (self.decode, self.prefill) if group)
 
     @cached_property
@@ -130,23 +130,23 @@ class LaunchShape:
 
     @cached_property
     def decode_rows(self) -> tuple[int, int]:
-        """Rows and width of the decode group; no rows where there is none."""
+        """Rows and width of the decode group; (0, 1) without one."""
         return (self.decode.rows, self.decode.chunk) if self.decode else (0, 1)
 
     @cached_property
     def prefill_rows(self) -> tuple[int, int]:
-        """Rows and width of the prefill group; no rows where there is none."""
+        """Rows and width of the prefill group; (0, 1) without one."""
         return (self.prefill.rows, self.prefill.chunk) if self.prefill else (0, 1)
 
     @cached_property
     def own_positions(self) -> int:
-        """Positions of a DP rank that make a token: all of decode rows, one of each prefill row."""
+        """Sampled positions per DP rank: all positions of decode rows, one of each prefill row."""
         rows, width = self.decode_rows
         return rows * width + self.prefill_rows[0]
 
     @cached_property
     def positions(self) -> int:
-        """Those, and padding: what the sampling programs depend on."""
+        """Number of positions of the sampling programs: ``own_positions`` plus padding."""
         return max(self.own_positions, self.room)
 
     @cached_property
@@ -157,32 +157,32 @@ class LaunchShape:
 
     @cached_property
     def page_changes(self) -> int:
-        """Changes of page tables that its input has room for: a page for each decode row, a chunk's pages for each prefill row.
+        """Page-table changes that the packed input has room for: one page per decode row, a chunk's pages per prefill row.
 
-        With window pages, so many of each kind.
+        With window pages, the same number for each kind.
         """
         rows, chunk = self.prefill_rows
         kinds = 2 if any(group.windows for group in self.groups) else 1
         return 1 + kinds * (self.decode_rows[0] + rows * -(-chunk // self.page_size))
 
     def prefill_tokens(self, packed: Int[Array, "B W"]) -> Int[Array, "B R2 C2"]:
-        """The prompts' tokens in its input."""
+        """Return the prompt tokens in the packed input."""
         return _split(packed, self)[-2].reshape(packed.shape[0], *self.prefill_rows)
 
     @cached_property
     def packed_width(self) -> int:
-        """Integers of its input on one DP rank."""
+        """Number of integers in the packed input of one DP rank."""
         return 3 * self.decode_rows[0] + self.prefill_rows[0] * (5 + self.prefill_rows[1]) + 3 * self.page_changes
 
 
 def _split(packed: Int[Array, "*B W"], shape: LaunchShape) -> list[Array]:
-    """The parts of a launch's input, which ``read`` describes."""
+    """Split a launch's packed input into the parts that ``read`` describes."""
     R, (R2, C2) = shape.decode_rows[0], shape.prefill_rows
     return jnp.split(packed, np.cumsum([R, R, R, R2, R2, R2, R2, R2, R2 * C2]), axis=-1)
 
 
 def _on_each_rank(step: ModelStep, function: Callable, *arguments):
-    """``function`` on each DP rank's own arrays, their leading axis taken off and put back."""
+    """Run ``function`` on each DP rank's arrays, without their leading axis, and add the axis to its results."""
 
     def local(*arguments):
         rank_arrays = jax.tree.map(lambda array: jax.lax.squeeze(array, [0]), arguments)
@@ -201,19 +201,19 @@ def _change_slots(
 
 
 ADMISSIONS, ADMISSION_WIDTH = 8, 14
-"""Admissions of a rank that one run of the program takes, and the integers of each."""
+"""Admissions per rank in one run of the admission program, and integers per admission."""
 PAGE_CHANGES = 256
-"""Changes of page tables that one run of the program takes."""
+"""Page-table changes per rank in one run of the admission program."""
 COUNTED = 1024
-"""Tokens whose counts one run of the program takes."""
+"""Token counts per rank in one run of the admission program."""
 ADMIT_WIDTH = ADMISSIONS * ADMISSION_WIDTH + 3 * PAGE_CHANGES + 3 * COUNTED
 
 
 def admit(step: ModelStep, state: DeviceState, packed: Int[Array, "B W"]) -> DeviceState:
-    """Give slots to requests, and change page tables.
+    """Assign slots to requests and change page tables.
 
-    packed: admissions (slot, start, token, length of the prompt, seed's low and high word, top-k, bits of temperature, top-p, min-p and
-    the three penalties, 1 where counts follow), page changes (slot, index, page), counts (slot, token, code); slot −1 is nothing.
+    packed: admissions (slot, start, token, prompt length, low and high word of the seed, top-k, bits of temperature, top-p, min-p and
+    the three penalties, 1 if counts follow), page changes (slot, index, page), counts (slot, token, code); slot −1 is padding.
     """
 
     def local(state: dict[str, Any], packed):
@@ -235,7 +235,7 @@ def admit(step: ModelStep, state: DeviceState, packed: Int[Array, "B W"]) -> Dev
         )
         counted = put(state["counts"], jnp.where(columns[13] > 0, at, -1), 0)
         slot, token, code = counts.reshape(COUNTED, 3).T
-        # What a slot's last owner left behind its own pages is read too, with weight 0: pages of others, which may become NaN.
+        # Zero the table: entries left by the slot's last owner would be read too, with weight 0, and their pages may become NaN.
         tables = enter(state["tables"], 0)
         changed = {
             "tables": _change_pages(tables, changes.reshape(PAGE_CHANGES, 3)),
@@ -254,7 +254,7 @@ def admit(step: ModelStep, state: DeviceState, packed: Int[Array, "B W"]) -> Dev
 def read(
     step: ModelStep, state: DeviceState, packed: Int[Array, "B W"], shape: LaunchShape
 ) -> tuple[DeviceState, StepRows, list[RowGroup]]:
-    """Change page tables, and read the rows of a launch with what the state knows of them.
+    """Change page tables, and read the rows of a launch from its packed input and the state.
 
     packed: decode rows (slots, limits, most drafts), prefill rows (slots, starts, lengths, limits, next tokens, tokens), page changes.
     """
@@ -298,7 +298,7 @@ def read(
 
 
 def _prompt_lengths(step: ModelStep, state: DeviceState, slots: Int[Array, "B R"]) -> Int[Array, "B R"] | None:
-    """Number of prompt tokens of each row's request; None if no MLA form depends on it. Padding has any number."""
+    """Return the prompt length of each row's request; None if no MLA form depends on it. Padding rows have arbitrary values."""
     if not step.forms_by_kind:
         return None
     local = lambda lengths, slots: take(lengths, jnp.maximum(slots, 0))  # noqa: E731
@@ -306,16 +306,16 @@ def _prompt_lengths(step: ModelStep, state: DeviceState, slots: Int[Array, "B R"
 
 
 REJECTED, NOT_COMPUTED = -3, -4
-"""Instead of a token in an outcome, where an engine drafts: behind a draft that was not drawn; where the row computed nothing."""
+"""Values instead of a token in an outcome of an engine with drafts: after a rejected draft; where the row computed nothing."""
 
 
 def commit(
     step: ModelStep, state: DeviceState, at: Positions, tokens: Int[Array, "B J"]
 ) -> tuple[DeviceState, Int[Array, "B J"]]:
-    """Enter the tokens that were drawn: which drafts they accept, where each slot stands now, and its last token.
+    """Verify drafts against the drawn tokens, and update each slot's start and last token.
 
-    tokens: of each position, negative where none could be drawn. A draft is accepted if it is what was drawn before it. Gives the state
-    without drafts, and the outcome: the tokens of each row as far as they were made, behind them ``REJECTED`` and ``NOT_COMPUTED``.
+    tokens: token of each position, negative where the draw failed. A draft is accepted if it equals the token drawn one position earlier.
+    Returns the state without drafts, and the outcome: each row's accepted tokens, then ``REJECTED`` and ``NOT_COMPUTED``.
     """
 
     most_drafts = 0 if state.drafts is None else state.drafts.shape[-1]
@@ -342,7 +342,7 @@ def commit(
 
 
 def tables_of(step: ModelStep, state: DeviceState, rows: StepRows) -> Int[Array, "B R+R2 Pt"]:
-    """The page tables of a launch's rows, decode rows first."""
+    """Return the page tables of a launch's rows, decode rows first."""
 
     def local(tables, slot, prefill_slot):
         return take(tables, jnp.maximum(jnp.concatenate([slot, prefill_slot]), 0))
@@ -357,7 +357,7 @@ def enter_drafts(
     following: Int[Array, "B R+R2"],
     drafts: Int[Array, "B R+R2 n"],
 ) -> DeviceState:
-    """Keep what the MTP module proposes for every row that has made a token; ``slots`` and ``following``: see ``Positions``."""
+    """Store the MTP module's drafts for every row that sampled a token. slots, following: see ``Positions``."""
 
     def local(state: dict[str, Array], slots, following, drafts):
         at = jnp.where(following < 0, slots, -1)

@@ -1,4 +1,4 @@
-"""What the programs of a step compute, traced: rows through the model and their most probable tokens; then drafts by the MTP module."""
+"""Traced functions of a step: run rows through the model and sample them greedily; then propose drafts with the MTP module."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def compute(
     scored: bool = False,
     arrived: Float[Array, "B T *n D"] | None = None,
 ):
-    """The launch's rows through the model, each with its most probable tokens; results as in ``Programs.lower_step``, and rows after state.
+    """Run a launch's rows through the model and sample them greedily. Results as in ``Programs.lower_step``, with the rows after the state.
 
-    arrived: of a model's last stage, the hidden states from the one before.
+    arrived: on the last pipeline stage, the hidden states from the previous stage.
     """
     state, rows, groups, hidden, reports = run_layers(step, params, state, packed, shape, arrived)
     scores = ()
@@ -57,7 +57,7 @@ def run_layers(
     shape: LaunchShape,
     arrived: Float[Array, "B T *n D"] | None = None,
 ) -> tuple[DeviceState, StepRows, list[RowGroup], Float[Array, "B T *n D"], dict[str, Array]]:
-    """Read the launch's rows, and take them through the layers: the state, the rows, their groups, hidden states, reports."""
+    """Read a launch's rows and run them through the layers. Return the state, the rows, their groups, hidden states and reports."""
     state, rows, groups = slots.read(step, state, packed, shape)
     hidden, cache, reports = step.hidden(params, state.cache, groups, state.copies, arrived)
     loads = _count(state.loads, 0, reports)
@@ -76,9 +76,9 @@ def propose(
     shape: LaunchShape,
     count: int,
 ) -> tuple[DeviceState, Int[Array, "B R+R2 n"]]:
-    """What the MTP module proposes after a launch; arguments as ``compute`` takes and gives them. The engine's drafts are in the state.
+    """Propose drafts with the MTP module after a launch, and keep them in the state. Arguments: as ``compute`` takes and returns them.
 
-    The first pass goes over all tokens of the launch, which fills the module's cache; each further one over one token a row.
+    The first pass runs over all tokens of the launch and fills the module's cache; each further pass runs over one token per row.
     """
     R, C = shape.decode_rows
     tokens = outcome[:, : shape.own_positions]
@@ -128,7 +128,7 @@ def propose(
 
 
 def _count(loads: Array | None, first: int, reports: Mapping[str, Array]) -> Array | None:
-    """``loads`` with what the layers from row ``first`` on report added; None where loads are not counted."""
+    """Return ``loads`` plus the reported counts of the layers from row ``first`` on; None if loads are not counted."""
     if loads is None:
         return None
     counts = reports["tokens_per_expert"]
@@ -136,7 +136,7 @@ def _count(loads: Array | None, first: int, reports: Mapping[str, Array]) -> Arr
 
 
 def unfill(step: ModelStep, state: DeviceState, groups: list[RowGroup]) -> Bool[Array, "P G"] | None:
-    """The MTP module's entries of the cache slots that a step writes are no longer of the tokens there."""
+    """Mark the MTP module's entries of the cache slots that a step writes as stale; None without the module."""
     if state.filled is None:
         return None
     return mtp.mark(step, state.filled, step.filled_slots(groups), False)
@@ -148,7 +148,7 @@ def _at(hidden: Float[Array, "B T *n D"], slots: Int[Array, "B J"]) -> Float[Arr
 
 
 def _sampled(rows: StepRows, shape: LaunchShape) -> Int[Array, "B J"]:
-    """The token slot of each position that makes a token: all of decode rows, the last active one of prefill rows."""
+    """Return the token slot of each sampled position: all positions of decode rows, the last active position of prefill rows."""
     (R, C), (R2, C2) = shape.decode_rows, shape.prefill_rows
     ranks = rows.slot.shape[0]
     decoded = jnp.broadcast_to(jnp.arange(R * C), (ranks, R * C))

@@ -1,4 +1,4 @@
-"""``CompileAhead``: in the background, the programs of meshes that the one of now may become: after a loss, and after a return."""
+"""``CompileAhead``: compiles, in the background, the programs of meshes that may follow the current one after a loss or a return."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from sharding import MeshSpec
 from sharding.mesh import device_order
 
 _REST_SHARE = 1.0
-"""After each program the thread rests for this share of the time that the program took: steps need Python's lock and the cores too."""
+"""After each program the thread sleeps for this share of its compile time, because steps need the GIL and the cores too."""
 
 _POOL_RESERVE = 0.01
-"""Share of an accelerator's pool that is left out when the number of pages is foretold: what an allocation is rounded up by."""
+"""Share of an accelerator's pool that the predicted number of pages leaves free for the rounding of allocations."""
 
 _JOIN_SECONDS = 60.0
 _WORK = "compile ahead"
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MeshCandidate:
-    """A mesh that may come. devices: by process and id; any others would do. reason: for people."""
+    """A possible next mesh. devices: sorted by process and id; any other devices would do. reason: text for the log."""
 
     spec: MeshSpec
     devices: list[jax.Device]
@@ -51,24 +51,24 @@ class MeshCandidate:
 
 
 class CompileAhead:
-    """Compiles for one process, over all generations. Programs go to the library; which devices a mesh will have does not matter for them.
+    """Compiles for one process, across all mesh epochs. Programs go to the library; they do not depend on a mesh's exact devices.
 
-    done, total: programs that are there, and that are wanted, of the meshes that may come next.
+    done, total: number of compiled and of all programs for the possible next meshes.
     """
 
     def __init__(self, args: EngineArgs, library: ProgramLibrary):
         self._args, self._library = args, library
-        # With experts apart a step is many programs, which the library does not keep.
+        # With disaggregated experts a step is many programs, which the library does not keep.
         self._losses = args.compile_ahead if args.expert_mesh is None else 0
-        self._ended = threading.Event()  # what was begun last
+        self._ended = threading.Event()  # ends the latest compilation
         self._thread: threading.Thread | None = None
         self.done = self.total = 0
         atexit.register(self.close)  # a thread that compiles when Python ends would abort the process
 
     def begin(self, now: MeshSpec, wanted: MeshSpec, live: Sequence[int], weights: Weights) -> None:
-        """Compile in a thread for what may come after this mesh. What was begun before ends.
+        """Start compiling for the possible next meshes in a thread. Stops an earlier compilation.
 
-        live: the processes that can be in the next mesh, also those that stand by now. weights: the format that they are held in.
+        live: the processes that can be in the next mesh, including standby processes. weights: the storage format of the weights.
         """
         self.stop()
         self.done = self.total = 0
@@ -85,22 +85,22 @@ class CompileAhead:
         self._thread = start_thread(_WORK, self._compile, find, self._ended, True, name="dsjax-compile-ahead")
 
     def stop(self) -> None:
-        """Compile nothing more; the program that is being compiled is not waited for."""
+        """Stop compiling. Does not wait for the program that is being compiled."""
         self._ended.set()
 
     def close(self) -> None:
-        """Stop, and wait for the program that is being compiled."""
+        """Stop, and wait for the current program to finish compiling."""
         self.stop()
         if self._thread is not None:
             self._thread.join(_JOIN_SECONDS)
 
     def prepare(self, spec: MeshSpec, reason: str) -> None:
-        """Compile for a mesh over all devices that JAX knows, in this thread and without rests."""
+        """Compile for a mesh over all devices that JAX knows, in this thread and without pauses."""
         if self._losses:
             self._compile(lambda: [_over_all(spec, reason)], threading.Event(), False)
 
     def _compile(self, find: Callable[[], list[MeshCandidate]], ended: threading.Event, rests: bool) -> None:
-        """Compile for each mesh in turn, until `ended` is set. Whatever goes wrong, serving goes on: the mesh that comes compiles."""
+        """Compile for each mesh in turn until `ended` is set. Errors are only logged: the next mesh then compiles when it is formed."""
         try:
             self._library.keep_in(enable_compile_cache())
             wanted = find()
@@ -136,7 +136,7 @@ class CompileAhead:
 
 
 def _over_all(spec: MeshSpec, reason: str) -> MeshCandidate:
-    """Give a mesh over the first of all devices."""
+    """Return a mesh over the first devices of all."""
     return MeshCandidate(spec, sorted(jax.devices(), key=device_order)[: spec.num_devices], reason)
 
 
@@ -149,9 +149,9 @@ def candidates(
     this_process: int,
     losses: int,
 ) -> list[MeshCandidate]:
-    """List the meshes that are formed when up to so many processes are gone, but for process 0 and this one; each once.
+    """List, without duplicates, the meshes formed after up to `losses` processes other than process 0 and this one are lost.
 
-    devices: of the processes that live, by process and id. this_process: this one's number.
+    devices: devices of live processes, sorted by process and id. this_process: index of this process.
     """
     meshes: dict[MeshSpec, MeshCandidate] = {}
     others = sorted({device.process_index for device in devices} - {0, this_process})
@@ -172,7 +172,7 @@ def candidates(
 def described_programs(
     args: EngineArgs, checkpoint: Checkpoint, wanted: MeshCandidate, library: ProgramLibrary
 ) -> tuple[Programs, Buckets]:
-    """Describe the programs that an executor on this mesh would have, and its shapes; nothing is allocated."""
+    """Return the programs and buckets that an executor on this mesh would have. Nothing is allocated."""
     changed_args = replace(args, **changed_options(args, checkpoint.config, wanted.spec), record_steps=None)
     mesh = wanted.spec.arrange(wanted.devices)
     layout = EngineLayout.of(changed_args, checkpoint, mesh)

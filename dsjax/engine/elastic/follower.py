@@ -1,4 +1,4 @@
-"""`Follower`: what every process but the first does in a group: carry out the leader's commands, in its order, until it ends."""
+"""`Follower`: executes the leader's commands in order, in every process of a group except the first, until the leader ends."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from dsjax.hosts.group import GroupError, Heard, HostGroup
 from dsjax.hosts.wire import Announcement
 from dsjax.messaging import PeerLostError, RefusedError
 
-if TYPE_CHECKING:  # it brings JAX in
+if TYPE_CHECKING:  # imports JAX
     from dsjax.engine.elastic.compile_ahead import CompileAhead
 
 _END_SECONDS = 10.0
 _REGROUP_SECONDS = 60.0
-"""How long a process that failed in a step waits for a next generation, beside twice the heartbeat's timeout."""
+"""How long a process waits for the next mesh epoch after a failed step, in addition to twice the heartbeat timeout."""
 
 _log = logging.getLogger(__name__)
 
 
 class _OverError(Exception):
-    """Raised in a warm-up: the leader has ended, or another generation has begun."""
+    """Raised during warm-up if the leader has ended or another mesh epoch has begun."""
 
 
 class Follower:
-    """An executor that does what the leader's does.
+    """Runs an executor in step with the leader's.
 
     Attributes:
-        phase: what it is doing, as `/ready` has it; `ready` once programs are compiled, `standing by` without a part in the mesh.
-        executor: of the generation of now; None between two, and without a part in the mesh. ahead: compiles for meshes that may come.
-        has_served: whether it has been ready once. left: whether it has left the group in order, and the others go on.
-        regroups: whether the group can go on without a process of it: then this one may leave, and go on after a failure.
-        commands, steps: that it has carried out, and collected, in all generations.
+        phase: current activity, as shown by `/ready`: `ready` once programs are compiled, `standing by` if not part of the mesh.
+        executor: executor of the current mesh epoch; None between epochs and while standing by. ahead: compiles for possible next meshes.
+        has_served: whether it has ever been ready. left: whether it has left the group in an orderly way while the others continue.
+        regroups: whether the group can continue without one of its processes. If so, this process may leave, and survives a failed step.
+        commands, steps: number of commands executed and steps collected, in all mesh epochs.
     """
 
     def __init__(self, group: HostGroup):
@@ -60,7 +60,7 @@ class Follower:
         group.on_end = self._watch_end
 
     def leave(self) -> None:
-        """Ask process 0 to go on without this process, and wait until it does, or says that it cannot. `run` returns then."""
+        """Ask process 0 to continue without this process, and wait until it does (`run` then returns) or refuses."""
         if self._leaves.is_set():
             return
         self._leaves.set()
@@ -73,35 +73,35 @@ class Follower:
             self._leaves.clear()
             _log.warning("This process cannot be spared, and goes on: %s. A second signal ends it now.", error)
         except PeerLostError:
-            return  # the group knows, and ends the process
+            return  # the group has noticed and ends the process
 
     def handle_signals(self) -> None:
-        """Leave the group in order at SIGTERM or SIGINT, and end at once at a second one; in Python's main thread alone.
+        """Leave the group at SIGTERM or SIGINT, and exit at once at a second signal. Does nothing outside Python's main thread.
 
-        With stages no process can leave: it goes on until process 0, which finishes its requests, ends or is lost.
+        With pipeline stages no process can leave: it continues until process 0, which finishes its requests, ends or is lost.
         """
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Have a thread ask process 0, and wait for its answer."""
+        """Leave the group from a thread, which asks process 0 and waits for its answer."""
         self._signals += 1
         if self._signals > 1:
             os._exit(1)
         name, comes_back = signal.Signals(number).name, self.group.generation > 0
         if self.phase == "compiling ahead" or not (self.has_served or comes_back):
-            # Nobody counts on it yet; or the group has not served, and can form no other mesh.
+            # No mesh contains this process yet; or the group has not served, and cannot form another mesh.
             os.write(2, f"{name} while {self.phase}: this process ends now\n".encode())
             os._exit(0)
-        if self.regroups:  # where it cannot ask, it ends at once: the others go on as after a loss
+        if self.regroups:  # if it cannot ask, it exits at once: the others continue as after a loss
             start_thread("leave", self.leave, name="dsjax-leave", on_failure=lambda error: os._exit(1))
         else:
             why = "the others need this process's stages, so that it goes on until process 0 ends; a second signal ends it now"
             os.write(2, f"{name}: {why}\n".encode())
 
     def run_with(self, args: EngineArgs) -> None:
-        """Follow all generations of an engine that was started with these options, as `run` does. To be called in the main thread."""
+        """Follow all mesh epochs of an engine started with these options, see `run`. Must be called in the main thread."""
         from dsjax.checkpoint.held_weights import HeldWeights
         from dsjax.engine.elastic.compile_ahead import CompileAhead
         from dsjax.engine.elastic.generations import load_generation, release
@@ -115,14 +115,14 @@ class Follower:
 
             chunks = FollowerTransfers(args, self.group)
         has_stages = MeshSpec.parse(args.mesh).pp_size > 1
-        self.regroups = not has_stages  # no group goes on without one of its stages
+        self.regroups = not has_stages  # a group cannot continue without one of its stages
         self.handle_signals()
         library = ProgramLibrary()
         self.ahead = ahead = CompileAhead(args, library)
         held = HeldWeights()
 
         def load(announcement: Announcement | None) -> Executor:
-            if has_stages:  # there is no other generation
+            if has_stages:  # there is only one mesh epoch
                 return load_model(args, self.group, library=library).executor
             if announcement is None:
                 loaded = load_model(args, self.group, library=library, held=held)
@@ -136,7 +136,7 @@ class Follower:
             return loaded.executor
 
         if self.group.generation > 0:
-            # It comes back. The others, who go on meanwhile, are not to wait for its compiler.
+            # This process is rejoining. It compiles first, so that the others, which are serving, do not wait for its compiler.
             self.phase = "compiling ahead"
             ahead.prepare(MeshSpec.parse(self.group.wanted or args.mesh), "this process takes part again")
             self.phase = "standing by"
@@ -154,13 +154,13 @@ class Follower:
         release: Callable[[Executor | None], None],
         seconds: float | None = None,
     ) -> None:
-        """Follow generation after generation, until the leader ends or is lost. The process must end soon after.
+        """Follow successive mesh epochs until the leader ends or is lost. The process must exit soon after.
 
-        load: gives the executor of a generation; None: of the first one. release: gives back what an executor holds; None: the weights that
-        are held. seconds: to wait for the next generation after a failure.
+        load: returns the executor of an announced epoch; None: the first epoch. release: frees an executor's arrays; None: frees the held
+        weights. seconds: how long to wait for the next epoch after a failure.
 
         Raises:
-            GroupError: it did not end as it should. Other errors: this process's own, with which it leaves the group.
+            GroupError: the group did not end in an orderly way. Other errors: an error of this process, with which it leaves the group.
         """
         announcement = None
         if self.group.generation > 0:
@@ -183,8 +183,8 @@ class Follower:
                         self.left = True
                         self._finish()
                         return
-            except (RuntimeError, GroupError) as error:  # a collective, or an agreement, that lost its other side
-                if executor is not None:  # others may wait for this process, which lives, in a collective or at a layer
+            except (RuntimeError, GroupError) as error:  # a collective or an all-gather over the group lost a peer
+                if executor is not None:  # others may wait for this live process in a collective or at a layer
                     self.group.collectives.cut(self.group.generation)
                 unformed = announcement is None and isinstance(error, GroupError)
                 if unformed or not self.regroups:
@@ -211,7 +211,7 @@ class Follower:
         self._finish()
 
     def follow(self, executor: Executor) -> bool:
-        """Carry out messages of one generation, until the leader ends (True, or a `GroupError`) or announces another one (False)."""
+        """Execute the messages of one mesh epoch until the leader ends (True, or a `GroupError`) or announces another epoch (False)."""
         self.phase = "warming up"
         if not _Work(self, executor, self.group.commands(self.group.generation)).carry_out_all():
             return False
@@ -228,7 +228,7 @@ class Follower:
             raise GroupError(f"process 0 has ended the group: {self.reason}")
 
     def _watch_end(self) -> None:
-        """Process 0 has ended: where it did in the middle of a step, this process may wait for it in a collective for ever."""
+        """Exit soon after process 0 has ended: if it ended during a step, this process could wait in a collective forever."""
 
         def give_up() -> None:
             if not self._over.is_set():
@@ -241,16 +241,16 @@ class Follower:
 
 
 class _Work:
-    """What one generation's executor is told, and has under way."""
+    """Messages to the executor of one mesh epoch, and its commands in flight."""
 
     def __init__(self, follower: Follower, executor: Executor, inbox: queue.SimpleQueue[Heard]):
         self._follower, self._executor, self._inbox = follower, executor, inbox
         self._collected = 0
-        self._under_way: deque[Any] = deque()  # launched, and not collected yet
-        self._running: deque[Any] = deque()  # of those, what has not been waited for
+        self._under_way: deque[Any] = deque()  # launched, not collected yet
+        self._running: deque[Any] = deque()  # the ones not waited for yet
 
     def carry_out_all(self) -> bool:
-        """Carry out messages as they come; whether the leader has ended, and not the generation."""
+        """Execute messages as they arrive. Return True if the leader has ended, False if only the mesh epoch has."""
         executor, follower = self._executor, self._follower
         while True:
             heard = self._inbox.get()
@@ -259,14 +259,14 @@ class _Work:
                 return True
             if follower.group.is_superseded:
                 if follower._leaves.is_set():  # others may still receive from this process's programs
-                    with contextlib.suppress(RuntimeError):  # the generation has broken
+                    with contextlib.suppress(RuntimeError):  # the mesh epoch has failed
                         while self._running:
                             executor.wait(self._running.popleft())
-                return False  # what is left can never be done, or is done: the leader has waited for it
+                return False  # the remaining steps can never finish, or have finished: the leader has waited for them
             self._carry_out(decode(heard))
             if executor.max_in_flight > 1:
                 continue
-            # A program starts when the one before it has been waited for. The next command's inputs are laid out meanwhile if it is here.
+            # A program starts after the wait for the previous one. If the next command has arrived, prepare its inputs before waiting.
             while self._running and (self._inbox.empty() or len(self._running) > 1):
                 executor.wait(self._running.popleft())
 
@@ -290,7 +290,7 @@ class _Work:
                     self._running.append(pending)
 
     def _collect_until(self, collected: int) -> None:
-        """Collect results until there are so many since the start, as the leader has."""
+        """Collect results until their number since the start equals the leader's, `collected`."""
         while self._collected < collected:
             self._executor.collect(self._under_way.popleft())
             self._collected += 1

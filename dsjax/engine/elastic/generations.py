@@ -1,7 +1,7 @@
-"""``Generations``: the executors of one engine, one after the other, as its mesh changes while requests go on. docs/many-hosts.md.
+"""``Generations``: the successive executors of one engine, whose mesh changes while requests continue. See docs/many-hosts.md.
 
-A generation is everything below the scheduler: mesh, parameters, programs, ``DeviceState``, executor, stream. The processes beside
-process 0 make theirs with ``load_generation`` from what it announces.
+A generation (mesh epoch) is everything below the scheduler: mesh, parameters, programs, ``DeviceState``, executor, command stream. The
+processes other than process 0 build theirs with ``load_generation`` from the announcement of process 0.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from sharding import MeshError, MeshSpec
 from sharding.mesh import device_order
 
 _TELL_SECONDS = 1.0
-"""How long after a collective failed a death is waited for before links are looked at: the connection that ends tells of it at once."""
+"""Time to wait, after a failed collective, for the report of a lost process before checking links. A closed connection reports at once."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A requested mesh, with the options for its experts. connects: whether the executor stays, and the expert processes change."""
+    """A requested mesh, with the options for its experts. connects: whether only the expert processes change and the executor stays."""
 
     spec: MeshSpec
     args: EngineArgs
@@ -65,13 +65,13 @@ class Wanted:
 
 @dataclass
 class ChangeCounts:
-    """What metrics show.
+    """Counters of mesh changes for metrics.
 
     Attributes:
-        changes: by reason: ``scale`` (asked for), ``loss``, ``leave`` or ``return`` (of a process), ``failure`` (of a collective, though
-            all processes live).
-        seconds: in them, in which no step computed.
-        weight_bytes: of all processes in all changes, by where they have come from; see ``WeightBytes``.
+        changes: number of changes by reason: ``scale`` (requested), ``loss``, ``leave`` or ``return`` (of a process), ``failure`` (of a
+            collective, although all processes live).
+        seconds: total time of the changes, during which no step computed.
+        weight_bytes: bytes loaded by all processes in all changes, by source; see ``WeightBytes``.
     """
 
     changes: Counter[str] = field(default_factory=Counter)
@@ -81,15 +81,15 @@ class ChangeCounts:
 
 
 class Generations:
-    """The `MeshChanger` of an engine: makes the next executor when the mesh has to change, and gives up the one before.
+    """The `MeshChanger` of an engine: releases the current executor and builds the next one when the mesh has to change.
 
-    loaded: the first generation, as ``load_model`` gave it with ``args``, ``group`` and ``library``.
+    loaded: the first generation, as returned by ``load_model`` with ``args``, ``group`` and ``library``.
 
     Attributes:
-        args: the options of now, but for the mesh, which is ``spec``. number: of the generation of now; facts: what it is.
-        wanted: the mesh that was asked for last: the one of now is smaller while processes are missing.
-        warm: whether the first one was warmed up (`has_warmed_up`): then each is, before requests go on.
-        ahead: compiles for meshes that may come; None for a process that is alone.
+        args: the current options except the mesh, which is ``spec``. number, facts: number and description of the current generation.
+        wanted: the mesh requested last. The current mesh is smaller while processes are missing.
+        warm: whether the first generation was warmed up (`has_warmed_up`). If so, each one is, before requests continue.
+        ahead: compiles for possible next meshes; None if there is only one process.
     """
 
     def __init__(self, args: EngineArgs, group: HostGroup | None, loaded: LoadedEngine, library: ProgramLibrary):
@@ -104,13 +104,13 @@ class Generations:
         self.warm, self.failure = False, None
         self.patience = args.wait_for_mesh_seconds
         self._phase: str | None = None
-        self._parts: dict[str, float] = {}  # seconds of the change under way, by what was done in them
+        self._parts: dict[str, float] = {}  # seconds of the current change, by phase
         self._part_began = 0.0
         self.counts = ChangeCounts()
         self._held = loaded.held
         self._wake: Callable[[], None] = lambda: None
         self._asked, self._lock = False, threading.Lock()
-        self._used_up: set[MeshSpec] = set()  # of which somebody has been told
+        self._used_up: set[MeshSpec] = set()  # meshes already logged as used up
         self._has_changed = False
         self._orders = DeviceOrders({device.id: device.process_index for device in jax.devices()})
         if group is not None:
@@ -119,7 +119,7 @@ class Generations:
 
     @property
     def phase(self) -> str | None:
-        """What is being done to change the mesh; None while nothing is."""
+        """Current phase of a mesh change; None if the mesh is not being changed."""
         return self._phase
 
     @phase.setter
@@ -137,22 +137,22 @@ class Generations:
 
     @property
     def due(self) -> bool:
-        """Whether a process of this generation is gone or leaves, or devices that were missing are there again."""
+        """Whether a process of this generation is lost or leaving, or missing devices are available again."""
         if self._group is None:
             return False
         try:
-            fitting = self._fit()  # decides on those that have asked to leave
+            fitting = self._fit()  # also decides on requests to leave
             return self._is_broken or bool(self._leavers) or fitting != self.spec
         except UserError:
             return True
 
     def take_change(self) -> bool:
-        """Whether `due` may have become true since this was asked."""
+        """Whether `due` may have become true since the last call."""
         changed, self._has_changed = self._has_changed, False
         return changed or (self._group is not None and self._group.leavers)
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Call ``wake`` from now on, from any thread, when ``due`` may have become true."""
+        """Register ``wake``, which is called from any thread when ``due`` may have become true."""
         self._wake = wake
 
     def _note_change(self, error: GroupError | None) -> None:
@@ -160,18 +160,18 @@ class Generations:
         self._wake()
 
     def has_warmed_up(self) -> None:
-        """Compile for the meshes that may come, since the mesh of now can serve."""
+        """Start compiling for possible next meshes, now that the current mesh can serve."""
         self.warm = True
         if self.ahead is not None:
             self.ahead.begin(self.spec, self.wanted, self._group.live_ids, self._weights)
 
     @property
     def executor(self) -> Executor | None:
-        """What computes on the devices of now, without what leads others or records around it."""
+        """The executor that computes on the current devices, without the wrappers that lead followers or record steps."""
         return next((layer for layer in _layers(self._executor) if not isinstance(layer, ExecutorWrapper)), None)
 
     def _reserve(self) -> None:
-        """Refuse other changes until this one ends, with a ``ChangeUnderWayError``, and this one while another is under way."""
+        """Block other changes until this one ends. Raise ``ChangeUnderWayError`` if another change is in progress."""
         with self._lock:
             if self.busy:
                 raise ChangeUnderWayError(
@@ -180,11 +180,11 @@ class Generations:
             self._asked, self.failure = True, None
 
     def ask(self, text: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> Wanted:
-        """Check a requested change, see ``MeshChanger.ask``. None: that part stays as it is.
+        """Check a requested change, see ``MeshChanger.ask``. None keeps that part.
 
         Raises:
-            ChangeUnderWayError: another change is under way. UserError, MeshError: the mesh cannot be had, or an expert process does not
-                answer.
+            ChangeUnderWayError: another change is in progress. UserError, MeshError: the mesh is not possible, or an expert process does
+                not answer.
         """
         self._reserve()
         try:
@@ -199,9 +199,9 @@ class Generations:
             check_mesh(args, self._config, self._weights, wanted.spec, self._devices(), self._group is not None)
             executor = self._executor  # the engine's thread may replace it after a loss
             links = None if executor is None else executor.extension(ExpertLinks)
-            if links is not None:  # the mesh of now is given up before the new one connects to experts
+            if links is not None:  # the current mesh is released before the new one connects to experts
                 links.check()
-            if wanted.spec.pp_size > 1:  # which not all options go with
+            if wanted.spec.pp_size > 1:  # not all options support pipeline stages
                 replace(args, **changed_options(args, self._config, wanted.spec))
         except BaseException:
             self.forget()
@@ -209,11 +209,11 @@ class Generations:
         return wanted
 
     def forget(self) -> None:
-        """End the request that ``ask`` began, after ``to`` or without it."""
+        """End the request that ``ask`` began, whether or not ``to`` was called."""
         self._asked = False
 
     def _ask_experts(self, expert_mesh: str | None, afd_address: str | None) -> Wanted:
-        """Check other expert processes. Steps wait while the engine connects, so each must answer already."""
+        """Check other expert processes. All must already answer, because steps wait while the engine connects."""
         args = with_experts_at(self.args, expert_mesh, afd_address)
         executor = self.executor
         if executor is None:
@@ -228,9 +228,9 @@ class Generations:
         return Wanted(self.wanted, args, connects=True)
 
     def to(self, wanted: Wanted) -> Generation | None:
-        """Change to a requested mesh; None where the executor stays, and sends its tokens to other expert processes.
+        """Change to a requested mesh. Return None if the executor stays and only sends its tokens to other expert processes.
 
-        If the change fails, ``failure`` says why, and the engine continues as it was.
+        If the change fails, ``failure`` has the reason, and the engine continues with the previous mesh.
         """
         if wanted.connects:
             return self._connect(wanted.args)
@@ -242,7 +242,7 @@ class Generations:
             raise
         except Exception as error:
             if not isinstance(error, (UserError, MeshError)):
-                if self._group is not None:  # this process may be alone with it
+                if self._group is not None:  # other processes may not have failed
                     raise
                 error = UserError(f"it could not be loaded ({type(error).__name__}: {error})")
             _log.error("The mesh %s cannot be had: %s. Going back to %s.", wanted, error, before)
@@ -254,7 +254,7 @@ class Generations:
         self._parts, self.phase = {}, "connecting to other expert processes"
         try:
             refused = self._executor.collect(self._executor.launch(ConnectExperts(args.expert_mesh, args.afd_address)))
-        except Exception as error:  # an attention process is gone
+        except Exception as error:  # an attention process is lost
             return self.after(error)
         finally:
             self.phase = None
@@ -272,14 +272,14 @@ class Generations:
         return None
 
     def after(self, error: Exception) -> Generation:
-        """Go on after a step failed; raise its error where no process is gone, and it was no collective that had worked before."""
-        if self._asked:  # the steps under way were waited for
+        """Continue after a failed step. Raise its error if no process is lost and it did not come from a collective that worked before."""
+        if self._asked:  # a change was waiting for the steps in flight
             self.failure = UserError("a step failed before the mesh could be changed to it; ask again")
-        # Whether it has computed anything together with other processes.
+        # Whether this generation has completed a step together with other processes.
         together = any(isinstance(one, LeaderExecutor) and one.collected > 0 for one in _layers(self._executor))
         worked = together and isinstance(error, RuntimeError)
         lost = self._lost_by(error, _TELL_SECONDS if worked else None)
-        if lost is None and worked:  # a link may be cut, or a process may hang
+        if lost is None and worked:  # a link may be down, or a process may hang
             self.phase = "looking at links"
             self._cut()
             lost, all_answered = self._group.links.look(self.number)
@@ -292,7 +292,7 @@ class Generations:
         return self._make("loss" if lost else "failure", str(lost or "a collective has failed"))
 
     def regroup(self) -> Generation:
-        """Change to the largest mesh, up to the wanted one, that the processes of now have devices for."""
+        """Change to the largest mesh, up to the wanted one, that fits the devices of the current processes."""
         if self._is_broken:
             return self._make("loss", "a process has gone")
         if leavers := self._leavers:
@@ -302,9 +302,9 @@ class Generations:
         return self._make("return", "a process has come back")
 
     def _make(self, kind: str, reason: str) -> Generation:
-        began = time.monotonic() if self.phase is None else self._part_began  # links were looked at
+        began = time.monotonic() if self.phase is None else self._part_began  # includes the check of links
         self._parts, self.phase = {}, "releasing the old mesh"
-        if self._executor is not None:  # the mesh that was asked for may have failed, and the one before is made again
+        if self._executor is not None:  # None if the requested mesh failed and the previous one is built again
             self._recording = self._executor.recording
         broken = kind in ("loss", "failure")
         if self.ahead is not None:
@@ -348,7 +348,7 @@ class Generations:
         return Generation(loaded.executor, config, self.spec != self.wanted)
 
     def _cut(self) -> None:
-        """Have whatever waits in a collective of the mesh of now fail here; the others do the same when they hear of the next one."""
+        """Make pending collectives of the current mesh fail in this process. The others do the same when the next one is announced."""
         if self._group is not None:
             self._group.collectives.cut(self.number)
 
@@ -384,7 +384,7 @@ class Generations:
         self.phase = f"compiling {done} of {total}: {label}"
 
     def _fit(self) -> MeshSpec:
-        """Find the largest mesh for the devices of now that has not broken in each of its orders."""
+        """Return the largest mesh for the current devices that has not failed in every order of its devices."""
         if self._group is not None:
             self._decide_on_leavers()
             self._orders.break_with(self._group.take_ended())
@@ -407,13 +407,13 @@ class Generations:
             devices = devices[: spec.num_devices - spec.tp_size]
 
     def _devices(self) -> list[jax.Device]:
-        """List the devices of processes that live, by process and id."""
+        """Return the devices of live processes, sorted by process and id."""
         live = None if self._group is None else {member.process_id for member in self._group.live}
         living = [device for device in jax.devices() if live is None or device.process_index in live]
         return sorted(living, key=device_order)
 
     def _decide_on_leavers(self) -> None:
-        """Do without each process that has asked to leave, one after the other, as long as those that stay can hold a mesh."""
+        """Excuse each process that has asked to leave, one by one, if the remaining processes can form a mesh; refuse the others."""
         group = self._group
         for member in group.take_leavers():
             reason = None
@@ -433,7 +433,7 @@ class Generations:
 
     @property
     def _leavers(self) -> list[JoinRequest]:
-        """Who is in the generation of now and leaves."""
+        """Members of the current generation that are leaving."""
         return [member for member in self._group.present if member in self._group.excused]
 
     @property
@@ -449,9 +449,9 @@ class Generations:
 def load_generation(
     args: EngineArgs, announcement: Announcement, group: HostGroup | None, library: ProgramLibrary, held: HeldWeights
 ) -> LoadedEngine:
-    """Load this process's part of an announced generation. Its steps are not recorded: a recording is of one mesh.
+    """Load this process's part of an announced generation. Its steps are not recorded, because a recording covers one mesh only.
 
-    args: as the process was started. held: weights of the generation before, on this process's devices.
+    args: the options that the process was started with. held: weights of the previous generation on this process's devices.
     """
     options = replace(args, **announcement.options, record_steps=None)
     spec, mesh = MeshSpec.parse(options.mesh), None
@@ -462,17 +462,17 @@ def load_generation(
 
 
 def release(executor: Executor | None, held: HeldWeights | None = None) -> None:
-    """Give back what an executor holds on the devices, though its last step may have failed. held: takes its weights over."""
+    """Free an executor's arrays on the devices, even if its last step failed. held: takes over its weights."""
     for layer in _layers(executor):
         if isinstance(layer, RecordingExecutor):
             layer.file.close("the mesh has changed")
         elif not isinstance(layer, ExecutorWrapper):
             layer.shutdown(held)
-    gc.collect()  # JAX frees memory shared with NumPy only when it is next called, or here
+    gc.collect()  # JAX frees memory shared with NumPy only at its next call or in a garbage collection
 
 
 def _layers(executor: Executor | None) -> Iterator[Any]:
-    """Give an executor, and those that it is around, from outside inward."""
+    """Yield an executor and the executors it wraps, outermost first."""
     while executor is not None:
         yield executor
         executor = executor.inner if isinstance(executor, ExecutorWrapper) else None

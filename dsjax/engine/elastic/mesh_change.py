@@ -1,4 +1,4 @@
-"""Which mesh a model can go on with when devices go or come, and which of the engine's options that changes. No device is touched."""
+"""Choice of the next mesh when devices leave or join, and of the engine options that change with it. No device is touched."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _log = logging.getLogger(__name__)
 
 
 class NoMeshError(UserError):
-    """Not even one DP rank is left."""
+    """The remaining devices are too few for one DP rank."""
 
 
 def redundant_experts(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> int:
-    """The fewest copies, at least those asked for at the start, with which experts divide evenly on this mesh, or `--expert-mesh`."""
+    """Return the smallest number of redundant experts ≥ the requested one that divides evenly on this mesh, or on `--expert-mesh`."""
     if not config.n_routed_experts:
         return 0
     asked, holders = args.num_redundant, expert_spec(args) or spec
@@ -34,13 +34,13 @@ def redundant_experts(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> 
 
 
 def devices_beside(args: EngineArgs) -> int:
-    """Devices of this process that have routed experts and nothing else."""
+    """Return the number of this process's devices that have only routed experts."""
     experts = expert_spec(args)
     return 0 if experts is None or args.afd_role == "attention" else experts.num_devices
 
 
 def with_experts_at(args: EngineArgs, expert_mesh: str | None, afd_address: str | None) -> EngineArgs:
-    """Return the options with other expert processes; a `UserError` where these cannot be. None: that option stays as it is."""
+    """Return the options with other expert processes. None keeps that option. Raise `UserError` for an invalid combination."""
     if args.afd_role != "attention":
         raise UserError(
             f"afd_address is {afd_address}, and this engine has no experts in other processes (--afd-role attention); leave it out"
@@ -57,7 +57,7 @@ def with_experts_at(args: EngineArgs, expert_mesh: str | None, afd_address: str 
 
 
 def with_experts_on(args: EngineArgs, expert_mesh: str) -> EngineArgs:
-    """Return the options with the experts on other devices of this process; a `UserError` where it cannot be."""
+    """Return the options with the experts on other devices of this process. Raise `UserError` for an invalid combination."""
     if args.expert_mesh is None:
         raise UserError(
             f"expert_mesh is {expert_mesh}, and the experts of this engine are on the devices of its mesh; give mesh alone"
@@ -75,7 +75,7 @@ def check_mesh(
     devices: Sequence[Any],
     several_processes: bool = False,
 ) -> None:
-    """Refuse a mesh that a running engine cannot change to, with a `UserError` or a `MeshError`. several_processes: at its start."""
+    """Raise `UserError` or `MeshError` for a mesh that a running engine cannot change to. several_processes: how it was started."""
     if spec.pp_size > 1:
         if several_processes:
             raise MeshError(
@@ -100,7 +100,7 @@ def check_mesh(
 def largest_mesh(
     args: EngineArgs, config: ModelConfig, weights: Weights, wanted: MeshSpec, devices: Sequence[Any]
 ) -> MeshSpec:
-    """Find the wanted mesh, or the largest with fewer DP ranks: `tp` and stages stay, `ep` where it divides. Raises a `NoMeshError`."""
+    """Return the wanted mesh, or the largest with fewer DP ranks: same `tp` and stages, same `ep` if it divides. Raise `NoMeshError`."""
     if wanted.pp_size > 1:
         if len(devices) < wanted.num_devices:
             raise NoMeshError(f"{len(devices)} devices are left, too few for mesh {wanted}")
@@ -118,7 +118,7 @@ def largest_mesh(
 
 
 def changed_options(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> dict[str, Any]:
-    """List the engine's options that another mesh changes, `mesh` among them; plain values."""
+    """Return the engine options that change with the mesh, including `mesh`, as plain values."""
     options: dict[str, Any] = {"mesh": str(spec)}
     experts, redundant = expert_spec(args), redundant_experts(args, config, spec)
     if experts is not None:
@@ -140,7 +140,7 @@ def changed_options(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> di
 
 
 def _location(args: EngineArgs, before: str, after: str) -> str | None:
-    """`--init-expert-location`, unless it has places for the experts' mesh before this one, and no loads."""
+    """Return `--init-expert-location`; None if it only has a placement for another mesh and no loads to compute a new one."""
     location = args.init_expert_location
     if location is not None and before != after and ExpertLocation.read(location).logical_load is None:
         _log.warning("--init-expert-location has places for %s alone; on %s experts are in order.", before, after)
@@ -149,19 +149,19 @@ def _location(args: EngineArgs, before: str, after: str) -> str | None:
 
 
 def _partition(args: EngineArgs, spec: MeshSpec) -> str | None:
-    """`--pp-layer-partition`, where it divides the layers among as many stages as this mesh has."""
+    """Return `--pp-layer-partition` if its number of stages matches this mesh; else None."""
     given = args.pp_layer_partition
     return given if given is not None and len(given.split(",")) == spec.pp_size > 1 else None
 
 
 def _check_layout(args: EngineArgs, config: ModelConfig, weights: Weights, spec: MeshSpec) -> None:
-    """Check that a mesh divides the model, and the experts' devices what they have of it."""
+    """Check that the model divides evenly on this mesh, and the experts on their devices."""
     redundant = redundant_experts(args, config, spec)
     check_layout(config, spec.stage, redundant, weights, expert_spec(args), args.moe_dense_tp_size)
 
 
 def _smaller(wanted: MeshSpec, most: int) -> Iterator[MeshSpec]:
-    """Meshes with `wanted`'s `tp`, largest first; of each size with its `ep` and `etp`, then its `etp`, then one EP group of all."""
+    """Yield meshes with `wanted`'s `tp`, largest first; for each size with its `ep` and `etp`, then its `etp`, then one EP group of all."""
     for dp in range(min(wanted.dp_size, most), 0, -1):
         if wanted.ep_size != wanted.num_devices:
             with contextlib.suppress(MeshError):
