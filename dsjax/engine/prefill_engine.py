@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class PrefillEngine:
-    """An engine core with a `PrefillService`. All methods except `post` and `leave` run in the engine's thread.
+    """An engine core with a `PrefillService`. All work except `post` and `leave` happens in its thread.
 
     Args:
         timeout: seconds after which pages that no decode engine has pulled are dropped, together with their transfer.

@@ -109,7 +109,7 @@ class BalanceStats:
             layers (as vLLM logs it), and as the mean of the layers' ratios (as SGLang does); 1 is perfect.
         rank_tokens: tokens that each rank of an EP group computed in the last window, summed over all layers.
         rebalances: completed ones. failures: aborted ones. bytes_moved: bytes of the moved experts, on all devices of an EP group.
-        exchanges: commands executed. rebalance_seconds: of completed rebalances. layers_left: layers left in the current rebalance.
+        exchanges: `StageExperts` and `PlaceExperts` executed. rebalance_seconds: of completed ones. layers_left: in the current rebalance.
     """
 
     windows: int = 0

@@ -87,7 +87,7 @@ class Shelf:
         on_disk = client.platform == "cpu" or not mesh.is_multi_process
         self._folder = library.folder if library is not None and on_disk else None
         self._about: str | None = None
-        if library is None or (self._folder is None and jax.device_count() == 1):  # a single device never gets another mesh
+        if library is None or (self._folder is None and jax.device_count() == 1):  # one device never has another mesh
             return
         try:
             is_chip = client.platform != "cpu" and on_disk
