@@ -133,7 +133,7 @@ class ExpertSlots:
 
     Attributes:
         physical_to_logical: `[MoE layers, physical slots]`, with the MTP module's layer last; slots are ordered by rank.
-        ranks: size of an EP group. hosts: machines, each with a run of the ranks. groups: expert groups, for group-limited routing.
+        ranks: size of an EP group. hosts: machines with equal runs of ranks. groups: expert groups, for group-limited routing.
         expert_share: share of the routed experts in a token's compute, by activated parameters.
         expert_bytes: of one expert on one device. per_exchange: maximum experts that a rank sends and receives in one `StageExperts`.
         seconds: duration of one `StageExperts` and one `PlaceExperts`; initially from warm-up, None without it.

@@ -156,7 +156,7 @@ class PageSource:
         """Stop offering these pages."""
 
     def cancel(self, rank: int) -> None:
-        """Discard pages being loaded for a rank when they arrive."""
+        """Cancel the loads for a rank, so that no request finds pages that arrive later."""
 
     def clear(self, rank: int) -> None:
         """Delete all pages of a rank."""
