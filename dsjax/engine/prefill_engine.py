@@ -1,4 +1,4 @@
-"""`PrefillEngine`: an engine that computes prompts for other engines, and makes no text."""
+"""`PrefillEngine`: an engine that prefills prompts for decode engines, and generates no text."""
 
 import logging
 import queue
@@ -19,14 +19,14 @@ _log = logging.getLogger(__name__)
 
 
 class PrefillEngine:
-    """A core with a `PrefillService`, in a thread of its own, in which all but `post` and `leave` happens.
+    """An engine core with a `PrefillService`. All work except `post` and `leave` happens in its thread.
 
     Args:
-        timeout: seconds after which pages that nobody has pulled are dropped, and their transfer with them.
-        attachments: parts of the core beside the `PrefillService`. keepers: which process keeps the pages of each rank, see
-            `PrefillService`. generations: makes the executors of other meshes, see `EngineCore`.
+        timeout: seconds after which pages that no decode engine has pulled are dropped, together with their transfer.
+        attachments: further plugins of the core. keepers: process that holds the pages of each rank, see `PrefillService`. generations:
+            creates the executors of other meshes, see `EngineCore`.
 
-    thread: takes the steps. error: why it has ended. on_death: called when it has ended by an error.
+    thread: runs the steps. error: exception that ended it. on_death: called after such an error.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class PrefillEngine:
         self.thread = EngineThread(self.core, on_death=self._die, name="dsjax-prefill")
 
     def start(self) -> None:
-        """Begin to take what is posted."""
+        """Start processing posted messages."""
         self.thread.start()
 
     def post(self, message: ToPrefill, receive: Receive | None) -> None:
-        """Take a message from any thread; answers go to `receive`, from any thread.
+        """Accept a message from any thread. Answers go to `receive`, on any thread.
 
-        A transfer may be asked for twice: by whoever has its prompt (`receive` is None), and by its decode engine, in either order.
+        A transfer may be requested twice, in either order: by the sender of its prompt (`receive` is None) and by its decode engine.
         """
         with self._lock:
             if not self._ended:
@@ -74,36 +74,36 @@ class PrefillEngine:
             receive(TransferFailed("", self.service.reason))
 
     def leave(self, receive: Receive) -> None:
-        """Cancel all transfers of a decode engine that is gone."""
+        """Cancel all transfers of a disconnected decode engine."""
         self.thread.call(lambda: self.service.leave(receive))
 
     def turn(self, wait: bool = True) -> bool:
-        """Take what was posted, and compute a step, where the thread was not started; False where the engine has ended."""
+        """Process posted messages and run a step, for engines without a started thread. Return False if the engine has ended."""
         goes_on = self.thread.turn(wait)
         if not goes_on:
             self._end()
         return goes_on
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile every shape, in all processes."""
+        """Compile all shapes, in all processes."""
         self.core.executor.warm_up(progress)
         if self.core.generations is not None:
             self.core.generations.has_warmed_up()
 
     def shutdown(self, timeout: float = 10.0) -> None:
-        """End the thread, and give back what the executor holds. Transfers under way fail."""
+        """Stop the thread, and release the executor's resources. Transfers in progress fail."""
         self.thread.call(self._end)
         self.thread.end()
         self.thread.join(timeout)
 
     @property
     def buffers(self) -> SendBuffers:
-        """The pages that wait to be pulled."""
+        """Pages waiting to be pulled."""
         return self.service.buffers
 
     @property
     def num_jobs(self) -> int:
-        """Transfers that have not ended."""
+        """Number of unfinished transfers."""
         return self.service.num_jobs
 
     def _take(self) -> None:
@@ -111,7 +111,7 @@ class PrefillEngine:
             self.service.enter(*self._inbox.get())
 
     def _end(self) -> None:
-        """Answer nobody any more."""
+        """Refuse further messages, and fail those still in the inbox."""
         with self._lock:
             self._ended = True
         while not self._inbox.empty():
@@ -120,7 +120,7 @@ class PrefillEngine:
                 receive(TransferFailed(message.transfer, self.service.reason))
 
     def _die(self, error: BaseException) -> None:
-        """Take no more messages, and note why transfers fail. Called in the thread."""
+        """Stop accepting messages, and record why transfers fail. Called in the engine's thread."""
         self.error = error
         self.service.reason += f": {error}"
         _log.error("The prefill engine has failed; prompts are computed where they are decoded from now on.")

@@ -1,4 +1,4 @@
-"""`ExpertOptions` and `EplbConfig`: how many copies experts have, when they are moved after their load, and how much is sent at a time."""
+"""`ExpertOptions` and `EplbConfig`: redundant experts, when a rebalance by load happens, and how much is sent between two steps."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from dsjax.engine.contract.json_option import JsonOption
 from dsjax.errors import UserError
 from dsjax.options import Group, advanced, option
 
-if TYPE_CHECKING:  # NumPy is not loaded where nothing is balanced
+if TYPE_CHECKING:  # engines that do not balance experts need no NumPy here
     import numpy as np
 
 POLICIES = ("auto", "global", "hierarchical")
 MOST_UNREAD = 4096
-"""Steps after which the devices' counters are read in any case, so that they cannot overflow 32 bits."""
+"""Maximum steps between two reads of the devices' counters, so that the 32-bit counters cannot overflow."""
 
 
 class RebalanceUnderWayError(UserError):
-    """A rebalance was asked for in the middle of another one."""
+    """A rebalance was requested while another one is in progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EplbConfig(JsonOption):
-    """Balancing of experts while serving, with vLLM's names for its fields. Checked when made.
+    """Online expert balancing (EPLB), with vLLM's field names. Validated when constructed.
 
     Attributes:
-        window_size: steps whose loads a placement is made for. step_interval: steps between two decisions.
-        num_redundant_experts: physical experts beside the logical ones; None: as `--redundant-experts` says.
-        log_balancedness: whether each window's balancedness is logged.
-        max_bytes_per_step: bytes that a device receives between two steps, at most; at least one expert is sent.
-        payback: a layer is changed where its predicted gain in `step_interval` steps is at least so many times its cost; 0: wherever it
-            gains.
-        policy: how experts are placed (`sharding.balancing.rebalance`): `auto` is `hierarchical` where the mesh has several hosts.
+        window_size: number of recent steps whose load determines a placement. step_interval: steps between two decisions.
+        num_redundant_experts: physical experts in addition to the logical ones; None: the value of `--redundant-experts`.
+        log_balancedness: whether to log the balancedness of each window.
+        max_bytes_per_step: maximum bytes that a device receives between two steps; at least one expert is always sent.
+        payback: minimum ratio of the predicted gain over `step_interval` steps to the cost for a layer to change; 0: change every layer
+            that gains.
+        policy: placement algorithm (`sharding.balancing.rebalance`); `auto` means `hierarchical` if the mesh spans several hosts.
 
     Raises:
-        UserError: a value that cannot be, with the field's name, what was found and what would fit.
+        UserError: invalid value; the message has the field's name, the value found and the values allowed.
     """
 
     flag: ClassVar[str] = "--eplb-config"
@@ -61,13 +61,13 @@ class EplbConfig(JsonOption):
 
     @property
     def read_interval(self) -> int:
-        """Steps after which loads are read."""
+        """Steps between two reads of the loads."""
         return min(self.window_size, self.step_interval, MOST_UNREAD)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertOptions:
-    """Options of an engine that has experts more than once, or moves them."""
+    """Options for redundant experts and for moving experts."""
 
     redundant_experts: int = option(0, "Physical experts beside the logical ones.", Group.EXPERTS, least=0)
     enable_eplb: bool = option(False, "Balance experts by their load while serving.", Group.EXPERTS)
@@ -83,14 +83,14 @@ class ExpertOptions:
 
     @property
     def eplb(self) -> EplbConfig | None:
-        """`eplb_config`, read, or its defaults; None without `enable_eplb`. Raises as `JsonOption.parse`."""
+        """The parsed `eplb_config`, or the defaults; None without `enable_eplb`. Raises like `JsonOption.parse`."""
         if not self.enable_eplb:
             return None
         return EplbConfig() if self.eplb_config is None else EplbConfig.parse(self.eplb_config)
 
     @property
     def num_redundant(self) -> int:
-        """Physical experts beside the logical ones, from whichever of the two options has them; a `UserError` where they differ."""
+        """Number of redundant experts, from either of the two options. Raises `UserError` if both are set and differ."""
         balanced = self.eplb.num_redundant_experts if self.eplb else None
         if balanced is not None and self.redundant_experts not in (0, balanced):
             raise UserError(
@@ -102,14 +102,14 @@ class ExpertOptions:
 
 @dataclass(frozen=True)
 class BalanceStats:
-    """Experts that follow the load: totals since the start, and the last window.
+    """Statistics of expert balancing: totals since the start, and the last window.
 
     Attributes:
-        windows: of loads that were read. balancedness, layer_balancedness: of the last one, mean ÷ max over ranks as the ratio of sums over
+        windows: load windows read. balancedness, layer_balancedness: mean ÷ max over ranks in the last window, as the ratio of sums over
             layers (as vLLM logs it), and as the mean of the layers' ratios (as SGLang does); 1 is perfect.
-        rank_tokens: that each rank of an EP group computed in the last window, over all layers.
-        rebalances: carried out; failures: given up. bytes_moved: of experts that reached another slot, on all devices of an EP group.
-        exchanges: commands that moved something. rebalance_seconds: of those carried out. layers_left: of the one under way.
+        rank_tokens: tokens that each rank of an EP group computed in the last window, summed over all layers.
+        rebalances: completed ones. failures: aborted ones. bytes_moved: bytes of the moved experts, on all devices of an EP group.
+        exchanges: `StageExperts` and `PlaceExperts` executed. rebalance_seconds: of completed ones. layers_left: in the current rebalance.
     """
 
     windows: int = 0
@@ -129,14 +129,14 @@ class BalanceStats:
 
 @dataclass(frozen=True, eq=False)
 class ExpertSlots:
-    """Where experts are, and what it takes to move them.
+    """Current placement of the experts, and the cost of moving them.
 
     Attributes:
-        physical_to_logical: `[MoE layers, physical slots]`, with the MTP module's layer last; slots lie rank by rank.
-        ranks: of an EP group; hosts: runs of them that are on one machine. groups: of experts, where routing is limited to some of them.
-        expert_share: of a token's arithmetic, the routed experts' part: their parameters among those that act on it.
-        expert_bytes: of one expert on one device. per_exchange: experts that a rank sends and receives in one `StageExperts`, at most.
-        seconds: that a `StageExperts` and a `PlaceExperts` take: at first what warm-up found, None without it.
+        physical_to_logical: `[MoE layers, physical slots]`, with the MTP module's layer last; slots are ordered by rank.
+        ranks: size of an EP group. hosts: machines with equal runs of ranks. groups: expert groups, for group-limited routing.
+        expert_share: share of the routed experts in a token's compute, by activated parameters.
+        expert_bytes: of one expert on one device. per_exchange: maximum experts that a rank sends and receives in one `StageExperts`.
+        seconds: duration of one `StageExperts` and one `PlaceExperts`; initially from warm-up, None without it.
     """
 
     physical_to_logical: np.ndarray
@@ -151,30 +151,30 @@ class ExpertSlots:
 
 
 class LoadWindow(NamedTuple):
-    """What `ReadLoads` gives: tokens since the last time, of the MoE layers, with the MTP module's layer last.
+    """Result of `ReadLoads`: token counts of the MoE layers since the last read, with the MTP module's layer last.
 
-    logical: `[layers, logical experts]`, int64. by_rank: `[layers, ranks of an EP group]`, what each really computed.
+    logical: `[layers, logical experts]`, int64. by_rank: `[layers, ranks of an EP group]`, tokens that each rank actually computed.
     """
 
     logical: np.ndarray
     by_rank: np.ndarray
 
     def and_then(self, after: LoadWindow) -> LoadWindow:
-        """Add what came after. Where experts are on other ranks by then (`/scale`), what each has computed since."""
+        """Return the sum with a later window. If the ranks have changed since (`/scale`), keep only the later `by_rank`."""
         same = self.by_rank.shape == after.by_rank.shape
         return LoadWindow(self.logical + after.logical, self.by_rank + after.by_rank if same else after.by_rank)
 
 
 class Exchanged(NamedTuple):
-    """What `StageExperts` and `PlaceExperts` give: how long they took, and what went wrong. A layer is then placed as before."""
+    """Result of `StageExperts` and `PlaceExperts`: duration and error, if any. After an error the layer keeps its old placement."""
 
     seconds: float
     error: str | None = None
 
 
 class ExpertMover(Protocol):
-    """What an executor offers whose experts can be moved (`Executor.extension`)."""
+    """Extension of executors that can move experts (`Executor.extension`)."""
 
     @property
     def slots(self) -> ExpertSlots:
-        """Where experts are now."""
+        """Current placement of the experts."""

@@ -1,4 +1,4 @@
-"""`ExpertBalancer`: reads the experts' loads, decides which layers are worth changing, and launches commands, one between two steps."""
+"""`ExpertBalancer`: reads expert loads, decides which layers are worth changing, and launches one command between two steps."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from sharding.balancing import balancedness_of_ranks, by_host, experts_moved, ke
 from sharding.layer_placement import exchange_rounds
 
 _TIMED = 64
-"""Exchanges of each kind, the last ones, whose median is what one takes."""
+"""Number of recent exchanges of each kind; their median predicts the duration of the next."""
 _WORK, _UNDECIDED = "expert balancing", "Experts stay where they are until the next decision."
 
 _log = logging.getLogger(__name__)
 
 
 class LayerChange(NamedTuple):
-    """One layer's part of a rebalance. gain, cost: predicted seconds of the next interval. rounds: one `StageExperts` each."""
+    """One layer's part of a rebalance. gain, cost: predicted seconds over the next interval. rounds: one `StageExperts` each."""
 
     layer: int
     physical_to_logical: np.ndarray
@@ -51,7 +51,7 @@ class LayerChange(NamedTuple):
     cost: float
 
     def commands(self) -> list[Command]:
-        """List what is launched, in order."""
+        """Return the commands to launch, in order."""
         stages: list[Command] = [
             StageExperts(self.layer, int32s(slot for pair in moves for slot in pair)) for moves in self.rounds
         ]
@@ -61,9 +61,9 @@ class LayerChange(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """What a rebalance does. left: layers that would gain something, but less than it costs.
+    """Changes of a rebalance. left: layers whose gain is too small for the cost; they stay unchanged.
 
-    balancedness: predicted for the window, before and after, as ratio of sums over layers.
+    balancedness: for the window's load before and after (predicted), as the ratio of sums over layers.
     """
 
     changes: list[LayerChange]
@@ -71,7 +71,7 @@ class Decision:
     balancedness: tuple[float, float]
 
     def summary(self, expert_bytes: int) -> dict[str, Any]:
-        """Count, for people, the layers, experts, commands and bytes, and balancedness before and after."""
+        """Return a readable summary: layers, experts, bytes, exchanges, and balancedness before and after."""
         experts = sum(change.experts for change in self.changes)
         return {
             "layers": len(self.changes),
@@ -85,9 +85,9 @@ class Decision:
 def decide(
     load: np.ndarray, slots: ExpertSlots, policy: str, *, interval: int, step_seconds: float, payback: float = 1.0
 ) -> Decision:
-    """Decide which layers to place anew for `load`, `[layers, experts]` tokens; docs/balancing.md has the reasoning.
+    """Decide which layers get a new placement for `load`, tokens of shape `[layers, experts]`. See docs/balancing.md.
 
-    interval: steps in which a gain is made. step_seconds: of a step. payback: the least gain, as a multiple of the cost.
+    interval: steps over which a gain counts. step_seconds: duration of a step. payback: minimum gain, as a multiple of the cost.
     """
     old, ranks = slots.physical_to_logical, slots.ranks
     new = rebalance(load, n_physical=old.shape[1], ranks=ranks, groups=slots.groups, hosts=slots.hosts, policy=policy)
@@ -113,7 +113,7 @@ def decide(
 
 
 class _Launched(NamedTuple):
-    """A command on its way, and the number of the step behind it, whose end says that it is done."""
+    """A command in flight, and the number of the step after it; the command is done when that step ends."""
 
     command: Command
     pending: Any
@@ -121,9 +121,9 @@ class _Launched(NamedTuple):
 
 
 class ExpertBalancer(Attachment):
-    """Balances the experts of a core's executor. Everything but `decide` happens in the engine's thread.
+    """Balances the experts of a core's executor. Everything except `decide` runs in the engine's thread.
 
-    What is due is launched before a step. What is done is read after a step, and then decisions are made.
+    Commands are launched before a step. Results are collected, and decisions made, after a step.
     """
 
     statistics_name = "balance"
@@ -135,7 +135,7 @@ class ExpertBalancer(Attachment):
         self._pool: ThreadPoolExecutor | None = None
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
-        """Begin with an executor. Windows begin anew; nothing is done while a mesh is too small to move experts."""
+        """Start with a new executor and empty windows. On a mesh too small to move experts, do nothing."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         self._executor, self._stats = executor, replace(self._stats, rank_tokens=())
@@ -147,17 +147,17 @@ class ExpertBalancer(Attachment):
         self._launched: deque[_Launched] = deque()
         self._deciding: Future[Decision] | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dsjax-eplb")
-        with contained(_WORK):  # it takes half a second to load, which the first decision need not take
+        with contained(_WORK):  # the import takes half a second; keep it out of the first decision
             self._pool.submit(importlib.import_module, "scipy.optimize")
-        self._steps = 0  # entered
+        self._steps = 0  # completed
         self._read_at = self._decided_at = 0
-        self._began: float | None = None  # the rebalance under way
-        self._sizes: dict[int, int] = {}  # of its layers the experts that move
+        self._began: float | None = None  # start time of the current rebalance
+        self._sizes: dict[int, int] = {}  # number of experts to move, by layer of the current rebalance
         self._seconds: dict[type, deque[float]] = {kind: deque(maxlen=_TIMED) for kind in (StageExperts, PlaceExperts)}
 
     @property
     def busy(self) -> bool:
-        """Whether a rebalance is under way; an engine without requests goes on until it is done."""
+        """Whether a rebalance is in progress. An engine without requests keeps running until it is done."""
         return bool(self._waiting) or any(not isinstance(one.command, ReadLoads) for one in self._launched)
 
     @property
@@ -165,11 +165,11 @@ class ExpertBalancer(Attachment):
         return sum(isinstance(command, PlaceExperts) for command in self._waiting)
 
     def statistics(self) -> BalanceStats:
-        """What came of it so far."""
+        """Return the statistics so far."""
         return replace(self._stats, layers_left=self._layers_left)
 
     def before_launch(self, num_under_way: int) -> None:
-        """Launch what is due before the next step."""
+        """Launch the commands due before the next step."""
         if self._mover is None:
             return
         number = self._steps + num_under_way
@@ -180,7 +180,7 @@ class ExpertBalancer(Attachment):
             self._launch(self._waiting.popleft(), number)
 
     def after_step(self, seconds: float, plan: StepPlan | None = None, updates: list[Update] = ()) -> None:
-        """Take the results of what was launched before the step that was entered just now, which took so long."""
+        """Collect the results of commands launched before the step just completed, which took `seconds`."""
         if self._mover is None:
             return
         self._steps += 1
@@ -193,7 +193,7 @@ class ExpertBalancer(Attachment):
                 self._begin(deciding.result())
 
     def idle(self) -> None:
-        """Carry out one command from beginning to end, since there is no step to wait for."""
+        """Run one command to completion, since there is no step to wait for."""
         while self._launched:
             self._enter(self._launched.popleft())
         if self._waiting:
@@ -201,12 +201,12 @@ class ExpertBalancer(Attachment):
             self._enter(self._launched.popleft())
 
     def rebalance_now(self) -> dict[str, Any] | None:
-        """Decide now, for the last window and what came since: every layer that gains anything is changed between the next steps.
+        """Decide now, from the last window and the load since. Every layer with any gain is changed between the next steps.
 
-        None where the mesh of now is too small to move experts.
+        Return a summary; None if the current mesh is too small to move experts.
 
         Raises:
-            RebalanceUnderWayError: another one is not done.
+            RebalanceUnderWayError: another rebalance is in progress.
         """
         if self._mover is None:
             return None
@@ -217,7 +217,7 @@ class ExpertBalancer(Attachment):
         while self._launched:
             self._enter(self._launched.popleft(), decide=False)
         since = self._executor.collect(self._executor.launch(ReadLoads()))
-        # Of a few steps alone, or of none, it would tell little, and the last reading would be forgotten for it.
+        # Merge with the last reading: a few steps, or none, say little, and a reading of their own would evict an older one.
         if self._windows:
             since = self._windows.pop().and_then(since)
         self._windows.append(since)
@@ -228,11 +228,11 @@ class ExpertBalancer(Attachment):
 
     @property
     def latest(self) -> LoadWindow | None:
-        """The last reading of loads; None before the first."""
+        """The last load reading; None before the first."""
         return self._windows[-1] if self._windows else None
 
     def load(self) -> np.ndarray | None:
-        """Tokens of each expert of each layer in the last window; None before the first."""
+        """Return tokens `[layers, experts]` over the window; None before the first reading."""
         return sum(window.logical for window in self._windows) if self._windows else None
 
     def _launch(self, command: Command, step: int) -> None:
@@ -284,7 +284,7 @@ class ExpertBalancer(Attachment):
                 self._deciding = self._pool.submit(self._decision(self._config.payback))
 
     def _decision(self, payback: float) -> Callable[[], Decision]:
-        """Prepare `decide` for the last window. What it reads is taken now: it may run in another thread."""
+        """Bind `decide` to the last window. Its inputs are captured now, so that it may run in another thread."""
         return partial(
             decide,
             self.load(),
@@ -297,9 +297,9 @@ class ExpertBalancer(Attachment):
 
     @property
     def _slots(self) -> ExpertSlots:
-        """Where experts are now. An exchange takes what those have taken that moved experts, rather than what warm-up found.
+        """Current placement. Exchange durations measured since the start replace those from warm-up.
 
-        Without warm-up the first one of a kind compiles, and does not count.
+        Without warm-up, skip the first exchange of each kind, which includes compilation.
         """
         slots = self._mover.slots
         counted = [list(taken)[slots.seconds is None :] for taken in self._seconds.values()]

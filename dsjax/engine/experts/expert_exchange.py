@@ -1,4 +1,4 @@
-"""``ExpertExchange``: the executor's part that moves experts: its buffer, the programs' runs, and what happens when one fails."""
+"""``ExpertExchange``: executor plugin that moves experts: its staging buffer, its programs and the recovery from failures."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from sharding.layer_placement import LayerPlacements, copy_tables
 from sharding.mesh import hosts_of_experts
 
 Reload = Callable[[list[str], LayerPlacements], Mapping[str, Array]]
-"""Reads parameters, given by their paths, from the checkpoint again, with experts placed so."""
+"""Reloads the parameters with these paths from the checkpoint, for a given expert placement."""
 
 _log = logging.getLogger(__name__)
 
 
 class ExpertExchange(ExpertPart):
-    """Moves experts of one executor, whose parameters and state it changes.
+    """Moves the experts of one executor, and updates its parameters and state.
 
-    experts: that a rank sends and receives in one ``StageExperts``, at most. reload: after a failure that took experts with it.
+    experts: maximum that a rank sends and receives in one ``StageExperts``. reload: used after a failure that destroyed parameters.
     """
 
     def __init__(self, device: DeviceAccess, experts: int, reload: Reload):
@@ -40,14 +40,14 @@ class ExpertExchange(ExpertPart):
         self.hosts = hosts_of_experts(self._step.mesh.devices, self._ranks)
         self._per_rank = device.placements.n_physical // self._ranks
         self._staging = self._allocate()
-        self._staged: tuple[int, frozenset[int]] = (-1, frozenset())  # a layer, and its slots that have come
+        self._staged: tuple[int, frozenset[int]] = (-1, frozenset())  # a layer, and its staged slots
 
     def physical(self, counts: Int[np.ndarray, "L S X"]) -> Int[np.ndarray, "L P"]:
-        """Tokens of each physical expert, of what each device has counted of its own slots."""
+        """Return the tokens of each physical expert, from each device's counts of its own slots."""
         return tokens_per_physical_expert(self._step.spec, counts)
 
     def _stage(self, pending: Pending, command: StageExperts) -> Running:
-        """Send a layer's experts to where they are staged."""
+        """Send a layer's experts to the staging buffers of their new devices."""
         layers, layer = self._find(command.layer)
         pairs = np.frombuffer(command.moves, "<i4").reshape(-1, 2).tolist()
         moves = pack_moves(pairs, ranks=self._ranks, per_rank=self._per_rank, experts=self._per_exchange)
@@ -60,7 +60,7 @@ class ExpertExchange(ExpertPart):
                 yield done
             except Exception as error:
                 if self._device.programs.shared:
-                    raise  # the other processes know nothing of it
+                    raise  # the other processes did not see the error
                 pending.error = _described(error)
                 _log.exception("Experts of MoE layer %d could not be sent; they stay where they are.", command.layer)
                 self._staging, self._staged = self._allocate(), (-1, frozenset())
@@ -71,7 +71,7 @@ class ExpertExchange(ExpertPart):
         return run()
 
     def _place(self, pending: Pending, command: PlaceExperts) -> Running:
-        """Write a layer's staged experts to their slots, and put its tables in force."""
+        """Write a layer's staged experts to their slots, and activate its tables."""
         layers, layer = self._find(command.layer)
         slots = np.frombuffer(command.slots, "<i4").tolist()
         placement = np.frombuffer(command.physical_to_logical, "<i4")
@@ -92,7 +92,7 @@ class ExpertExchange(ExpertPart):
                 )
             except Exception as error:
                 if device.programs.shared:
-                    raise  # the other processes know nothing of it
+                    raise  # the other processes did not see the error
                 pending.error = _described(error)
                 self._recover(layers, command.layer)
                 return
@@ -103,7 +103,7 @@ class ExpertExchange(ExpertPart):
         return run()
 
     def _recover(self, layers: ExpertLayers, layer: int) -> None:
-        """Make again what was given to a program that failed and is lost, from the checkpoint and the placement in force."""
+        """Restore the arrays donated to a failed program, from the checkpoint and the current placement."""
         device = self._device
         lost = [path for path in layers.names.values() if device.params[path].is_deleted()]
         _log.exception(
@@ -122,7 +122,7 @@ class ExpertExchange(ExpertPart):
             self._retired = []
 
     def _find(self, row: int) -> tuple[ExpertLayers, int]:
-        """Find the stack of a layer given by its row of the placement, and the layer's number there."""
+        """Return the parameter stack of a placement row, and the layer's index in the stack."""
         layers = next(one for one in self._layers if row in one.rows)
         return layers, layers.rows.index(row)
 

@@ -1,7 +1,7 @@
-"""``ExpertPart``: the executor's part that reads experts' loads, and has experts moved.
+"""``ExpertPart``: executor plugin that reads expert loads and requests moves of experts.
 
-Loads are counted where tokens are routed. Where experts have devices of their own, these move them, and the attention side gets nothing
-but the tables that say where experts are; ``ExpertExchange`` moves those on the devices of the executor's mesh.
+Loads are counted where tokens are routed. With attention–FFN disaggregation, the expert devices move the experts, and the attention side
+receives only the placement tables. ``ExpertExchange`` moves experts on the devices of the executor's mesh.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _log = logging.getLogger(__name__)
 
 
 class MovableExperts(Protocol):
-    """An experts' side whose experts can be moved. row: of the placement."""
+    """An expert backend whose experts can be moved. row: row of the placement."""
 
     def stage(self, row: int, moves: Sequence[tuple[int, int]]) -> None:
-        """Bring experts to the devices that will have them: pairs (slot that has it, slot that gets it)."""
+        """Send experts to their new devices. moves: pairs (source slot, destination slot)."""
 
     def place(self, row: int, experts: np.ndarray) -> None:
-        """Have the slots of a layer hold these logical experts, on all devices."""
+        """Assign these logical experts to the slots of a layer, on all devices."""
 
 
 class ExpertPart(DevicePart):
-    """Reads the loads of one executor, and has experts moved.
+    """Reads the loads of one executor, and requests moves of experts.
 
-    experts: that a device sends and receives in one ``StageExperts``, at most. movable: the experts on devices of their own; None:
-    those of the backend that the programs have now.
+    experts: maximum that a device sends and receives in one ``StageExperts``. movable: the backend of disaggregated experts; None: the
+    current backend of the programs.
 
-    hosts: see ``ExpertSlots``. rehearsed: the layers, by their rows of the placement, of which nothing is moved at first.
+    hosts: see ``ExpertSlots``. rehearsed: placement rows of the layers for which ``rehearse`` runs empty moves.
     """
 
     hosts: int = 1
@@ -53,11 +53,11 @@ class ExpertPart(DevicePart):
         self._device, self._per_exchange, self._movable = device, experts, movable
         shardings = jax.tree.map(lambda array: array.sharding, (device.state.copies, device.state.loads))
         self._put_tables = jax.jit(put_tables, donate_argnums=(0, 1), out_shardings=(*shardings, None))
-        self._retired: list[tuple[int, np.ndarray, Array]] = []  # layer, its old placement, what it had counted
+        self._retired: list[tuple[int, np.ndarray, Array]] = []  # layer, its old placement, its counts until then
         self._seconds: tuple[float, float] | None = None
 
     def _stage(self, pending: Pending, command: StageExperts) -> Running:
-        """Have a layer's experts brought to where they are staged."""
+        """Ask the backend to stage a layer's experts on their new devices."""
         moves = [tuple(pair) for pair in np.frombuffer(command.moves, "<i4").reshape(-1, 2).tolist()]
         try:
             (self._movable or self._device.programs.experts).stage(command.layer, moves)
@@ -67,7 +67,7 @@ class ExpertPart(DevicePart):
         yield from ()
 
     def _place(self, _: Pending, command: PlaceExperts) -> Running:
-        """Have a layer's experts written to their slots, and put its tables in force."""
+        """Ask the backend to write a layer's experts to their slots, and activate its tables."""
         row = np.frombuffer(command.physical_to_logical, "<i4")
         tables = copy_tables(row, self._device.placements.n_logical)
         sent = self._device.send_everywhere((tables, np.int32(command.layer)))
@@ -82,7 +82,7 @@ class ExpertPart(DevicePart):
         return run()
 
     def physical(self, counts: Int[np.ndarray, "L S X"]) -> Int[np.ndarray, "L P"]:
-        """Tokens of each physical expert, of what each device has counted."""
+        """Return the tokens of each physical expert, summed over the devices' counts."""
         return counts.sum(axis=1)
 
     def register(self, table: CommandTable) -> None:
@@ -92,12 +92,12 @@ class ExpertPart(DevicePart):
         table.add(PlaceExperts, Handler(self._place, _exchanged))
 
     def extension(self, kind: type) -> Any:
-        """Offer the balancer where experts are."""
+        """Return this part as the balancer's `ExpertMover`."""
         return self if kind is ExpertMover else None
 
     @property
     def slots(self) -> ExpertSlots:
-        """Where experts are now."""
+        """Current placement of the experts."""
         placements, step = self._device.placements, self._device.model
         return ExpertSlots(
             physical_to_logical=placements.physical_to_logical,
@@ -112,7 +112,7 @@ class ExpertPart(DevicePart):
         )
 
     def rehearse(self, run: Callable[[Command], Any]) -> None:
-        """Have nothing moved, twice, and keep how long the second time took: the first copies arrays made from the host's memory."""
+        """Run an empty move twice and keep the second duration; the first run also copies arrays created from host memory."""
         for row in self.rehearsed:
             placement = self._device.placements.physical_to_logical[row].astype("<i4").tobytes()
             for _ in range(2):
@@ -123,11 +123,11 @@ class ExpertPart(DevicePart):
                     seconds.append(time.monotonic() - began)
                 self._seconds = seconds[0], seconds[1]
         if self._device.programs.shared:
-            run(ReadLoads())  # compiles what gathers the loads
+            run(ReadLoads())  # compiles the gather of the loads
         self._retired = []
 
     def _put_in_force(self, row: int, placement: np.ndarray, done: Array, retired: Array) -> Running:
-        """Enter a layer's new placement, and keep what its row had counted. done: of the program that has changed the devices."""
+        """Record a layer's new placement, and keep the old row's counts. done: output of the program that changed the devices."""
         device = self._device
         before = device.placements.physical_to_logical[row]
         device.placements = device.placements.with_layer(row, placement)
@@ -137,7 +137,7 @@ class ExpertPart(DevicePart):
         yield retired
 
     def _read(self, pending: Pending, _: ReadLoads) -> Running:
-        """Take the loads off the devices, without waiting for them."""
+        """Start reading the loads from the devices, without waiting for them."""
         device = self._device
         counts, loads = device.programs.get("read loads")(device.state.loads)
         device.state = dataclasses.replace(device.state, loads=loads)
@@ -148,7 +148,7 @@ class ExpertPart(DevicePart):
         yield counts
 
     def _window(self, placements: Any, ranks: int, counts: Array, retired: list) -> LoadWindow:
-        """Sum what was counted by logical expert and by rank; each count under the placement that it was made with."""
+        """Sum the counts by logical expert and by rank, each under the placement in force when it was counted."""
         physical = self.physical(np.asarray(counts).astype(np.int64))
         logical = placements.logical_load(physical)
         for layer, row, array in retired:
@@ -159,7 +159,7 @@ class ExpertPart(DevicePart):
 
 
 def expert_share(config: ModelConfig) -> float:
-    """Give the routed experts' part of the parameters that act on a token, the embedding left out: a look-up takes no time."""
+    """Return the routed experts' share of the activated parameters, without the embedding (a look-up takes no time)."""
     counts = parameter_counts(config)
     used = config.num_moe_layers * config.num_experts_per_tok * counts["expert"]
     return used / (counts["active"] - counts["embedding"])

@@ -1,8 +1,8 @@
-"""``ProgramFolder``: compiled programs on disk, each a file, which a later start loads without tracing, lowering or compiling anything.
+"""``ProgramFolder``: compiled programs on disk, one per file; a later start loads them without tracing, lowering or compiling.
 
-JAX's own cache beside it spares the compiler alone: to find a program there it must be traced and lowered first, which takes longer
-than all else of a start. A file is code that this process runs, so none is read that somebody else can have written, and none that is
-not whole: it begins with the digest of the rest. What makes two programs equal is in their names (``identity``).
+JAX's own compilation cache saves only the compilation: a lookup there needs the traced and lowered program, and tracing and lowering
+take longer than the rest of a start. A file is code that this process runs, so files that another user could have written and incomplete
+files are not read; each file begins with the digest of its content. The name of a program identifies it (``identity``).
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from pathlib import Path
 from dsjax.owned_folder import DistrustedError, OwnedFolder, is_trusted, open_file, try_lock, write_whole
 
 MOST_BYTES = 4 << 30
-"""Beyond it the programs that were not used for longest are deleted."""
+"""Above this size, the least recently used programs are deleted."""
 _WRITES_PER_LOOK = 100
-"""A process looks how much there is at its first write and after so many more."""
+"""Number of writes between two checks of the folder's size; the first write also checks."""
 _KIND, _UNFINISHED, _TURN = ".program", "writing-", ".turn"
 _MAGIC = b"dsjax program 1\n"
 _OLD_SECONDS = 3600
-"""After which an unfinished file is that of a process that was killed."""
+"""Age above which an unfinished file is taken as left by a killed process."""
 
 _log = logging.getLogger(__name__)
 
 
 class Turn(contextlib.ExitStack):
-    """A process's turn to compile a program, until it is closed or the process ends. An empty one keeps nobody else from it."""
+    """A compile lock for one program, held until closed or until the process ends. An empty one locks nothing."""
 
-    __del__ = contextlib.ExitStack.close  # also where an interrupt has lost it
+    __del__ = contextlib.ExitStack.close  # also if an interrupt lost the reference
 
 
 class ProgramFolder:
     """A folder of programs. Any thread and any number of processes may use it.
 
-    path: of the folder. num_read, num_written: programs that this process has read and written there.
+    path: of the folder. num_read, num_written: programs read and written by this process.
 
     Raises:
-        DistrustedError: others can have written there. OSError: it cannot be made.
+        DistrustedError: other users could have written there. OSError: the folder cannot be created.
     """
 
     def __init__(self, path: Path, most_bytes: int = MOST_BYTES):
@@ -55,9 +55,9 @@ class ProgramFolder:
 
     @classmethod
     def inside(cls, cache: Path | None) -> ProgramFolder | None:
-        """The folder of programs in the folder for compiled programs; None where there is none, or it is not to be believed.
+        """Return the program folder inside JAX's cache folder; None if there is none or it is not trusted.
 
-        cache: None, or a store elsewhere (``gs://…``), keeps none.
+        cache: the cache folder; None and remote stores (``gs://…``) give None.
         """
         if cache is None or ":/" in str(cache):
             return None
@@ -66,17 +66,17 @@ class ProgramFolder:
         except DistrustedError as error:
             reason = f"{cache / 'programs'}: {error.strerror}"
             _log.warning("Compiled programs are neither read nor kept whole, only JAX's cache is used: %s.", reason)
-        except OSError:  # of the folder around it that was said already
+        except OSError:  # already reported for the parent folder
             pass
         return None
 
     def read(self, name: str) -> bytes | None:
-        """What was written under a name; None where nothing was, or it is torn, or somebody else can have written it."""
+        """Return the program of this name; None if it is missing or damaged, or if another user could have written it."""
         try:
             with self._folder.opened() as folder, os.fdopen(open_file(f"{name}{_KIND}", folder), "rb") as file:
                 content = file.read()
                 with contextlib.suppress(OSError):
-                    os.utime(file.fileno())  # used now
+                    os.utime(file.fileno())  # mark as recently used
         except DistrustedError as error:
             _log.warning("%s in %s is not read: %s.", f"{name}{_KIND}", self.path, error.strerror)
             return None
@@ -91,7 +91,7 @@ class ProgramFolder:
         return data
 
     def write(self, name: str, data: bytes) -> bool:
-        """Keep a program, whole or not at all, and say whether it is kept. After a failure, which is logged, nothing more is kept."""
+        """Store a program atomically, and return whether it is stored. After a failure, which is logged, nothing more is stored."""
         if not self._writes:
             return False
         try:
@@ -111,10 +111,10 @@ class ProgramFolder:
             return False
 
     def turn(self, name: str) -> Turn | None:
-        """The turn to make what is to be kept under a name; None while another process, or another part of this one, has it."""
+        """Return the compile lock of a program name; None while another process, or another part of this one, holds it."""
         turn, file = Turn(), f"{name}{_TURN}"
 
-        def unlink() -> None:  # whoever has opened it meanwhile finds the program before compiling it
+        def unlink() -> None:  # a process that has opened it meanwhile finds the program before compiling it
             with contextlib.suppress(OSError), self._folder.opened() as folder:
                 os.unlink(file, dir_fd=folder)
 
@@ -125,12 +125,12 @@ class ProgramFolder:
                     turn.callback(unlink)
             except BlockingIOError:
                 return None
-            except OSError:  # whoever cannot have a turn need not wait for one
+            except OSError:  # where locks are impossible, compile without one
                 pass
         return turn
 
     def _make_room(self) -> None:
-        """Delete what was not used for longest, of programs alone, and what killed processes have left half written."""
+        """Delete the least recently used programs, and unfinished files and locks of killed processes."""
         kept, size = [], 0
         with self._folder.opened() as folder:
             with os.scandir(folder) as entries:
@@ -142,7 +142,7 @@ class ProgramFolder:
                         if entry.name.endswith(_KIND):
                             kept.append((status.st_mtime, status.st_size, entry.name))
                         is_left = entry.name.startswith(_UNFINISHED) or entry.name.endswith(_TURN)
-                        if is_left and time.time() - status.st_mtime > _OLD_SECONDS:  # its process was killed
+                        if is_left and time.time() - status.st_mtime > _OLD_SECONDS:  # left by a killed process
                             os.unlink(entry.name, dir_fd=folder)
             for _, bytes_of_it, name in sorted(kept, reverse=True):
                 size += bytes_of_it

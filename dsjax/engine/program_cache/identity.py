@@ -1,8 +1,8 @@
-"""What a compiled program depends on, as a digest: two programs with the same one are the same program.
+"""Digest of everything that a compiled program depends on. Programs with equal digests are the same program.
 
-A value is described piece by piece, and only in kinds whose every piece is known. Anything else, a closure for example, has no
-description, and a program that depends on it is not kept. So a new field of the model's step becomes a part of the digest by itself,
-and a field that cannot be described costs time, never a wrong answer.
+Values are described recursively, and only if their type is fully supported. Any other value, such as a closure, has no description, and
+a program that depends on it is not stored. A new field of the model's step therefore enters the digest automatically, and an unsupported
+field costs time but never gives a wrong result.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from sharding import jax_internals
 from sharding.cores import most_threads
 
 _ABOVE = frozenset({"serve", "dynamo", "bench", "top", "cli", "llm.py", "plan", "dryrun"})
-"""Rooms and files of ``dsjax`` that the engine never imports (``tests/test_house.py``): no program depends on them."""
+"""Packages and files of ``dsjax`` that the engine never imports (``tests/test_house.py``), so no program depends on them."""
 
 _DSJAX = Path(__file__).parents[2]
-"""The folder of the package. To import ``dsjax`` for it would be a circle."""
+"""The package folder. Importing ``dsjax`` to find it would be a circular import."""
 _PACKAGES = ("jax", "jaxlib", "flax", "einops", "numpy", "ml_dtypes")
 _DESCRIBED = {"dsjax", "sharding", *_PACKAGES}
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _NO_MATTER = re.compile("cache|address|^jax_log|^jax_explain")
-"""In the names of JAX's settings on which no program depends."""
+"""Matches the names of JAX settings that no program depends on."""
 
 
 class NotDescribed(TypeError):
-    """A value is of a kind of which it is not known what makes two of them equal."""
+    """A value has a type whose equality cannot be described."""
 
 
 def digest(*values: Any) -> str:
-    """64 hexadecimal digits: equal for values that are equal piece by piece, in whichever process.
+    """Return 64 hexadecimal digits that are equal for equal values, across processes.
 
-    Fields of a dataclass that take no part in its comparison take none here. Of a mesh count its shape, the kind of each device and which
-    devices share a process, but not the numbers of devices and processes.
+    Dataclass fields with `compare=False` are left out. A mesh contributes its axes and shape, the kind of each device, and which devices
+    share a process, but not the ids of devices and processes.
 
     Raises:
         NotDescribed: part of a value has no description.
@@ -63,7 +63,7 @@ def digest(*values: Any) -> str:
 
 
 def _describe(value: Any) -> Iterator[bytes]:
-    """Name the kind of a value, and then its pieces; how many follow is always told before they do."""
+    """Yield the type of a value, then its pieces; the number of nested pieces always precedes them."""
     kind = type(value)
     yield f"{kind.__module__}.{kind.__qualname__}".encode()
     _check_source(kind)
@@ -99,7 +99,7 @@ def _describe(value: Any) -> Iterator[bytes]:
 
 
 def _pieces(value: Any) -> Iterator[Any]:
-    """Take a value apart whose kind is made of others."""
+    """Yield the parts of a composite value."""
     if isinstance(value, tuple | list | PartitionSpec):
         yield from value
     elif isinstance(value, Mapping):
@@ -123,9 +123,9 @@ def _pieces(value: Any) -> Iterator[Any]:
 
 
 def _name(value: Any) -> bytes:
-    """Name what a module defines at its top, whose source is part of what programs depend on."""
+    """Return the qualified name of a module-level class or function whose source is in the digest."""
     name = f"{value.__module__}.{value.__qualname__}"
-    # A function within a function may have variables of it, even under the name of one that it wraps; a method has an object.
+    # A nested function may capture variables, even under the name of a function it wraps; a bound method has an object.
     owner = getattr(value, "__self__", None)
     if "<" in name or getattr(value, "__closure__", None) or not (owner is None or isinstance(owner, types.ModuleType)):
         raise NotDescribed(f"{name} is not at the top of its module")
@@ -134,7 +134,7 @@ def _name(value: Any) -> bytes:
 
 
 def _check_source(defined: Any) -> None:
-    """Refuse a class or function whose source is not part of the digest, such as a caller's own."""
+    """Raise `NotDescribed` for a class or function whose source is not in the digest, such as a caller's own."""
     root = (defined.__module__ or "builtins").partition(".")[0]
     if root not in _DESCRIBED and root not in sys.stdlib_module_names:
         raise NotDescribed(
@@ -143,9 +143,9 @@ def _check_source(defined: Any) -> None:
 
 
 def of_process(client: Any) -> str:
-    """Digest what all programs of this process depend on: traced code, JAX and its settings, the compiler, the processor.
+    """Return the digest common to all programs of this process: source code, JAX and its settings, the compiler, the processor.
 
-    client: JAX's client of the platform that programs are for. Raises `NotDescribed` where the sources cannot be read.
+    client: JAX client of the target platform. Raises `NotDescribed` if the sources cannot be read.
     """
     if SOURCES.digest is None:
         raise NotDescribed("the sources of dsjax cannot be read")
@@ -162,7 +162,7 @@ def of_process(client: Any) -> str:
 
 
 def _with_file(flags: str) -> tuple[str, bytes]:
-    """Flags, and what stands in the file that they name: XLA reads them from one where the first does not begin with a dash."""
+    """Return the flags and the content of their file: XLA reads flags from a file if the first word has no leading dash."""
     words = flags.split()
     if not words or words[0].startswith("-"):
         return flags, b""
@@ -171,9 +171,9 @@ def _with_file(flags: str) -> tuple[str, bytes]:
 
 @dataclasses.dataclass(frozen=True)
 class _Sources:
-    """The Python files of this project that the engine can reach, as they were when this process imported them.
+    """The Python files of this project that the engine can import, as they were when this process imported them.
 
-    digest: of them all; None where a package has none that can be read. states: by path, when each was changed last, and its size.
+    digest: of all files; None if a package has no readable files. states: modification time (ns) and size (bytes) by path.
     """
 
     digest: str | None
@@ -198,7 +198,7 @@ class _Sources:
 
     @property
     def are_those_that_run(self) -> bool:
-        """Whether the files are still those that were imported: what is traced is not told by others."""
+        """Whether the files are unchanged since they were imported; otherwise the digest would not match the traced code."""
         try:
             return all((path.stat().st_mtime_ns, path.stat().st_size) == state for path, state in self.states.items())
         except OSError:
@@ -206,7 +206,7 @@ class _Sources:
 
 
 def _is_reached(package: str, inside: Path) -> bool:
-    """Whether the engine may import a file. An editor's lock beside it (``.#step.py``) is none."""
+    """Whether the engine may import a file. Hidden files such as an editor's lock (``.#step.py``) do not count."""
     return not inside.name.startswith(".") and (package == "sharding" or inside.parts[0] not in _ABOVE)
 
 

@@ -1,9 +1,9 @@
-"""A compiled program as bytes, and loaded again: for other devices in the same places, in this process or in another one.
+"""Serialize compiled programs, and load them for other devices in the same mesh positions, in this or another process.
 
-A program names its devices by their place in the mesh. Which devices those are is said apart from it, when it is loaded: a program
-that was compiled for a mesh of one order of devices is loaded for another in milliseconds, without being traced or compiled again.
-JAX promises less: it keeps compiled programs (``jax.experimental.serialize_executable``), but loads them for the devices that they were
-compiled for. What is private of JAX here was tried with 0.10.2 and 0.11.1.
+A program refers to its devices by their position in the mesh; the actual devices are given when it is loaded. A program compiled for one
+order of devices therefore loads for another in milliseconds, without tracing or compiling again. JAX promises less:
+``jax.experimental.serialize_executable`` loads a program only for the devices that it was compiled for. The private JAX APIs used here
+were tested with 0.10.2 and 0.11.1.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jax.stages import Compiled, Lowered
 from sharding import jax_internals
 
 _read_last = threading.local()
-"""Keeps for each thread, as `data`, the compiled program that JAX's cache gave last, as bytes."""
+"""Per thread, `data` holds the serialized program that JAX's compilation cache returned last."""
 
 
 def listen_to_jax_cache() -> None:
-    """Have what JAX's cache gives noted in `_read_last`."""
+    """Patch JAX's compilation cache to record each program it returns in `_read_last`."""
     compilation_cache = jax_internals.compilation_cache()
     extract = compilation_cache.extract_executable_and_time
     if getattr(extract, "notes", False):
@@ -39,14 +39,14 @@ def listen_to_jax_cache() -> None:
 
 
 def compile_and_note(lowered: Lowered, options: Any) -> tuple[Compiled, bytes | None]:
-    """Compile a program, and give with it what JAX's cache had of it, if it was there. options: of the compiler."""
+    """Compile a program. Also return its bytes from JAX's cache; None without a hit. options: compiler options."""
     _read_last.data = None
     compiled = lowered.compile(compiler_options=options)
     return compiled, _read_last.data
 
 
 class KeptProgram(NamedTuple):
-    """A compiled program as bytes, the structure of what it takes and gives, and the ids of the devices it was compiled for."""
+    """A serialized program, the tree structures of its inputs and outputs, and the ids of the devices it was compiled for."""
 
     data: bytes
     in_tree: Any
@@ -55,7 +55,7 @@ class KeptProgram(NamedTuple):
 
 
 def keep(compiled: Compiled, data: bytes | None, devices: list[jax.Device]) -> KeptProgram:
-    """Write a program that was compiled for these devices. data: what JAX's cache had of it, if it was there."""
+    """Serialize a program compiled for these devices. data: its bytes from JAX's cache; None without a hit."""
     described, in_tree = jax.tree.flatten(compiled.args_info)
     file = io.BytesIO()
     _Writer(file, data).dump((compiled._executable._unloaded_executable, described, compiled._no_kwargs))
@@ -63,8 +63,8 @@ def keep(compiled: Compiled, data: bytes | None, devices: list[jax.Device]) -> K
 
 
 class _Writer(serialize_executable._JaxPjrtPickler):
-    """Writes as JAX does, but a program that came out of JAX's cache as it lay there: of one that was read, XLA's CPU backend
-    writes something that cannot run.
+    """Pickles like JAX, but writes a program from JAX's cache with its cached bytes: XLA's CPU backend serializes such a program
+    to something that cannot run.
     """
 
     def __init__(self, file: io.BytesIO, data: bytes | None):
@@ -78,14 +78,14 @@ class _Writer(serialize_executable._JaxPjrtPickler):
 
 
 def load(kept: KeptProgram, devices: list[jax.Device]) -> Compiled:
-    """Load a program for these devices, in the places of those that it was compiled for."""
+    """Load a program for these devices, in the positions of the devices that it was compiled for."""
     reader = _Reader(io.BytesIO(kept.data), kept.device_ids, devices)
     executable, args_info, no_kwargs = reader.load()
     return Compiled(executable.load(), [], kept.in_tree.unflatten(args_info), kept.out_tree, no_kwargs=no_kwargs)
 
 
 class _Reader(serialize_executable._JaxPjrtUnpickler):
-    """Reads what ``_Writer`` wrote, with other devices in the places of those that were written."""
+    """Reads the output of ``_Writer``, and replaces the devices by others in the same positions."""
 
     def __init__(self, file: io.BytesIO, written_ids: tuple[int, ...], devices: list[jax.Device]):
         super().__init__(file, devices[0].client, devices)
@@ -97,5 +97,5 @@ class _Reader(serialize_executable._JaxPjrtUnpickler):
         return super().persistent_load(pid)
 
     def _options(self):
-        """Those with which JAX would compile for these devices; of them only the devices matter once a program is compiled."""
+        """Return JAX's compile options for these devices; only the devices matter for a compiled program."""
         return jax_internals.compile_options([device.id for device in self.devices_by_id.values()], self.backend)

@@ -1,4 +1,4 @@
-"""`Attachment`: an optional part of an engine's core, which is told when steps begin and end, and when the mesh changes."""
+"""`Attachment`: an engine plugin with hooks for the start and end of steps and for changes of the mesh."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
 
 class Attachment:
-    """A part that the core calls by these verbs, in the engine's thread. A method that it does not define does nothing.
+    """Base class of engine plugins. The core calls these hooks in the engine's thread; by default each does nothing.
 
     Attributes:
-        source: which the scheduler asks for pages; None: it has none.
-        look_seconds: how often `begin_step` is wanted although nothing is to be computed; None: it need not be called then.
-        wants_page_events: whether the scheduler collects which pages can be found. scheduler: None before the first `scheduled`.
-        statistics_name: under which `StepStats.parts` has what `statistics` gives; empty: it gives nothing.
+        source: KV connector that the scheduler asks for pages; None: no connector.
+        look_seconds: interval at which to call `begin_step` on an idle engine; None: never.
+        wants_page_events: whether the scheduler must collect page events. scheduler: None before the first `scheduled`.
+        statistics_name: key of `statistics` in `StepStats.parts`; empty: no statistics.
     """
 
     source: PageSource | None = None
@@ -29,45 +29,45 @@ class Attachment:
         self.source = source
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
-        """Begin with an executor, whose scheduler is made after this and binds `source`. What the one before was asked for is lost."""
+        """Start with a new executor. Its scheduler is created afterwards and binds `source`. Commands to the old executor are lost."""
 
     def scheduled(self, scheduler: Scheduler) -> None:
-        """The scheduler for that executor is this one, from now on."""
+        """Receive the new executor's scheduler."""
         self.scheduler = scheduler
 
     @property
     def busy(self) -> bool:
-        """Whether the core must go on stepping although no request is unfinished."""
+        """Whether the core must keep stepping without unfinished requests."""
         return False
 
     def begin_step(self, now: float) -> None:
-        """Enter what came from outside; a step may be planned next."""
+        """Process input from outside. A step may be planned next."""
 
     def planned(self) -> None:
-        """Take notice that a step was planned."""
+        """Called after a step was planned."""
 
     def send(self) -> None:
-        """Send other processes what was decided: after a step was planned, and when a request was ended from outside."""
+        """Send decisions to other processes. Called after a step was planned, and after a request was ended from outside."""
 
     def before_launch(self, num_under_way: int) -> None:
-        """Launch commands that go before the step that is launched next. num_under_way: steps launched and not entered."""
+        """Launch commands before the next step. num_under_way: steps launched whose results are not yet processed."""
 
     def after_step(self, seconds: float, plan: StepPlan, updates: list[Update]) -> None:
-        """Take notice of a step that was entered: how long it took, what it was to compute, and what it did to requests."""
+        """Called after a step's results were processed, with its duration, its plan and the updates of requests."""
 
     def idle(self) -> None:
-        """Do a piece of work that needs no step: none is under way."""
+        """Do some work that needs no step. Called when no step is in flight."""
 
     def wait(self) -> bool:
-        """Wait a moment for what requests wait for, where that comes from this part; whether it was waited."""
+        """Wait briefly for data that requests need from this plugin. Return whether it waited."""
         return False
 
     def flush(self) -> None:
-        """Forget what is cached elsewhere; the prefix cache was flushed."""
+        """Drop data cached elsewhere, after a flush of the prefix cache."""
 
     def statistics(self) -> Any:
-        """What the part has done so far, and holds; None where there is nothing to say."""
+        """Return the plugin's statistics; None if it has none."""
         return None
 
     def close(self, failed: bool) -> None:
-        """End. failed: after an error, when the devices must not be waited for."""
+        """Shut down. failed: after an error; do not wait for the devices."""

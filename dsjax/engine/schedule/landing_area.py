@@ -1,4 +1,4 @@
-"""`LandingArea`: pages of one DP rank that a source brings, and that are not in the cache yet. Plain Python."""
+"""`LandingArea`: KV staging buffer of one DP rank, for pages from a page source that are not in the cache yet. Plain Python."""
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from dsjax.engine.contract.commands import WINDOW_NUMBERS
 
 MOST_LANDED = 128
-"""Room of a rank for pages that have landed, or are about to."""
+"""Capacity of a rank's staging buffer, in pages that have landed or are expected."""
 
 
 class PageLoad(NamedTuple):
-    """A page that can be sent to the device now: its number in `FetchPages` (of a slot or a landing), and its tier for statistics."""
+    """A page ready to be sent to the device: its number in `FetchPages` (a slot or a landing number), and its tier for statistics."""
 
     number: int
     tier: str
@@ -20,7 +20,7 @@ class PageLoad(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class LandingBuffer:
-    """Memory that several pages land in together. It takes the room of `size` pages until the last of `names` has gone."""
+    """Memory in which several pages land together. It occupies `size` pages until the last of `names` is removed."""
 
     size: int
     names: dict[bytes, None] = field(default_factory=dict)
@@ -28,9 +28,9 @@ class LandingBuffer:
 
 @dataclass(slots=True)
 class LandingPage:
-    """One page: the `PageSource` that brings it, under which number and since when, in which buffer, and whether it is here.
+    """One landing page: its number, request time, `PageSource`, tier and buffer, and whether it has arrived (`here`).
 
-    patience: seconds after which a page that has not come may be given up for another one; None: its source says when.
+    patience: seconds after which a missing page may be dropped for another one; None: its source decides.
     """
 
     number: int
@@ -43,10 +43,10 @@ class LandingPage:
 
 
 class LandingArea:
-    """Names and numbers of the pages that land. From here a page goes to the cache under its number, like one in a slot.
+    """Names and numbers of landing pages. A page moves to the cache by its number, like a page in a slot.
 
-    A page that is not loaded goes when others need its room, with all in its buffer. requests: (number, name) for the next `ReadPages`.
-    waits: (tier, seconds) that requests have waited for pages; the sources add them.
+    A page that is not loaded is dropped, with its whole buffer, when others need the room. requests: (number, name) for the next
+    `ReadPages`. waits: (tier, seconds) that requests waited for pages; added by the sources.
     """
 
     def __init__(self):
@@ -66,25 +66,25 @@ class LandingArea:
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no free room for another page."""
+        """Whether there is no room for another page."""
         return self._taken >= MOST_LANDED
 
     def get(self, name: bytes) -> LandingPage | None:
-        """A page that has landed or is about to; None: there is none of this name."""
+        """Return the landed or expected page of this name; None if there is none."""
         return self._pages.get(name)
 
     def room_of(self, source: Any) -> int:
-        """Pages that the buffers of one source have room for."""
+        """Return the total size, in pages, of one source's buffers."""
         buffers = {id(page.buffer): page.buffer.size for page in self._pages.values() if page.source is source}
         return sum(buffers.values())
 
     def can_load(self, name: bytes) -> bool:
-        """Whether a page has come."""
+        """Whether a page has landed."""
         page = self._pages.get(name)
         return page is not None and page.here
 
     def load(self, rank: int, name: bytes) -> PageLoad:
-        """Take out a page that has come; it goes to the cache."""
+        """Remove a landed page, which moves to the cache."""
         page = self._remove(name)
         page.source.loaded(rank, name)
         return PageLoad(page.number, page.tier)
@@ -100,7 +100,7 @@ class LandingArea:
         *,
         window: bool = False,
     ) -> int:
-        """The number under which a page will land, in a buffer or by itself. There is room for it. window: whether it is a window page."""
+        """Reserve and return a landing number, in `buffer` or a buffer of its own. The caller has made room. window: a window page."""
         number = self.first_number + self._numbers + (WINDOW_NUMBERS if window else 0)
         self._numbers = (self._numbers + 1) % 2**29
         buffer = buffer or LandingBuffer(1)
@@ -112,14 +112,14 @@ class LandingArea:
         return number
 
     def make_room(self, count: int, wanted: Container[bytes], now: float) -> bool:
-        """Make room for a buffer of so many pages; False where wanted pages take it."""
+        """Make room for a buffer of `count` pages; return False if wanted pages occupy it."""
         while self._taken + count > max(MOST_LANDED, count):
             if not self._give_up_one(wanted, now):
                 return False
         return True
 
     def landed(self, rank: int, number: int, ok: bool) -> None:
-        """Enter that a page has come, or could not be had."""
+        """Record that a page has landed (`ok`) or could not be fetched."""
         name = self._by_number.get(number)
         if name is None:
             return
@@ -130,11 +130,11 @@ class LandingArea:
         page.source.load_failed(rank, name, number)
 
     def keep_expected(self, numbers: set[int]) -> None:
-        """Remove from `numbers` what was given up, and will not be reported."""
+        """Remove dropped pages from `numbers`, in place; their arrival will not be reported."""
         numbers &= self._by_number.keys()
 
     def give_up(self, numbers: Iterable[int]) -> None:
-        """Drop what is brought under these numbers, come or not."""
+        """Drop the pages with these numbers, whether landed or not."""
         for number in numbers:
             name = self._by_number.get(number)
             if name is not None:
@@ -142,7 +142,7 @@ class LandingArea:
                 self._drops.append(number)
 
     def give_up_names(self, names: Iterable[bytes]) -> None:
-        """`give_up` those of these pages that are here or about to come."""
+        """`give_up` the pages with these names, if landed or expected."""
         self.give_up([self._pages[name].number for name in names if name in self._pages])
 
     def clear(self) -> None:
@@ -150,17 +150,17 @@ class LandingArea:
         self.give_up(list(self._by_number))
 
     def drop(self, number: int) -> None:
-        """Have the executor drop a number that is not expected any more: a process may have its part of the page."""
+        """Tell the executor to drop a number no longer expected, since a process may hold its part of the page."""
         self._drops.append(number)
 
     def take(self) -> tuple[list[tuple[int, bytes]], list[int]]:
-        """`requests`, and the numbers that the executor may drop; each once."""
+        """Return and clear `requests` and the numbers that the executor may drop."""
         requests, self.requests = self.requests, []
         drops, self._drops = self._drops, []
         return requests, drops
 
     def _remove(self, name: bytes) -> LandingPage:
-        """Take a page out, and free the room of its buffer where it is the last one there."""
+        """Remove a page, and free its buffer if it was the last page there."""
         page = self._pages.pop(name)
         del self._by_number[page.number]
         del page.buffer.names[name]
@@ -169,7 +169,7 @@ class LandingArea:
         return page
 
     def _give_up_one(self, wanted: Container[bytes], now: float) -> bool:
-        """Give up the buffer that was asked for longest ago, of which each page can go."""
+        """Drop the oldest buffer whose pages can all be dropped. Return whether there was one."""
         for page in self._pages.values():
             if all(self._can_go(name, wanted, now) for name in page.buffer.names):
                 self.give_up_names(list(page.buffer.names))
@@ -177,7 +177,7 @@ class LandingArea:
         return False
 
     def _can_go(self, name: bytes, wanted: Container[bytes], now: float) -> bool:
-        """Whether a page is here and not wanted, or is so late that its request may be gone."""
+        """Whether a page can be dropped: it has landed and is not wanted, or its `patience` is exceeded."""
         page = self._pages[name]
         late = not page.here and page.patience is not None and now - page.since > page.patience
         return late or (page.here and name not in wanted)

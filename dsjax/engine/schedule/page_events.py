@@ -1,6 +1,6 @@
-"""`PageEvents`: what subscribers are told of pages, in vLLM's words: blocks stored and removed, by tier and DP rank. No ZeroMQ here.
+"""`PageEvents`: KV cache events in vLLM's format: blocks stored and removed, by tier and DP rank. No ZeroMQ here.
 
-A block is a page; its hash is the last 64 bits of the page's name, as an unsigned integer, which is how vLLM cuts its own.
+A block is a page. Its hash is the last 64 bits of the page's name as an unsigned integer; vLLM truncates its hashes the same way.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,16 +13,16 @@ from dsjax.engine.contract.commands import from_int32s, int32s
 from dsjax.engine.schedule.request import Request
 
 MEDIA = {"device": "GPU", "host": "CPU_TIER1", "disk": "CPU_TIER2"}
-"""What Dynamo calls the tiers in vLLM's field `medium`. On a CPU the device's is called GPU too, as there."""
+"""Dynamo's names of the tiers, for vLLM's field `medium`. As in Dynamo, the device tier is GPU on a CPU platform too."""
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True, omit_defaults=True):
-    """Blocks that follow one another can be found in a tier from now on.
+    """Consecutive blocks were stored in a tier.
 
     Attributes:
-        parent_block_hash: of the block before the first one; None where there is none.
-        token_ids: of all these blocks. block_size: tokens of each. lora_id, lora_name: always None. medium: of `MEDIA`.
-        extra_keys: as vLLM has them, of each block: the first one's of a prompt with a `cache_salt` are that salt. None: no block has any.
+        parent_block_hash: of the block before the first one; None: no parent.
+        token_ids: of all the blocks. block_size: tokens per block. lora_id, lora_name: always None. medium: a value of `MEDIA`.
+        extra_keys: of each block, as in vLLM: the first block of a prompt with a `cache_salt` has the salt. None: no block has any.
     """
 
     block_hashes: list[int]
@@ -36,27 +36,27 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True, omit_d
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True, omit_defaults=True):
-    """Blocks can be found in a tier no longer."""
+    """Blocks were removed from a tier."""
 
     block_hashes: list[int]
     medium: str | None
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """No block of this DP rank can be found any more, in any tier."""
+    """All blocks of this DP rank were removed, from all tiers."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventSink(Protocol):
-    """Is told of pages, in the engine's thread, and must be quick."""
+    """Receiver of page events. Called in the engine's thread; must be fast."""
 
     def publish(self, rank: int, events: Sequence[Event]) -> None:
-        """These happened on a DP rank, in this order."""
+        """Receive events of a DP rank, in order."""
 
     def close(self) -> None:
-        """The engine ends; nothing follows."""
+        """Close the sink when the engine ends."""
 
 
 class EventBatch(msgspec.Struct, frozen=True, array_like=True):
@@ -69,7 +69,7 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """What is said of a page whenever it is stored: its parent's name, its tokens, its salt; and where it is, or goes."""
+    """A page's data for `BlockStored` (parent's name, tokens, salt), and its present and pending places (rank, tier)."""
 
     parent: bytes | None
     tokens: bytes
@@ -78,16 +78,16 @@ class _Known:
 
 
 class PageEvents:
-    """Collects events of all ranks. What is on the disk is told to each rank's subscribers, since each rank can fetch it."""
+    """Collects the events of all ranks. Disk events go to every rank's subscribers, since each rank can fetch the page."""
 
     def __init__(self, num_ranks: int, page_size: int):
         self.page_size = page_size
         self._events: list[list[Event]] = [[] for _ in range(num_ranks)]
         self._known: dict[bytes, _Known] = {}
-        self._gone: list[bytes] = []  # from the disk, not told yet
+        self._gone: list[bytes] = []  # removed from the disk, event pending
 
     def computed(self, rank: int, request: Request, places: Sequence[int]) -> None:
-        """Pages of a request, by their numbers in it, ascending, can be found on a rank's device."""
+        """Record pages stored on a rank's device. places: indices into the request's pages, ascending."""
         size, names, salt = self.page_size, request.page_hashes, request.options.cache_salt
         for index in places:
             known = self._known.get(names[index])
@@ -105,13 +105,13 @@ class PageEvents:
                 start = end
 
     def holds(self, name: bytes) -> None:
-        """A page is on its way to the disk; it is told of when it has come."""
+        """Record a page being written to the disk. Its event follows when it is stored."""
         known = self._known.get(name)
         if known is not None:
             known.places.add((None, "disk"))
 
     def stored(self, rank: int | None, tier: str, name: bytes) -> None:
-        """A page can be found in a tier. rank: None for all. A page that this process has not computed is not told of."""
+        """Record a page stored in a tier. rank: None for all. Pages that this process has not computed give no event."""
         known = self._known.get(name)
         if known is not None:
             known.places.add((rank, tier))
@@ -119,7 +119,7 @@ class PageEvents:
             self._tell(rank, _stored([name], known.parent, tokens, self.page_size, tier, known.salt))
 
     def removed(self, rank: int | None, tier: str, names: Iterable[bytes], *, told: bool = True) -> None:
-        """Pages can be found in a tier no more; `told`: whether they were told of as stored there."""
+        """Record pages removed from a tier. told: whether a stored event was sent for them."""
         gone = []
         for name in names:
             known = self._known.get(name)
@@ -132,11 +132,11 @@ class PageEvents:
             self._tell(rank, BlockRemoved(gone, MEDIA[tier]))
 
     def gone_from_disk(self, names: Iterable[bytes]) -> None:
-        """Pages can be found on the disk no more; it is told after everything else that happens meanwhile."""
+        """Record pages removed from the disk. The event follows all others of the same `take`."""
         self._gone += names
 
     def cleared(self, rank: int) -> None:
-        """A rank finds nothing any more, in no tier."""
+        """Record that all pages of a rank were removed, from all tiers."""
         self._events[rank] = [AllBlocksCleared()]
         for name, known in list(self._known.items()):
             known.places = {place for place in known.places if place[0] not in (rank, None)}
@@ -144,7 +144,7 @@ class PageEvents:
                 del self._known[name]
 
     def take(self) -> list[tuple[int, list[Event]]]:
-        """(rank, events) of the ranks that have any; each is given once."""
+        """Return and clear the pending events, as (rank, events) of the ranks that have any."""
         if self._gone:
             gone, self._gone = self._gone, []
             self.removed(None, "disk", gone)
@@ -159,7 +159,7 @@ class PageEvents:
 
 
 def block_hash(name: bytes) -> int:
-    """A page's name as subscribers see it: its last 64 bits, unsigned."""
+    """Return the block hash of a page's name: its last 64 bits, unsigned."""
     return int.from_bytes(name[-8:], "big")
 
 

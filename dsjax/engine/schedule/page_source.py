@@ -1,6 +1,6 @@
-"""`PageSource`: where pages of the latent cache are beside the devices, as the scheduler sees it. Plain Python.
+"""`PageSource`: the scheduler's KV connector to KV cache pages outside the devices. Plain Python.
 
-Host memory, a disk and another engine that computes prompts are such places. docs/cache-tiers.md shows how to add one.
+Sources are host memory, a disk and a prefill engine. docs/cache-tiers.md shows how to add one.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ if TYPE_CHECKING:
 
 
 class CommandTurn(enum.IntEnum):
-    """When a command about pages is carried out, among those that go before one step."""
+    """Order in which page commands run before a step."""
 
-    DELETE = 0  # what is stored anew under the same name must not be deleted
-    PLACE = 1  # the scheduler's own: what the step before has staged is written to pages
-    STAGE = 2  # the scheduler's own: pages are sent to the devices; before the stores, which may take their slots
-    REQUEST = 3  # pages are asked for, and land later
-    SEND = 4  # pages leave for another engine
-    STORE = 5  # pages whose room is needed leave the devices
+    DELETE = 0  # first, so that a page stored again under the same name is not deleted
+    PLACE = 1  # the scheduler's own: write the data staged in the previous step to pages
+    STAGE = 2  # the scheduler's own: send pages to the devices; before the stores, which may reuse their slots
+    REQUEST = 3  # request pages, which land later
+    SEND = 4  # send pages to another engine
+    STORE = 5  # store evicted pages outside the devices
 
 
 class Lookup(enum.Enum):
-    """What a source says of the pages that a request lacks."""
+    """A source's answer for the pages that a request lacks."""
 
-    ABSENT = "absent"  # it has none of them, or no part of them that would help now
-    WAIT = "wait"  # they are on their way: the request is not looked at again before the source wakes it
-    LATER = "later"  # it has them, but no room to bring them now: the request is looked at again at the next step
-    FULL = "full"  # it would bring them if the rank had room for the request beside those that wait: nothing behind it starts either
+    ABSENT = "absent"  # it has none of them, or none that would help now
+    WAIT = "wait"  # they are being loaded: the request is skipped until the source wakes it
+    LATER = "later"  # it has them, but no room to load them now: the request is tried again at the next step
+    FULL = "full"  # the rank has no room for the request besides the waiting ones: no request behind it starts either
 
 
 class RankPages(NamedTuple):
-    """The pages of one DP rank, as a source is given them."""
+    """The pages of one DP rank, as passed to a source."""
 
     pool: PagePool
     landing: LandingArea
 
 
 class PageSource:
-    """A place where pages of the latent cache exist beside the devices. All methods are called in the engine's thread.
+    """KV connector: a source of KV cache pages outside the devices. All methods are called in the engine's thread.
 
-    A page has a name (`extend_hashes`): equal names mean equal values. A source may keep pages that are evicted (`evict`), bring pages
-    that a request lacks (`lookup`), or take pages as soon as they are computed (`sealed`). What it wants to be done on the devices it
-    writes down as commands, which go before the next step (`commands`). A method that it does not define does nothing.
+    A page has a name (`extend_hashes`): equal names mean equal values. A source may keep evicted pages (`evict`), load pages that a
+    request lacks (`lookup`), or take pages as soon as they are computed (`sealed`). It requests work on the devices as commands that run
+    before the next step (`commands`). By default a method does nothing.
 
     Attributes:
-        slots: places of the source, of each rank, from which `FetchPages` sends pages by their numbers; 0: its pages land first.
-        tiers: names of the places whose pages count as cached, the slowest first. slot_tier: the one that has the slots.
+        slots: slots per rank, from which `FetchPages` sends pages by number; 0: the source's pages must land first.
+        tiers: names of the tiers whose pages count as cached, slowest first. slot_tier: the tier with the slots.
         ranks: the pages of each DP rank; set by `bind`.
     """
 
@@ -67,119 +67,119 @@ class PageSource:
     ranks: Sequence[RankPages] = ()
 
     def bind(self, ranks: Sequence[RankPages]) -> None:
-        """Begin with the pages of these ranks. Nothing is left of those that were there before the mesh has changed."""
+        """Start with the pages of these ranks. After a change of the mesh, no earlier page is left."""
         self.ranks = ranks
 
     # Before a step is planned.
 
     def begin_step(self, now: float) -> None:
-        """Another step is about to be planned, for all ranks."""
+        """Called before a step is planned, for all ranks."""
 
     def begin_rank(self, rank: int, now: float) -> None:
-        """The step of one rank is about to be planned; what was loaded for the step before can be found by now."""
+        """Called before one rank's step is planned. Pages loaded for the previous step are in the cache by now."""
 
     def has_work(self) -> bool:
-        """Whether a step must be planned although no request is unfinished."""
+        """Whether a step must be planned without unfinished requests."""
         return False
 
     # While requests are admitted.
 
     def has(self, rank: int, name: bytes) -> bool:
-        """Whether a page can be had from here, now or after a wait. The router counts it as cached."""
+        """Whether this source can provide a page, now or after a wait. The router counts it as cached."""
         return self.can_load(rank, name)
 
     def awaits(self, rank: int, request: Request, name: bytes) -> bool:
-        """Whether a page is on its way already; the request then waits for it, too, until the source wakes it."""
+        """Whether a page is already being loaded. The request then also waits for it until the source wakes it."""
         return False
 
     def can_load(self, rank: int, name: bytes) -> bool:
-        """Whether a page lies in one of the source's slots and can be sent to the device now."""
+        """Whether a page is in one of the source's slots and can be sent to the device now."""
         return False
 
     def load(self, rank: int, name: bytes) -> PageLoad:
-        """The load of a page that `can_load`. The page stays here."""
+        """Return the load of a page for which `can_load` is true. The source keeps the page."""
         raise NotImplementedError(f"{type(self).__name__} has slots and does not say how they are loaded")
 
     def prefetch(self, rank: int, request: Request, names: Sequence[bytes], ready: bool, now: float) -> Lookup:
-        """Begin to bring pages that `has` has, from the first of `names` on. ready: that one can be loaded at once; no other is awaited.
+        """Start loading pages for which `has` is true, from the first of `names`. ready: that one can be loaded now; await no other.
 
-        In a model with window pages, the last name is one's (`pool.num_windows` of `ranks`).
+        In a model with window pages, the last name is that of a window page (`pool.num_windows` of `ranks`).
         """
         return Lookup.ABSENT
 
     def lookup(
         self, rank: int, request: Request, names: Sequence[bytes], cached: Sequence[int], free_slots: int, now: float
     ) -> Lookup:
-        """Have pages made elsewhere that nobody has, behind the `cached` ones.
+        """Request that missing pages after the `cached` ones are computed elsewhere.
 
-        names: of all pages that the request may read, those cached first, and in a model with window pages that of the last one's window
-            page. free_slots: requests that the rank may still start.
+        names: of all pages that the request may read, cached ones first; with window pages, the last page's window page follows.
+            free_slots: number of requests that the rank may still start.
         """
         return Lookup.ABSENT
 
     # When something happens to pages or requests.
 
     def evict(self, rank: int, page: int, name: bytes) -> None:
-        """A cached page's room is needed. Its values are there until the commands that go before the next step are done."""
+        """Called when a cached page is evicted. Its values stay valid until the commands before the next step are done."""
 
     def sealed(self, rank: int, request: Request) -> None:
-        """A request has started, or further pages of it are full and computed (`Request.num_sealed_pages`)."""
+        """Called when a request starts or more of its pages are full and computed (`Request.num_sealed_pages`)."""
 
     def landed(self, rank: int, number: int, ok: bool, now: float) -> None:
-        """A page that was to land under a number has come, or could not."""
+        """Called when an expected page has landed (`ok`) or could not be fetched."""
 
     def loaded(self, rank: int, name: bytes) -> None:
-        """A page that the source has landed goes to the device."""
+        """Called when a landed page of this source moves to the device."""
 
     def load_failed(self, rank: int, name: bytes, number: int) -> None:
-        """A page that the source was to land could not be had."""
+        """Called when an expected page of this source could not be fetched."""
 
     def added(self, request: Request) -> None:
-        """A request has come."""
+        """Called when a request arrives."""
 
     def release(self, rank: int, request: Request) -> None:
-        """A request waits no longer: it starts, or it is gone."""
+        """Called when a request stops waiting: it starts, or it was removed."""
 
     def preempted(self, request: Request) -> None:
-        """A running request waits again."""
+        """Called when a running request is preempted."""
 
     def ended(self, request: Request) -> None:
-        """A request has ended: forget it."""
+        """Called when a request has ended; drop its state."""
 
     def num_computed(self, request: Request, loaded: Mapping[str, int]) -> int:
-        """How many of a request's loaded pages were computed for it, so that they are no hits of any cache. loaded: pages by tier."""
+        """Return how many loaded pages were computed for this request and are thus no cache hits. loaded: pages by tier."""
         return 0
 
-    # When pages are not to be found any more.
+    # When pages are invalidated.
 
     def forget(self, rank: int, names: Sequence[bytes]) -> None:
-        """Let pages be found no more."""
+        """Stop offering these pages."""
 
     def cancel(self, rank: int) -> None:
-        """Let what is on its way to a rank be found by nobody when it has come."""
+        """Cancel the loads for a rank, so that no request finds pages that arrive later."""
 
     def clear(self, rank: int) -> None:
-        """Forget every page of a rank, and delete it."""
+        """Delete all pages of a rank."""
 
     def invalidate(self, rank: int) -> None:
-        """Forget what may not have happened: a plan was withdrawn, and nobody knows which of its commands were carried out."""
+        """Drop state that depends on a withdrawn plan, since any of its commands may or may not have run."""
 
     def withdrawn(self) -> None:
-        """What `commands` gave last may not have been carried out. `invalidate` follows for each rank."""
+        """Called when the last `commands` may not have run. `invalidate` follows for each rank."""
 
-    # For the executor, and for who watches.
+    # For the executor and the metrics.
 
     def commands(self) -> Iterable[tuple[CommandTurn, Command]]:
-        """What goes before the step that was planned just now; each is given once."""
+        """Return and clear the commands to run before the step just planned."""
         return ()
 
     def counts(self, rank: int) -> Mapping[str, Any]:
-        """What the source holds of one rank, and has done for it, by tier."""
+        """Return the source's counters and sizes for one rank, by tier."""
         return {}
 
 
 def _each(method: str, combine: Callable[[Iterator[Any]], Any] = list) -> Callable[..., Any]:
-    """A chain's method that combines what its sources' method of this name gives: they are asked in their order, as far as needed."""
+    """Return a chain method that combines the results of the sources' method, called lazily and in order."""
 
     def call(self: SourceChain, *arguments: Any) -> Any:
         return combine(getattr(source, method)(*arguments) for source in self.sources)
@@ -196,7 +196,7 @@ def _join(lists: Iterator[Iterable[Any]]) -> list[Any]:
 
 
 class SourceChain(PageSource):
-    """Several sources as one. The first that has a page gives it."""
+    """Several sources as one. The first source that has a page provides it."""
 
     def __init__(self, sources: Sequence[PageSource]):
         self.sources = list(sources)
@@ -214,14 +214,14 @@ class SourceChain(PageSource):
     commands, num_computed = _each("commands", _join), _each("num_computed", sum)
 
     def bind(self, ranks: Sequence[RankPages]) -> None:
-        """Begin each with these ranks."""
+        """Bind every source to these ranks."""
         self.ranks = ranks
         for source in self.sources:
             source.bind(ranks)
 
     @property
     def slots(self) -> int:
-        """The slots of the one source that has any; raises where two have: a number would not say whose slot it is."""
+        """Slots of the only source with slots. Raises `ValueError` for two, since a slot number would be ambiguous."""
         with_slots = [source for source in self.sources if source.slots]
         if len(with_slots) > 1:
             raise ValueError(f"found {len(with_slots)} page sources with slots, expected at most one")
@@ -229,23 +229,23 @@ class SourceChain(PageSource):
 
     @property
     def slot_tier(self) -> str:
-        """The tier of that source."""
+        """Tier of the source with slots."""
         return next((source.slot_tier for source in self.sources if source.slots), "")
 
     def load(self, rank: int, name: bytes) -> PageLoad:
-        """The load of the first that can."""
+        """Return the load from the first source that has the page."""
         return next(source for source in self.sources if source.can_load(rank, name)).load(rank, name)
 
     def counts(self, rank: int) -> Mapping[str, Any]:
-        """The counts of all."""
+        """Return the counts of all sources."""
         return {tier: count for source in self.sources for tier, count in source.counts(rank).items()}
 
 
 def import_page_source(name: str) -> ModuleType:
-    """Import the module of `--page-source`, whose `attachment()` the core gets, and whose `device_part(device, staging)` the executor."""
+    """Import the module of `--page-source`: the core uses its `attachment()`, the executor its `device_part(device, staging)`."""
     try:
         module = importlib.import_module(name)
-    except Exception as error:  # whatever the module raises
+    except Exception as error:  # the module may raise anything
         raise UserError(
             f"--page-source {name} cannot be imported ({type(error).__name__}: {error}); give the name of a module on PYTHONPATH"
         ) from error

@@ -1,4 +1,4 @@
-"""`Request`: one completion being made. `StepPlan`: which tokens of which requests a step computes."""
+"""`Request`: one completion in progress. `StepPlan`: the tokens of each request that a step computes."""
 
 import enum
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ from dsjax.errors import UserError
 
 
 class Status(enum.Enum):
-    """Where a request stands."""
+    """State of a request."""
 
-    WAITING = "waiting"  # in a rank's queue; holds no page and no slot
+    WAITING = "waiting"  # in a rank's queue, without pages or a slot
     RUNNING = "running"  # holds a slot, and pages for every known token
     FINISHED = "finished"
 
@@ -24,22 +24,22 @@ class FinishReason(enum.StrEnum):
 
     STOP = "stop"  # end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens reached
-    ABORT = "abort"  # the client went away, or the server is closing
-    ERROR = "error"  # `ErrorKind` says which
+    ABORT = "abort"  # the client disconnected, or the server is shutting down
+    ERROR = "error"  # see `ErrorKind`
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What a caller says of a request beside its prompt and its sampling parameters.
+    """A request's options besides its prompt and its sampling parameters.
 
     Attributes:
         priority: lower runs first under the `priority` policy. session: requests of one session go to one DP rank.
-        cache_salt: pages are shared only with requests of the same salt.
-        dp_rank: DP rank that a router outside has chosen, as long as the mesh has it; None: the engine's own chooses.
-        prefill: address and transfer where another process computes the prompt (`PrefillServer.prefill`). A transfer of None is a new one.
+        cache_salt: only requests with the same salt share pages.
+        dp_rank: DP rank chosen by an external router, used if the mesh has it; None: the engine's router chooses.
+        prefill: address and transfer, if a prefill engine computes the prompt (`PrefillServer.prefill`). Transfer None: a new one.
 
     Raises:
-        UserError: a priority that is no integer, a salt or session that is no text, or `prefill` names no prefill engine.
+        UserError: priority is not an integer, salt or session is not text, or `prefill` has no valid address and transfer.
     """
 
     priority: int = 0
@@ -56,7 +56,7 @@ class RequestOptions:
                 raise UserError(f"{name}: found {getattr(self, name)!r}, expected text")
         if self.prefill is None:
             return
-        # The engine's thread connects to it, which an error there would end for all requests.
+        # The engine's thread opens the connection; an error there would end all requests.
         given = {name: self.prefill.get(name) for name in ("address", "transfer")}
         is_new = "transfer" in self.prefill and given["transfer"] is None
         if not isinstance(given["address"], str) or not (is_new or isinstance(given["transfer"], str)):
@@ -71,38 +71,38 @@ DEFAULT_OPTIONS = RequestOptions()
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One completion. The first group of fields is the caller's and never changes; the second is written by the scheduler alone.
+    """One completion. The first group of fields comes from the caller and never changes; only the scheduler writes the second.
 
     Attributes:
         request_id: unique among unfinished requests. seed: uint64. arrival_time: seconds on the engine's clock.
-        token_ids: the prompt (`num_prompt_tokens`), then the output, in one list that only grows at its end.
-        max_tokens: `params.max_tokens`, with None resolved to what model and cache hold. max_total_tokens: these and the prompt's.
-        stop_ids: `params.stop_token_ids`, and the model's end-of-sequence tokens unless `ignore_eos`. `rules` hold them back before
+        token_ids: the prompt (`num_prompt_tokens`), then the output, in one append-only list.
+        max_tokens: `params.max_tokens`; None is resolved to the limit of model and cache. max_total_tokens: prompt + max_tokens.
+        stop_ids: `params.stop_token_ids`, and the model's end-of-sequence tokens unless `ignore_eos`. `rules` mask them before
             `params.min_tokens`.
-        rules: the `LogitRules` that change its logits before a token is taken; None: nothing does.
-        order: place in the queue: smaller runs first, larger is preempted first. Unique in a scheduler.
-        rank: number of its DP rank, for its whole life unless the mesh changes; -1 before.
+        rules: the `LogitRules` that change the logits before sampling; None: no rules.
+        order: priority in the queue: smaller runs first, larger is preempted first. Unique in a scheduler.
+        rank: its DP rank, fixed unless the mesh changes; -1 before it is assigned.
         slot: row of the rank's persistent arrays while running, in [0, max_num_seqs); -1 otherwise.
-        admissions: counts admissions to a slot. (request, admissions) identifies a slot's contents: a preempted request may come back to
-            its slot.
-        pages: rank-local, in the order of the tokens; between two admissions the list only grows at its end.
-        window_pages: of a model that has them: those of its pages from number `first_window` on. The first is given back when a whole page
-            behind it is confirmed: until then a row's window may reach into it, and the request may end at its border.
-        missed_border: how many pages its last admission found cached, where their last window page was not.
-        held_pages: cached pages that are held for a waiting request while pages that it lacks are loaded from a source.
-        is_loading: whether a waiting request need not be looked at before a source has brought what it lacks.
-        num_sealed_pages: full, computed and finite pages, from the first: others may read them, and nobody writes them. Later ones are its
-            own.
-        page_hashes: names of the full pages of `token_ids`, as far as they were needed. num_promised: those that its rank expects to be
+        admissions: number of admissions to a slot. (request, admissions) identifies a slot's contents, since a preempted request may get
+            the same slot again.
+        pages: rank-local, in token order; append-only between two admissions.
+        window_pages: window pages of its pages from index `first_window`, in models that have them. The first is freed when the whole page
+            after it is confirmed: until then a row's window may reach into it, and the request may end at its border.
+        missed_border: number of pages that its last admission found cached without their last window page.
+        held_pages: cached pages held for a waiting request while a source loads the missing ones.
+        is_loading: whether to skip a waiting request until a source has loaded its missing pages.
+        num_sealed_pages: leading pages that are full, computed and finite: shared and read-only. Later pages belong to this request
+            alone.
+        page_hashes: names of the full pages of `token_ids`, computed as needed. num_promised: pages that its rank expects to be
             cached.
-        backlog: tokens that its rank counts as still to be computed before its next one is made.
-        num_computed_tokens: of `token_ids` in the cache, as results have confirmed. num_in_flight: the most that steps under way can add.
-        num_rows_under_way: steps under way that have a row of it; meanwhile pages and slot stay its own. num_due: rows that make a token.
-        drafts: what the MTP module proposes next, where rules have to check it.
-        must_leave: it is to be preempted as soon as no step has a row of it.
-        num_clean_pages: of a request whose values are not finite, its sound pages; all others are cleared before anybody else gets them.
-        num_cached_tokens: that its first admission found in the prefix cache; None before.
-        num_prompt_logprobs: tokens of the prompt after the first whose log-probabilities were given.
+        backlog: tokens that its rank still expects to compute before the next output token.
+        num_computed_tokens: tokens in the cache, confirmed by results. num_in_flight: maximum that steps in flight can add.
+        num_rows_under_way: steps in flight with a row of it; until they end it keeps its pages and slot. num_due: rows that make a token.
+        drafts: the MTP module's next drafts, if rules must check them.
+        must_leave: preempt it as soon as no step in flight has a row of it.
+        num_clean_pages: number of its sound pages after non-finite values; its other pages are cleared before reuse.
+        num_cached_tokens: prefix cache hit of its first admission, in tokens; None before.
+        num_prompt_logprobs: prompt tokens after the first whose log-probabilities were returned.
     """
 
     request_id: str
@@ -151,12 +151,12 @@ class Request:
         self.set_max_tokens(self.max_tokens)
 
     def set_max_tokens(self, max_tokens: int) -> None:
-        """Change how many tokens it makes at most."""
+        """Set the maximum number of output tokens."""
         self.max_tokens = max_tokens
         self.max_total_tokens = self.num_prompt_tokens + max_tokens
 
     def reset(self) -> None:
-        """Forget where the request ran and what was computed, since the executor is made anew. Its tokens and its statistics stay."""
+        """Reset placement and computed state for a new executor. Keep tokens and statistics."""
         if self.status is Status.RUNNING:
             self.num_preemptions += 1
         self.status = Status.WAITING
@@ -167,15 +167,15 @@ class Request:
         self.drafts, self.must_leave, self.num_clean_pages = (), False, None
 
     def finish(self, reason: FinishReason, now: float) -> None:
-        """End for this reason."""
+        """Mark the request as finished."""
         self.status = Status.FINISHED
         self.finish_reason = reason
         self.finish_time = now
 
     def finish_reason_after(self, token_id: int) -> FinishReason | None:
-        """Whether the token just appended ends the request. Stop strings are found later, where the text is made.
+        """Return why the token just appended ends the request; None if it does not. Stop strings are checked at detokenization.
 
-        Rules hold stop tokens back before `min_tokens`, except where a structured output is complete and allows nothing else.
+        Rules mask stop tokens before `min_tokens`, unless a structured output is complete and allows nothing else.
         """
         if token_id in self.stop_ids and (self.rules is not None or self.num_output_tokens > self.params.min_tokens):
             return FinishReason.STOP
@@ -183,7 +183,7 @@ class Request:
 
     @property
     def num_writable_pages(self) -> int:
-        """How many of its pages, from the first, it may write as far as it has room for: with window pages, as far as it has those."""
+        """Number of leading pages with allocated memory: with window pages, up to the last window page."""
         return self.first_window + len(self.window_pages) if self.window_pages else len(self.pages)
 
     @property
@@ -193,29 +193,29 @@ class Request:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """A copy of the tokens made so far."""
+        """A copy of the output tokens so far."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
     def num_output_tokens(self) -> int:
-        """How many tokens were made so far."""
+        """Number of output tokens so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of its prompt are still to be given; then it reads nothing from the prefix cache."""
+        """Whether log-probabilities of the prompt are still missing; such a request does not read the prefix cache."""
         return self.params.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt_tokens - 1
 
     @property
     def max_cached_tokens(self) -> int:
-        """The most tokens that it can ever have in the cache: its last one is never computed."""
+        """Maximum tokens that it can have in the cache; the last output token is never computed."""
         return max(self.num_prompt_tokens, self.max_total_tokens - 1)
 
 
 class ScheduledRow(NamedTuple):
-    """Tokens of a request to be computed in this step.
+    """Tokens of a request to compute in this step.
 
-    start: position of the first one, or the most that it can be. length: at most, with drafts. sampled: whether the row makes a token.
+    start: position of the first one, or its upper bound. length: maximum, with drafts. sampled: whether the row makes a token.
     """
 
     request: Request
@@ -225,9 +225,9 @@ class ScheduledRow(NamedTuple):
 
 
 class RankPlan(NamedTuple):
-    """One rank's work in a step; both lists are empty on an idle rank, which still takes part.
+    """One rank's work in a step. An idle rank has no rows and still takes part.
 
-    decodes: rows that compute a request's last token and make the next one. prefills: all others. copies: of pages (from, to), before.
+    decodes: rows that compute a request's last token and make the next one. prefills: all others. copies: of pages (from, to), run first.
     """
 
     decodes: list[ScheduledRow]
@@ -236,10 +236,10 @@ class RankPlan(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """One step's work: one `RankPlan` for every DP rank, idle ones included.
+    """One step's work: one `RankPlan` for every DP rank, including idle ones.
 
-    num_drafts: most that a decode row verifies, and that are made for the next step. page_commands: go before all else, for page sources.
-    after_prompts: drafts that are made after prompts where `num_drafts` is 0.
+    num_drafts: maximum drafts that a decode row verifies and that are made for the next step. page_commands: of page sources; they run
+    first. after_prompts: drafts made after prompts if `num_drafts` is 0.
     """
 
     ranks: list[RankPlan]
@@ -249,10 +249,10 @@ class StepPlan(NamedTuple):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of prompts that the step computes on all ranks."""
+        """Number of prompt tokens that the step computes on all ranks."""
         return sum(row.length for rank in self.ranks for row in rank.prefills)
 
     @property
     def is_empty(self) -> bool:
-        """Whether no rank has anything to compute. Pages may have to be moved all the same."""
+        """Whether no rank has anything to compute. The step may still have page commands."""
         return not any(rank.decodes or rank.prefills for rank in self.ranks)

@@ -1,4 +1,4 @@
-"""`SchedulerConfig`: a scheduler's sizes and policy, and which requests could never finish within them. Plain Python, no JAX."""
+"""`SchedulerConfig`: sizes and policy of a scheduler, and the check that a request fits. Plain Python, no JAX."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,13 +17,13 @@ class SchedulerConfig:
     """Sizes and policy; every number is per DP rank.
 
     Attributes:
-        max_num_seqs: most running requests. max_num_batched_tokens: most tokens in a step, padding not counted.
-        prefill_chunk: most tokens of one prompt in a step. max_prefill_rows: most prompts in a step.
+        max_num_seqs: maximum running requests. max_num_batched_tokens: maximum tokens in a step, without padding.
+        prefill_chunk: maximum tokens of one prompt in a step. max_prefill_rows: maximum prompts in a step.
         policy: `fcfs`: by arrival; `priority`: lower `RequestOptions.priority` first, then by arrival.
         host_pages_per_rank, disk_pages, disk_page_bytes, windows_per_rank, host_windows_per_rank: see `ExecutorLimits`.
-        prefix_caching: whether requests share the pages of tokens that their beginnings have in common.
-        num_batches: batches of running requests that decode in steps of their own, one at each stage of a model. With more than 1, no
-            request decodes in two steps under way.
+        prefix_caching: whether requests share the pages of a common prefix.
+        num_batches: batches of running requests that decode in separate steps, one per pipeline stage. With more than 1, a request decodes
+            in at most one step in flight.
     """
 
     max_num_seqs: int
@@ -45,7 +45,7 @@ class SchedulerConfig:
 
     @classmethod
     def from_limits(cls, limits: ExecutorLimits, *, prefix_caching: bool = True, **options: Any) -> "SchedulerConfig":
-        """Use all the room that an executor has. options: the fields that no limit gives."""
+        """Return a config that uses an executor's full capacity. options: the fields that the limits do not determine."""
         return cls(
             max_num_seqs=limits.max_rows_decode,
             prefill_chunk=limits.max_chunk,
@@ -64,18 +64,18 @@ class SchedulerConfig:
 
     @property
     def max_tokens_in_cache(self) -> int:
-        """Most tokens that one request can have in a rank's cache."""
+        """Maximum tokens of one request in a rank's cache."""
         return (self.pages_per_rank - 1) * self.page_size
 
     @property
     def max_request_len(self) -> int:
-        """Longest prompt + output. The last token made is never written to the cache, hence the one more."""
+        """Maximum prompt + output, in tokens: one more than the cache holds, since the last token is never written to it."""
         return min(self.max_model_len, self.max_tokens_in_cache + 1)
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int, is_given: bool = True) -> None:
-        """Raise an `AdmissionError` where the model or the rank's pages cannot hold prompt + max_tokens.
+        """Raise an `AdmissionError` if the model or the rank's pages cannot hold prompt + max_tokens.
 
-        is_given: whether the request has said `max_tokens`; else they are the least that it makes.
+        is_given: whether the request sets `max_tokens`; otherwise `max_tokens` is the minimum that it generates.
         """
         total = num_prompt_tokens + max_tokens
         output = f"max_tokens is {max_tokens}" if is_given else f"at least {max_tokens} more must fit"

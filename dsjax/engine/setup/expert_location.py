@@ -1,8 +1,8 @@
-"""A file of experts' loads and places: written by a server that has balanced, read at start by the next one, and by the planner.
+"""File of expert loads and placements: written by a balancing server, read by the next server at start and by the planner.
 
 JSON: ``{"version": 1, "model": …, "logical_load": [[tokens of each logical expert] of each MoE layer], "physical_to_logical": [[the
-logical expert in each physical slot] of each MoE layer]}``. The MTP module's layer is the last, where there is one. Either of the two
-may be missing: a placement is made for loads that come without one.
+logical expert in each physical slot] of each MoE layer]}``. The MTP module's layer, if any, is the last. One of the two tables may be
+missing: loads without a placement get one computed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FLAG = "--init-expert-location"
 
 @dataclass(frozen=True, eq=False)
 class ExpertLocation:
-    """What a file says, at least one of them. logical_load: ``[layers, experts]``, tokens. physical_to_logical: ``[layers, slots]``."""
+    """A file's content, at least one table. logical_load: ``[layers, experts]``, tokens. physical_to_logical: ``[layers, slots]``."""
 
     model: str
     logical_load: Float[np.ndarray, "L E"] | None
@@ -31,7 +31,7 @@ class ExpertLocation:
 
     @classmethod
     def read(cls, path: str | Path) -> ExpertLocation:
-        """Read a file; raise a `UserError` that says what was found where it is not of this form."""
+        """Read a file. Raise a `UserError` that says what was found if the file cannot be read or has another form."""
         try:
             given = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
@@ -52,7 +52,7 @@ class ExpertLocation:
         return cls(str(given.get("model", "")), load, None if places is None else places.astype(np.int32))
 
     def to_json(self) -> dict[str, Any]:
-        """Give the JSON object that the file has."""
+        """Return the JSON object of the file."""
         arrays = {"logical_load": self.logical_load, "physical_to_logical": self.physical_to_logical}
         tables = {name: array.tolist() for name, array in arrays.items() if array is not None}
         return {"version": VERSION, "model": self.model, **tables}

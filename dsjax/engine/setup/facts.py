@@ -1,4 +1,4 @@
-"""`EngineFacts`: what a loaded engine is, for whoever shows it."""
+"""`EngineFacts`: description of a loaded engine, for display."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from dsjax.model.step import ModelStep
 
 @dataclass(frozen=True)
 class PrefillSizes:
-    """Sizes of the engine that computes prompts for another one beside it. Most fields are those of `EngineFacts`.
+    """Sizes of the prefill engine beside a decode engine. Fields as in `EngineFacts`, except:
 
-    max_model_len: tokens of a prompt, and one more, that it has room for; longer prompts are computed where they are decoded.
+    max_model_len: maximum prompt tokens, plus one; the decode engine computes longer prompts itself.
     """
 
     dp_ranks: int
@@ -36,13 +36,13 @@ class PrefillSizes:
 
     @classmethod
     def of(cls, facts: EngineFacts) -> PrefillSizes:
-        """Take the sizes from what was loaded for such an engine."""
+        """Return the sizes of a loaded prefill engine."""
         return cls(**{field.name: getattr(facts, field.name) for field in fields(cls)})
 
 
 @dataclass(frozen=True)
 class StageFacts:
-    """What a stage of a model has. layers: its first and its last, of the whole model; bytes are of one of its devices."""
+    """One pipeline stage. layers: first and last, counted in the whole model. Bytes are per device of the stage."""
 
     layers: tuple[int, int]
     weight_bytes: int
@@ -51,24 +51,24 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What a loaded engine is, for the start-up screen, `/server_info` and whoever asks; bytes are of one device.
+    """Description of a loaded engine, for the start-up screen and `/server_info`. Bytes are per device unless stated otherwise.
 
     Attributes:
-        mesh: as the user wrote it, normalised. mesh_shape: sizes of the physical axes, in order.
-        device_kind: what JAX calls a device, e.g. `cpu` or `NVIDIA H200`.
-        dispatch: of the fullest launch of each kind, e.g. `{"prefill": "ragged", "decode": "padded"}`; `local` where one device holds all
-            experts, `none` without experts. With `auto` a smaller launch may use another method (docs/dispatch.md).
-        kernels: operation to implementation, e.g. `{"experts": "native"}` (`dsjax/kernels/table.py`); kernels_note: why none faster.
-        activation_scheme: what `--activation-scheme` came to. weight_bytes: by component.
-        cache_tokens, host_cache_tokens, disk_cache_tokens: token slots of the latent cache, of host memory and of the disk, all DP ranks
-            together.
-        max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.
-        max_num_seqs, max_num_batched_tokens, prefill_chunk: of a DP rank, see `EngineArgs`; the last at most what a step has room for.
-        prefill_meshes, prefill_sizes: of the engine beside this one that computes its prompts; empty and None without it.
-        page_bytes: of one page, all layers, on all the devices of a DP rank.
-        expert_mesh: of the devices beside these that have the routed experts, e.g. `ep=24`. expert_weight_bytes: of one such device.
-        speculation: with the fields of `--speculative-config`; None where nothing is drafted.
-        stages: what each stage of `--mesh pp=…` has; `weight_bytes` and `cache_bytes` are then of the one with most weights.
+        mesh: the user's mesh option, normalised. mesh_shape: sizes of the physical axes, in order.
+        device_kind: JAX's name of a device, e.g. `cpu` or `NVIDIA H200`.
+        dispatch: method of the largest batch of each kind, e.g. `{"prefill": "ragged", "decode": "padded"}`; `local` if one device has all
+            experts, `none` without experts. With `auto`, smaller batches may use another method (docs/dispatch.md).
+        kernels: operation to implementation, e.g. `{"experts": "native"}` (`dsjax/kernels/table.py`); kernels_note: why no faster one.
+        activation_scheme: `--activation-scheme` as resolved. weight_bytes: by component.
+        cache_tokens, host_cache_tokens, disk_cache_tokens: token slots of KV cache, host memory and disk, summed over all DP
+            ranks.
+        max_model_len: maximum prompt + output, limited by the model, `--max-model-len` and the cache of a DP rank.
+        max_num_seqs, max_num_batched_tokens, prefill_chunk: per DP rank, see `EngineArgs`; a step's size caps the last.
+        prefill_meshes, prefill_sizes: of the prefill engine beside this one; empty and None without it.
+        page_bytes: of one page, all layers, on all devices of a DP rank.
+        expert_mesh: mesh of the disaggregated routed experts, e.g. `ep=24`. expert_weight_bytes: per device of that mesh.
+        speculation: fields of `--speculative-config`; None without speculative decoding.
+        stages: the stages of `--mesh pp=…`; `weight_bytes` and `cache_bytes` are then of the stage with the most weights.
     """
 
     model: str
@@ -107,7 +107,7 @@ class EngineFacts:
     stages: list[StageFacts] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """Give a JSON object with the same names."""
+        """Return a JSON object with the same names."""
         return asdict(self)
 
 
@@ -119,7 +119,7 @@ def describe_engine(
     params: Mapping[str, Array],
     weights: str,
 ) -> EngineFacts:
-    """Say what an engine is that was loaded with these options."""
+    """Return the facts of an engine loaded with these options."""
     spec, config, device = step.spec, step.config, step.mesh.devices.flat[0]
     apart, infos = step.apart, dict(step.table.infos)
     if apart is not None:
@@ -162,7 +162,7 @@ def describe_engine(
 
 
 def _dispatch_methods(step: ModelStep, buckets: Buckets) -> dict[str, str]:
-    """Say how the fullest launch of each kind sends tokens to their experts: of one in two halves, how each half does."""
+    """Return the dispatch method of the largest batch of each kind; with two-batch overlap, the method of each half."""
 
     def method(rectangles: Iterable[Rectangle], form: Form) -> str:
         rows, chunk = max(rectangles, key=lambda rectangle: rectangle.rows * rectangle.chunk)

@@ -58,17 +58,17 @@ from sharding import MeshSpec
 from sharding.layer_placement import LayerPlacements
 
 SMALLER = "use a mesh of more devices, --weights fp8, or a higher --gpu-memory-utilization"
-"""What to do where weights do not fit."""
+"""Advice if the weights do not fit."""
 SMALLER_CACHE = "give a smaller --cache-tokens or --max-num-seqs"
-"""What to do where the cache does not fit."""
+"""Advice if the cache does not fit."""
 
 
 @dataclass(frozen=True)
 class LoadedEngine:
-    """An executor and what stands around it.
+    """An executor with its tokenizer, config and facts.
 
-    tokenizer: None where the model's directory has none. page_space: what the function of that name gives; None without transfers.
-    held: takes the weights over when the executor is released. sources: where all weights come from.
+    tokenizer: None if the model's directory has none. page_space: result of `page_space()`; None without transfers.
+    held: takes over the weights when the executor is released. sources: bytes of all weights by origin.
     """
 
     executor: Executor
@@ -91,27 +91,27 @@ def load_model(
     show_progress: bool = False,
     held: HeldWeights | None = None,
 ) -> LoadedEngine:
-    """Check everything, then load the model that ``args`` names onto its mesh, or the meshes of its stages. `emulate_devices` comes first.
+    """Validate ``args``, then load its model onto its mesh, or onto the meshes of its stages. Call `emulate_devices` before.
 
-    group: the processes that share the mesh, which all call this; process 0's executor then leads the others. mesh: of the devices that
-    ``args.mesh`` is to be made of; None: the first ones. Stages always take the first ones. is_later: a tokenizer is there already.
-    library: of programs that this process has compiled before. held: parameters of another mesh on this process's devices, as in ``load``;
+    group: the processes that share the mesh; all of them call this, and process 0's executor leads the others. mesh: mesh to use for
+    ``args.mesh``; None: one of the first devices. Stages always use the first devices. is_later: a tokenizer is loaded already.
+    library: programs that this process has compiled before. held: parameters of another mesh on this process's devices, as in ``load``;
     empty once the executor has its own.
 
     Raises:
-        UserError, MeshError: anything that cannot be; before weights are read, unless they are what is wrong.
+        UserError, MeshError: invalid configuration or weights. All but errors in the weights are raised before weights are read.
     """
     if args.transfer_host is not None and args.disaggregation_mode != "agg":
         alone = group is None or means_loopback(group.options.coordinator[0])
         address_of_this_host(
             "--transfer-host", args.transfer_host, on_loopback=alone and means_loopback(args.transfer_host)
         )
-    descriptor_limit()  # a memory-mapped file of the checkpoint keeps one each
+    descriptor_limit()  # each memory-mapped checkpoint file takes a descriptor
     if args.record_steps is not None:
         check_writable(args.record_steps)
     # Before anything expensive is done.
     lock = None if args.disk_cache is None else PageFolder(args.disk_cache).lock()
-    # Whoever keeps the error, as a notebook does, must not keep the folder and connections too.
+    # An error that outlives this call, as in a notebook, must not keep the folder and connections open.
     with contextlib.ExitStack() as opened:
         if lock is not None:
             opened.callback(lock.close)
@@ -124,9 +124,9 @@ def load_model(
 
 @dataclass(eq=False)
 class _Loader:
-    """Loads one model for `load_model`, whose arguments these are.
+    """Loads one model for `load_model`; the fields are its arguments.
 
-    Each stage of this process has a layout, parameters and an executor; without stages there is one of each.
+    Each pipeline stage of this process has a layout, parameters and an executor; without stages there is one of each.
     """
 
     args: EngineArgs
@@ -142,13 +142,13 @@ class _Loader:
         self.spec = spec = MeshSpec.parse(args.mesh)
         self.checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
         self.config, self.directory = self.checkpoint.config, self.checkpoint.directory
-        # Before a mesh is built, for that starts JAX and emulates its devices.
+        # Before a mesh is built, since that initializes JAX and its emulated devices.
         experts, weights = expert_spec(args), "bf16" if args.weights == "auto" else args.weights
         check_layout(self.config, spec.stage, args.num_redundant, weights, experts, args.moe_dense_tp_size)
         self.stages: OwnStages | None = None
         expert_mesh: Mesh | None = None
         if spec.pp_size > 1:
-            self.held.clear()  # a stage's parameters are parts of the whole model's, which are read
+            self.held.clear()  # a stage reads its parameters as parts of the whole model's
             self.stages = OwnStages.of(args, self.config, group)
             meshes = self.stages.meshes
         elif experts is None or args.afd_role == "attention":
@@ -167,12 +167,12 @@ class _Loader:
             EngineLayout.of(args, self.checkpoint, mesh, stage) for stage, mesh in zip(stages, meshes, strict=True)
         ]
         self.steps = [layout.step for layout in self.layouts]
-        self.step = self.steps[-1]  # with stages, that of the last one here
+        self.step = self.steps[-1]  # with stages, the last one of this process
         self.weights = weights_format(args, self.config, self.step.dtype, self.checkpoint.bf16_experts)
         self.experts: Side | None = None if expert_mesh is None else ExpertSide(self.step.apart, expert_mesh)
 
     def load(self, lock: PageFolder | None, opened: contextlib.ExitStack) -> LoadedEngine:
-        """Read the weights and make the executor. lock: the folder of `--disk-cache`. opened: what is closed where that fails."""
+        """Read the weights and create the executor. lock: the folder of `--disk-cache`. opened: resources to close on failure."""
         args, group, directory = self.args, self.group, self.directory
         if self.step.apart is not None and self.experts is None:
             name, known = self.held.name, self.is_later
@@ -194,10 +194,10 @@ class _Loader:
             executor: Executor = self.stages.join(executors, pages, opened) if self.stages else executors[0]
         engine_facts = self.stages.describe(facts, self.steps) if self.stages else facts[0]
         opened.pop_all()  # the executor closes them
-        opened.callback(lambda: executor.shutdown())  # the one of now, which may lead others
+        opened.callback(lambda: executor.shutdown())  # late-bound: a wrapper may replace it below
         if group is not None and group.is_leader and len(group.present) > 1:
             executor = LeaderExecutor(executor, group)
-            opened.callback(group.leave, "its engine could not be started")  # first, so that the others hear why
+            opened.callback(group.leave, "its engine could not be started")  # first, so that the others learn why
         if args.record_steps is not None and (group is None or group.is_leader):
             device = self.step.mesh.devices.flat[0]
             first = describe_recording(args.executor_options, executor.limits, fingerprint(directory), device)
@@ -216,7 +216,7 @@ class _Loader:
         )
 
     def _read_all(self) -> tuple[list[dict[str, Array]], WeightBytes]:
-        """Read the parameters of every step, in all processes; and say where those of all processes come from."""
+        """Read the parameters of every step, in all processes. Also return the origin of the weights of all processes."""
         group, read = self.group, self._read_here
         if group is not None:
             if self.on_cpu and self.stages is None:
@@ -248,7 +248,7 @@ class _Loader:
             return [self._reader(step)(self.checkpoint, step.stored_placement, **options) for step in self.steps]
 
     def _reader(self, step: ModelStep) -> Callable[..., dict[str, Array]]:
-        """What reads parameters of a step (all, or those of the paths `only`), experts so placed; holds nothing else of this object."""
+        """Return a function that reads a step's parameters (all, or the paths `only`) for a placement. It does not capture `self`."""
         config, weights, experts, mtp = self.config, self.weights, self.experts, self.args.speculation is not None
 
         def read(source: Checkpoint | Path, placement: LayerPlacements | None, **options: Any) -> dict[str, Array]:
@@ -270,7 +270,7 @@ class _Loader:
         return read
 
     def _mover(self, step: ModelStep, per_exchange: int) -> PartMaker:
-        """Make the part that moves experts that have devices of their own."""
+        """Return the maker of the part that moves disaggregated experts."""
         side, writer = self.experts, None
         if isinstance(side, ExpertSide):
             platform = side.mesh.devices.flat[0].platform
@@ -280,7 +280,7 @@ class _Loader:
         return lambda device, _: ExpertPart(device, per_exchange, writer)
 
     def _limits(self, params: Sequence[Mapping[str, Array]]) -> ExecutorLimits:
-        """Limits with as many pages as fit the devices with the least room."""
+        """Return limits with the pages that fit the devices with the least memory."""
         each = [
             layout.limits(self.args, self.library, one, None, self.experts)
             for layout, one in zip(self.layouts, params, strict=True)
@@ -297,11 +297,11 @@ class _Loader:
         disk: Callable[[Shapes], Any] | None,
         opened: contextlib.ExitStack,
     ) -> MeshExecutor:
-        """Make the executor of one mesh."""
+        """Create the executor of one mesh."""
         args, group, step, directory = self.args, self.group, layout.step, self.directory
         apart, read, per_exchange = step.apart is not None, self._reader(step), layout.per_exchange
         parts: list[PartMaker] = []
-        if limits.transfers:  # before host memory: what has come from other engines is looked for first
+        if limits.transfers:  # before host memory: pages from other engines are looked up first
             parts.append(PageChunks)
         if limits.host_pages_per_rank or disk is not None:
             parts.append(partial(OffloadedPages, disk=disk))
@@ -330,7 +330,7 @@ class _Loader:
             experts_per_exchange=per_exchange,
             parts=parts,
             meet=(lambda: group.agreement.ask("compiled")) if shared else None,
-            library=None if apart else self.library,  # it keeps steps that are one program each
+            library=None if apart else self.library,  # it stores only steps that are a single program
             experts=self.experts,
         )
         opened.callback(executor.shutdown)
@@ -338,7 +338,7 @@ class _Loader:
 
 
 def common_limits(group: HostGroup, find: Callable[[], ExecutorLimits]) -> ExecutorLimits:
-    """Limits with as many pages as fit the device, and the host, with the least room."""
+    """Return limits with the pages that fit the device, and the host, with the least memory in the group."""
     limits = group.agreement.run("memory", find)
     names = "pages_per_rank", "windows_per_rank", "host_pages_per_rank"
     rooms = group.agreement.ask("pages", [getattr(limits, name) for name in names])
@@ -346,7 +346,7 @@ def common_limits(group: HostGroup, find: Callable[[], ExecutorLimits]) -> Execu
 
 
 def read_tokenizer(args: EngineArgs, directory: Path) -> Tokenizer | None:
-    """Read the model's tokenizer, or the one that the options name; None where the model's directory has none and none is named.
+    """Read the tokenizer given by the options, or the model's; None if neither exists.
 
     Raises:
         TokenizerError: its files cannot be read.
@@ -357,7 +357,7 @@ def read_tokenizer(args: EngineArgs, directory: Path) -> Tokenizer | None:
 
 
 def read_eos_token_ids(directory: str | Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Ids of the tokens that end a completion: the tokenizer's, and those of `generation_config.json`, or where it has none `config.json`.
+    """Return the ids of end tokens: the tokenizer's, and those of `generation_config.json`, or else of `config.json`.
 
     Raises:
         TokenizerError: one of the files is unreadable, or its `eos_token_id` is neither an integer nor a list of them.

@@ -1,12 +1,12 @@
-"""The stream of commands written to a file while an engine runs: `dsjax serve --record-steps FILE`; `StepRecording` reads it.
+"""Recording of an engine's command stream in a file: `dsjax serve --record-steps FILE`; `StepRecording` reads it.
 
-The file is eight bytes of `MAGIC`, then frames: the length of a message as four little-endian bytes, and the message in MessagePack. The
-first is the `Header`; then come, in the order in which the engine's thread did these things, a `Launched` for every command and a
-`Collected` for every result that was fetched. A step that was under way when another one was launched has its `Collected` behind the
-other's `Launched`, so a reader that follows the file repeats what was in flight together. The last is a `RecordingEnd`; a file without
-one, or that ends inside a frame, is of a process that was killed, and can be read up to there.
+The file has eight bytes of `MAGIC`, then frames: the length of a message as four little-endian bytes, and the message in MessagePack. The
+first message is the `Header`. Then follow, in the order of the engine's thread, a `Launched` for every command and a `Collected` for
+every fetched result. If a step was in flight when another one was launched, its `Collected` comes after the other's `Launched`, so a
+replay in file order has the same commands in flight together. The last message is a `RecordingEnd`. A file without one, or that ends
+inside a frame, comes from a killed process and can be read up to that point.
 
-It holds token ids of prompts and outputs: it is as confidential as they are, so it is created for its owner alone (mode 0600).
+The file holds token ids of prompts and outputs, and is as confidential as they are: it is created with mode 0600.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from dsjax.versions import installed_version
 
 MAGIC = b"dsjaxstp"
 FORMAT = 1
-"""The version of the frames; the commands in them have a `VERSION` of their own."""
+"""Version of the frames; the commands in them have a separate `VERSION`."""
 DEFAULT_BYTES = 256 * 2**20
 
 _log = logging.getLogger(__name__)
@@ -37,12 +37,12 @@ class RecordError(UserError):
 
 
 class Header(msgspec.Struct, frozen=True, tag="header"):
-    """What the commands were computed by.
+    """The engine that computed the commands.
 
     Attributes:
         format, commands: `FORMAT`, and `VERSION` of `dsjax.engine.contract.commands`.
-        options: of `EngineArgs`, those that change what an executor computes. limits: the executor's, as they came to be.
-        fingerprint: of the checkpoint. platform: JAX's: `cpu`, `gpu` or `tpu`. began: seconds since 1970.
+        options: options of `EngineArgs` that change an executor's computation. limits: the executor's actual limits.
+        fingerprint: of the checkpoint. platform: of JAX: `cpu`, `gpu` or `tpu`. began: seconds since 1970.
     """
 
     format: int
@@ -58,7 +58,7 @@ class Header(msgspec.Struct, frozen=True, tag="header"):
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """What a row yielded: its tokens, whether its logits were finite, and why it failed although they were."""
+    """Result of a row: its tokens, whether its logits were finite, and the error if it failed with finite logits."""
 
     token_ids: list[int] = []
     finite: bool = True
@@ -66,18 +66,18 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 RowOutcome = int | Outcome | None
-"""The one token of a row that made one, which is the usual case; None of a row that made none and did not fail."""
+"""The token of a row with exactly one, the usual case; None: no token and no failure; else an `Outcome`."""
 
 
 class RankOutcomes(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's rows, as its `RankStep` has them."""
+    """One rank's rows, in the order of its `RankStep`."""
 
     decodes: list[RowOutcome]
     prefills: list[RowOutcome]
 
 
 class Launched(msgspec.Struct, frozen=True, array_like=True, tag="launched"):
-    """A command was given to the executor. number: of the command, from 0. time: when, in seconds from the recording's begin."""
+    """A command was launched. number: of the command, from 0. time: seconds since the start of the recording."""
 
     number: int
     time: float
@@ -85,9 +85,9 @@ class Launched(msgspec.Struct, frozen=True, array_like=True, tag="launched"):
 
 
 class Collected(msgspec.Struct, frozen=True, array_like=True, tag="collected"):
-    """What came of command `number`, which was done so many seconds from the recording's begin. ranks: of a `Step`.
+    """Result of command `number`. done: seconds since the start of the recording. ranks: for a `Step`.
 
-    greedy, finite: of a `Score`, the most probable token behind each position, and whether all logits were; these are not kept.
+    greedy, finite: for a `Score`: the most probable next token at each position, and whether all logits were finite. Logits are not kept.
     """
 
     number: int
@@ -98,7 +98,7 @@ class Collected(msgspec.Struct, frozen=True, array_like=True, tag="collected"):
 
 
 class RecordingEnd(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """The recording ended as it should. reason: `shutdown`, or why nothing more was written."""
+    """Regular end of a recording. reason: `shutdown`, or why the recording stopped early."""
 
     reason: str
 
@@ -111,14 +111,14 @@ _END_ROOM = 128
 
 
 def describe_recording(options: dict[str, Any], limits: ExecutorLimits, fingerprint: str, device: Any) -> Header:
-    """Make the header of a recording that begins now. device: one of JAX's."""
+    """Return the header of a recording that starts now. device: a JAX device."""
     sizes = {name: int(size) for name, size in dataclasses.asdict(limits).items()}
     versions = FORMAT, VERSION, installed_version("dsjax"), installed_version("jax")
     return Header(*versions, device.platform, device.device_kind, fingerprint, options, sizes, time.time())
 
 
 def check_writable(path: str | Path) -> None:
-    """Raise a `RecordError` where a file exists or its folder cannot be written, before anything expensive is done."""
+    """Raise a `RecordError` if the file exists or its folder is not writable. Called before anything expensive."""
     path = Path(path)
     if path.exists():
         raise RecordError(f"--record-steps: {path} exists; give another name, or remove it if it is not needed")
@@ -127,9 +127,9 @@ def check_writable(path: str | Path) -> None:
 
 
 class StepFile:
-    """A recording that is being written. It never grows beyond its bound; what does not fit ends it, and nobody is disturbed.
+    """A recording being written. A frame that would exceed `max_bytes` ends the recording; serving continues.
 
-    Every frame is one write to the operating system, so that a process that is killed loses none.
+    Every frame is one unbuffered write, so that a killed process loses none.
 
     Raises:
         RecordError: the file exists or cannot be created.
@@ -148,11 +148,11 @@ class StepFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether anything more will be written."""
+        """Whether the recording is still being written."""
         return self._file is not None
 
     def write(self, frame: Launched | Collected) -> None:
-        """Add a frame, or end the recording where it does not fit."""
+        """Append a frame, or end the recording if the frame does not fit."""
         if self._file is None:
             return
         message = _frame(frame)
@@ -167,7 +167,7 @@ class StepFile:
         self._put(message)
 
     def close(self, reason: str) -> None:
-        """End the recording. No-op if it has ended."""
+        """End the recording. No-op if it has already ended."""
         if self._file is None:
             return
         self._put(_frame(RecordingEnd(reason)))
@@ -190,7 +190,7 @@ class StepFile:
 
 
 class RecordingExecutor(ExecutorWrapper):
-    """An executor that writes down what it is told, and what came of it. The recording begins with a `Flush` of the cache."""
+    """An executor that records its commands and their results. The recording starts with a `Flush` of the cache."""
 
     def __init__(self, inner: Executor, file: StepFile):
         super().__init__(inner)
@@ -200,7 +200,7 @@ class RecordingExecutor(ExecutorWrapper):
         self.collect(self.launch(Flush()))
 
     def launch(self, command: Command) -> Any:
-        """Launch a command; it is written down while the device computes. One that fails is written down too."""
+        """Launch a command, and record it while the device computes. A command that fails to launch is recorded too."""
         number, at = self._next, self._now()
         self._next += 1
         try:
@@ -209,13 +209,13 @@ class RecordingExecutor(ExecutorWrapper):
             self.file.write(Launched(number, at, command))
 
     def wait(self, pending: Any) -> None:
-        """Wait for a command, and note when it was done."""
+        """Wait for a command, and note the time."""
         self.inner.wait(pending.inner)
         if pending.done is None:
             pending.done = self._now()
 
     def collect(self, pending: Any) -> Any:
-        """Give what came of a command, and write it down."""
+        """Return the results of a command, and record them."""
         self.wait(pending)
         results = self.inner.collect(pending.inner)
         if self.file.is_open:
@@ -223,7 +223,7 @@ class RecordingExecutor(ExecutorWrapper):
         return results
 
     def shutdown(self) -> None:
-        """End the recording, and give back what the inner executor holds."""
+        """End the recording, and shut down the inner executor."""
         self.file.close("shutdown")
         self.inner.shutdown()
 
@@ -233,7 +233,7 @@ class RecordingExecutor(ExecutorWrapper):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Numbered:
-    """A launched command with its number in the stream."""
+    """A launched command with its number in the recording."""
 
     number: int
     command: Command
@@ -242,7 +242,7 @@ class _Numbered:
 
 
 def collected(number: int, done: float, command: Command, results: Any) -> Collected:
-    """Select what a recording keeps of a command's results, as `Executor.collect` gives them."""
+    """Return the recorded part of a command's results. results: from `Executor.collect`."""
     if isinstance(command, Step):
         return Collected(number, done, [_rank(rank_results) for rank_results in results])
     if isinstance(command, Score):
@@ -256,7 +256,7 @@ def _rank(results: RankResults) -> RankOutcomes:
 
 
 def _rows(results: list[RowResult]) -> list[RowOutcome]:
-    # Once for each running request in every step; nearly all of them have made one token.
+    # Runs for every request in every step; nearly all of them have made one token.
     return [
         tokens[0] if len(tokens := one.token_ids) == 1 and one.finite and one.error is None else _unusual(one)
         for one in results
@@ -275,10 +275,10 @@ def _frame(message: msgspec.Struct) -> bytes:
 
 
 class StepRecording:
-    """A recording. Iterating gives its frames, each time from the first.
+    """A recording. Each iteration over it yields the frames from the first.
 
     Raises:
-        RecordError: not a recording, or one of another format or version of the commands.
+        RecordError: the file is not a recording, or has another format or command version.
     """
 
     def __init__(self, path: str | Path):
@@ -321,7 +321,7 @@ class StepRecording:
 
 
 def _read(file: IO[bytes]) -> bytes | None:
-    """The next message; None at the end, also where that is inside a frame."""
+    """Return the next message; None at the end of the file, even inside a frame."""
     prefix = file.read(4)
     size = int.from_bytes(prefix, "little")
     message = file.read(size)

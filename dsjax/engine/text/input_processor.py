@@ -1,4 +1,4 @@
-"""`InputProcessor`: prompts and parameters, checked and turned into requests and their logits' rules, before anything reaches a device."""
+"""`InputProcessor`: validates prompts and parameters, and turns them into requests and logit rules."""
 
 import copy
 import random
@@ -19,7 +19,7 @@ from dsjax.errors import UserError
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt that the model's own tokenizer has encoded: its token ids are neither checked nor copied."""
+    """A prompt encoded by the model's own tokenizer. Its token ids are neither checked nor copied."""
 
     token_ids: list[int]
 
@@ -29,12 +29,12 @@ Prompt = str | Sequence[int] | Mapping[str, Any] | EncodedPrompt
 
 
 class PromptError(UserError):
-    """A prompt that cannot be computed."""
+    """An invalid prompt."""
 
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A checked request: one `Request` for each of its `n` completions, the index of each its place in the list."""
+    """A validated request, with one `Request` for each of its `n` completions, in the order of their indices."""
 
     request_id: str
     prompt: str | None
@@ -44,9 +44,9 @@ class PreparedRequest:
 
 
 class InputProcessor:
-    """Makes requests. Has no other state than the generator of seeds for requests without one, and the sizes of now.
+    """Creates requests. Its only state is a generator of seeds, for requests without one, and the current scheduler config.
 
-    seed: of that generator. compiles_grammars: False in a front end: the engine's process compiles them.
+    seed: of the generator. compiles_grammars: False in a front end, where the engine's process compiles them.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class InputProcessor:
         self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids) if compiles_grammars else None
 
     def draw_seed(self) -> int:
-        """A uint32, for a request without a seed or for another process's processor."""
+        """Return a uint32 seed, for a request without one or for another process's processor."""
         return self._seeds.getrandbits(32)
 
     def change(self, scheduler_config: SchedulerConfig) -> None:
-        """Admit what another scheduler's sizes have room for, from now on."""
+        """Use another scheduler's sizes from now on."""
         self.config = scheduler_config
 
     def prepare(
@@ -82,14 +82,14 @@ class InputProcessor:
         arrival_time: float = 0.0,
         seed: int | None = None,
     ) -> PreparedRequest:
-        """Check everything that can be wrong with a request, and hash its pages, so that the engine's thread need not.
+        """Validate a request and hash its pages, to keep this work out of the engine's thread.
 
-        seed: from `draw_seed`, for a request without a seed; None: drawn here, which threads must not.
+        seed: from `draw_seed`, for a request without a seed; None: draw one here, which is not thread-safe.
 
         Raises:
             PromptError: an empty prompt, a token id outside the vocabulary, text without a tokenizer.
-            SamplingError: a token id outside the vocabulary, a grammar that cannot be, or text asked for without a tokenizer.
-            AdmissionError: more tokens than model or cache hold.
+            SamplingError: a token id outside the vocabulary, an invalid grammar, or an option that needs a missing tokenizer.
+            AdmissionError: more tokens than the model or cache can hold.
         """
         text, token_ids = self._tokens(prompt)
         params = copy.copy(params)  # the caller may change them
@@ -107,7 +107,7 @@ class InputProcessor:
             seed = params.seed
         base_seed = self.draw_seed() if seed is None else seed
         others = options
-        if params.n > 1 and options.prefill is not None:  # what is computed already comes to the first one
+        if params.n > 1 and options.prefill is not None:  # only the first one gets the transfer in progress
             others = replace(options, prefill={**options.prefill, "transfer": None})
         completions = [
             Request(
@@ -133,13 +133,13 @@ class InputProcessor:
     def make_rules(
         self, params: SamplingParams, stop_ids: frozenset[int] = frozenset(), prompt: Sequence[int] = ()
     ) -> list[LogitRules | None]:
-        """Rules for the logits of each of the `n` completions; None where nothing but seed, temperature and truncation matter.
+        """Return the logit rules of each of the `n` completions; None if only seed, temperature and truncation matter.
 
-        Any thread may call it. A grammar takes up to some 20 ms to compile, so a server calls it outside its event loop.
+        Thread-safe. Compiling a grammar takes up to about 20 ms, so a server calls this outside its event loop.
 
-        stop_ids: what `min_tokens` holds back. prompt: its tokens, which may leave the reasoning open.
+        stop_ids: tokens masked before `min_tokens`. prompt: its tokens, which may end inside the reasoning.
 
-        Raises a `SamplingError` as `prepare` does.
+        Raises a `SamplingError` like `prepare`.
         """
         _check_token_ids(params, self.vocab_size)
         structured = params.structured_outputs
@@ -194,7 +194,7 @@ class InputProcessor:
         for position, token_id in enumerate(() if is_ours and self._own_ids_fit else token_ids):
             if type(token_id) is not int:
                 token_id = token_ids[position] = plain(token_id)
-            # A device would clamp a wrong id and go on, so it must not get there.
+            # Check here: a device would silently clamp an invalid id.
             if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
                 raise PromptError(
                     f"the prompt's token {position} is {token_id!r}, expected an integer from 0 to {self.vocab_size - 1}"
@@ -205,7 +205,7 @@ class InputProcessor:
 
 
 def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Check every token id of every field against the vocabulary: a device would clamp a wrong one and go on."""
+    """Check the token ids of all fields against the vocabulary; a device would silently clamp an invalid one."""
     fields = {
         "stop_token_ids": params.stop_token_ids,
         "logit_bias": params.logit_bias or (),
@@ -220,10 +220,10 @@ def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
 
 
 def bad_word_runs(words: Iterable[str], tokenizer: Tokenizer | None) -> tuple[TokenRun, ...]:
-    """The runs of tokens that spell a bad word; an output must not complete one of them.
+    """Return the token sequences of the bad words, which an output must not complete.
 
-    A word is tokenised as at the start of a text, and with a space before it where that gives as many tokens: vLLM's rule. So one word bans
-    at most two runs; other ways to spell the same text stay possible. Raises a `SamplingError` where the model has no tokenizer.
+    As in vLLM, a word is tokenized as at the start of a text, and also with a leading space if that gives the same number of tokens. A word
+    bans at most two sequences; other tokenizations of the same text stay possible. Raises `SamplingError` without a tokenizer.
     """
     runs: list[TokenRun] = []
     for word in words:

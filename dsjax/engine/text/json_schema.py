@@ -1,4 +1,4 @@
-"""JSON schemas for llguidance: keywords without effect are removed, and schemas that it could not enforce are refused."""
+"""JSON schemas for llguidance: remove keywords without effect, and reject schemas that it cannot enforce."""
 
 import json
 import re
@@ -8,10 +8,10 @@ from typing import Any
 from dsjax.errors import UserError
 
 FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
-"""Formats of strings that are enforced. Any other is an annotation, as JSON Schema has it."""
+"""String formats that are enforced. Any other format is an annotation, as JSON Schema allows."""
 
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose value maps names of the user's to schemas."""
+"""Keywords whose value maps user-defined names to schemas."""
 _INSTANCES = ("const", "enum", "default", "example", "examples")
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
@@ -32,11 +32,11 @@ _NEEDS = {
 }
 """Keywords that have an effect only beside one of the keywords listed for them."""
 _MOST_REFERENCES = 8
-"""Longest chain of references to references."""
+"""Maximum length of a chain of references."""
 
 
 def each_schema(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Change every schema inside a schema, the inner ones first. Values (`const`, `enum`) are no schemas."""
+    """Apply `change` to every schema inside a schema, inner ones first. Values (`const`, `enum`) are not schemas."""
     if isinstance(schema, list):
         return [each_schema(each, change) for each in schema]
     if not isinstance(schema, dict):
@@ -51,10 +51,10 @@ def each_schema(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]])
 
 
 def enforceable(schema: Any) -> Any:
-    """Return a schema that llguidance takes, and that accepts the same texts or fewer.
+    """Return a schema that llguidance supports, and that accepts the same texts or fewer.
 
     Raises:
-        UserError: a text that the grammar allows could break the schema.
+        UserError: the grammar could allow a text that violates the schema.
     """
 
     is_named = _is_referred_to_by_name(schema)
@@ -62,7 +62,7 @@ def enforceable(schema: Any) -> Any:
     def change(inner: dict[str, Any]) -> dict[str, Any]:
         kept = {name: value for name, value in inner.items() if not _says_nothing(name, value, inner)}
         if not is_named:
-            kept.pop("$id", None)  # any text, which llguidance would take for a URI
+            kept.pop("$id", None)  # may be any text, but llguidance would treat it as a URI
         least, named = kept.get("minProperties"), _texts(kept.get("required"))
         if isinstance(least, int) and least > len(named) + 1:
             raise UserError(
@@ -82,14 +82,14 @@ def enforceable(schema: Any) -> Any:
 
 
 def _is_referred_to_by_name(schema: Any) -> bool:
-    """Whether a reference is more than a path within the schema."""
+    """Whether any reference is not a path within the schema."""
     references: list[Any] = []
     each_schema(schema, lambda inner: references.append(inner.get("$ref")) or inner)
     return any(isinstance(one, str) and one != "#" and not one.startswith("#/") for one in references)
 
 
 def explained(reason: str) -> str:
-    """Say what llguidance says of a schema in the words of JSON Schema."""
+    """Return llguidance's error about a schema in the terms of JSON Schema."""
     if keys := re.search(r"Unimplemented keys: (\[.*\])", reason):
         return (
             f"these keywords of JSON Schema cannot be enforced here: {', '.join(json.loads(keys[1]))}; leave them out"
@@ -107,9 +107,9 @@ def _says_nothing(name: str, value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _as_any_of(schema: dict[str, Any], root: Any) -> dict[str, Any]:
-    """Write `oneOf` as `anyOf` where no value can fit two of its schemas: their types differ, or the text of a required property does.
+    """Replace `oneOf` by `anyOf` if no value can match two of its schemas: their types or the texts of a required property differ.
 
-    OpenAPI's `discriminator` (pydantic writes it) names a property that every object has.
+    OpenAPI's `discriminator`, as pydantic writes it, names a property that every object has.
     """
     named = schema.get("discriminator")
     tag = named.get("propertyName") if isinstance(named, dict) else None
@@ -132,7 +132,7 @@ def _as_any_of(schema: dict[str, Any], root: Any) -> dict[str, Any]:
 
 
 def _required_texts(schema: dict[str, Any], tag: Any) -> dict[str, set[str]]:
-    """Return the texts that each required property may be, of those that may be nothing else. tag: a property that is required too."""
+    """Return the allowed texts of each required property that allows only texts. tag: another required property."""
     properties, texts = schema.get("properties"), {}
     for name in _texts(schema.get("required")) | _texts(tag):
         one = properties.get(name) if isinstance(properties, dict) else None
@@ -142,19 +142,19 @@ def _required_texts(schema: dict[str, Any], tag: Any) -> dict[str, set[str]]:
 
 
 def _only_texts(schema: dict[str, Any]) -> set[str]:
-    """Return the texts that alone fit a schema; none where others may, or what is no text."""
+    """Return the texts that a schema allows; empty if it also allows other values."""
     values = schema.get("enum", [schema.get("const")])
     texts = _texts(values)
     return texts if isinstance(values, list) and len(texts) == len(values) else set()
 
 
 def _texts(value: Any) -> set[str]:
-    """Return the texts of a text or a list; a schema may be malformed, of which llguidance tells."""
+    """Return the texts in a text or a list. Ignore other values: llguidance reports malformed schemas."""
     return {each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)}
 
 
 def _resolved(schema: Any, root: Any) -> dict[str, Any]:
-    """Return the schema that a reference within `root` leads to; one that says nothing where it leads nowhere."""
+    """Return the target of a schema's reference within `root`; an empty schema if there is none."""
     for _ in range(_MOST_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(reference, str):

@@ -1,7 +1,7 @@
-"""``LogitRules``: what one completion's parameters and tokens do to its next logits, prepared on the host.
+"""``LogitRules``: changes to a completion's next logits from its parameters and tokens, prepared on the host.
 
-What is known when the request gets its slot travels with its admission. What depends on the tokens made (grammars, banned words of several
-tokens) becomes a *guide*: a mask for each position of the next row.
+Rules known when the request gets its slot are sent with its admission. Rules that depend on the output tokens (grammars, bad words of
+several tokens) become a *guide*: a mask for each position of the next row.
 """
 
 from collections import Counter
@@ -17,21 +17,21 @@ TokenRun = tuple[int, ...]
 
 
 class ThinkingBudget:
-    """Ends a completion's reasoning after so many tokens: then only the closing tag may come.
+    """Ends a completion's reasoning after `budget` tokens, by allowing only the closing tag.
 
-    budget: tokens between ``<think>`` and ``</think>``, whose ids are `tags`. prompt: where it leaves the reasoning open, the reasoning
-    has begun.
+    budget: tokens between ``<think>`` and ``</think>``, whose ids are `tags`. prompt: if it ends inside the reasoning, the budget applies
+    from the first output token.
     """
 
     def __init__(self, budget: int, tags: tuple[int | None, int], prompt: Sequence[int]):
         self._budget, self._tags = budget, tags
-        self._left: int | None = None  # while the model reasons
+        self._left: int | None = None  # tokens left while the model reasons, else None
         for token_id in prompt:
             if token_id in tags:
                 self._left = budget if token_id == tags[0] else None
 
     def closes(self, drafts: Sequence[int]) -> list[bool]:
-        """Whether the reasoning must end with the next token, and with the one after each draft."""
+        """Return whether the reasoning must end at the next token, and at the token after each draft."""
         left, closes = self._left, [self._left == 0]
         for token_id in drafts:
             left = self._after(left, token_id)
@@ -39,7 +39,7 @@ class ThinkingBudget:
         return closes
 
     def take(self, token_id: int) -> None:
-        """Follow a token."""
+        """Advance by one token."""
         self._left = self._after(self._left, token_id)
 
     def _after(self, left: int | None, token_id: int) -> int | None:
@@ -48,15 +48,15 @@ class ThinkingBudget:
         return left and left - 1
 
     def mask(self, vocab_size: int) -> np.ndarray:
-        """The mask that allows the closing tag alone, as ``packed``."""
+        """Return the mask that allows only the closing tag, as in ``packed``."""
         return packed(self._tags[1:], vocab_size)
 
 
 class LogitRules:
-    """Follows one completion, and sees its tokens alone, which are kept when a request is preempted.
+    """Logit rules of one completion. Its state depends only on the completion's tokens, which survive preemption.
 
-    allowed: as ``packed``, the tokens that may be made at all; None: all. needs_tokens: whether the next logits depend on all tokens
-    before; then no row may be planned while one is under way.
+    allowed: the allowed tokens as in ``packed``; None: all. needs_tokens: whether the next logits depend on all previous tokens; then no
+    row may be planned while another is in flight.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class LogitRules:
         self.needs_tokens = constraint is not None or thinking is not None or bool(self._several)
 
     def counts(self, prompt: Sequence[int], output: Sequence[int]) -> np.ndarray:
-        """``[tokens, 2]`` int32: what penalties begin with, as `Admission.counts`; empty where there are none."""
+        """Return ``[tokens, 2]`` int32: initial penalty counts, as in `Admission.counts`; empty without penalties."""
         if not self._params.penalises:
             return np.zeros((0, 2), np.int32)
         codes = Counter({token: 2 * times for token, times in Counter(output).items()})
@@ -86,11 +86,11 @@ class LogitRules:
         return np.array(sorted(codes.items()), np.int32).reshape(-1, 2)
 
     def biases(self) -> np.ndarray:
-        """``[entries, 3]`` int32: biases and bans that need no token, as `Admission.biases`."""
+        """Return ``[entries, 3]`` int32: biases and bans independent of the tokens, as in `Admission.biases`."""
         params = self._params
         entries = [(token, bias, ALWAYS) for token, bias in (params.logit_bias or {}).items()]
         entries += [(token, -np.inf, ALWAYS) for token in self._single]
-        if params.min_tokens and self._constraint is None:  # under a grammar a finished text must be able to end
+        if params.min_tokens and self._constraint is None:  # with a grammar, a complete text must be able to end
             entries += [(token, -np.inf, params.min_tokens) for token in sorted(self._stop_ids)]
         rows = np.zeros((len(entries), 3), np.int32)
         if entries:
@@ -99,9 +99,9 @@ class LogitRules:
         return rows
 
     def masks(self, output: Sequence[int], drafts: Sequence[int]) -> np.ndarray:
-        """``[1 + usable, ⌈V / 32⌉]`` int32: packed masks of the next token, and of the one after each draft that can be used.
+        """Return ``[1 + usable, ⌈V / 32⌉]`` int32: packed masks of the next token, and of the token after each usable draft.
 
-        Where the grammar cannot go on the mask allows nothing, and ``follow`` says why.
+        If the grammar cannot continue, the mask allows nothing, and ``follow`` returns the reason.
         """
         words = -(-self._vocab_size // 32)
         if self._constraint is None:
@@ -126,7 +126,7 @@ class LogitRules:
         return masks
 
     def follow(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
-        """Follow the tokens that were made; how many of them the rules allow, and why no more."""
+        """Advance by sampled tokens. Return how many of them the rules allow, and the error that stopped there."""
         for count, token_id in enumerate(token_ids):
             if self._thinking is not None:
                 self._thinking.take(token_id)
@@ -137,7 +137,7 @@ class LogitRules:
 
 
 def packed(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
-    """``[⌈V / 32⌉]`` int32 with bit ``t % 32`` of word ``t // 32`` set for each token."""
+    """Return ``[⌈V / 32⌉]`` int32 with bit ``t % 32`` of word ``t // 32`` set for each token ``t``."""
     bits = np.zeros(32 * -(-vocab_size // 32), bool)
     bits[list(token_ids)] = True
     return np.packbits(bits, bitorder="little").view(np.int32)

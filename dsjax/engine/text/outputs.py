@@ -1,4 +1,4 @@
-"""What a caller gets back for a request. Names and meanings are vLLM's."""
+"""Outputs of a request, with vLLM's names and meanings."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from dsjax.engine.schedule.request import FinishReason
 
 @dataclass(slots=True)
 class Logprob:
-    """One token's log-probability under the raw logits. rank: its place among all tokens, 1 for the most probable; None: not asked for."""
+    """One token's log-probability under the raw logits. rank: among all tokens, 1 is the most probable; None: not requested."""
 
     logprob: float
     rank: int | None = None
@@ -16,21 +16,21 @@ class Logprob:
 
 
 TokenLogprobs = dict[int, Logprob]
-"""At one position: token id to its log-probability; the token taken comes first, then the most probable ones."""
+"""Log-probabilities at one position, by token id: the sampled token first, then the most probable ones."""
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion of a prompt: all of it, or with `OutputKind.DELTA` what a step added.
+    """One completion of a prompt: all of it, or the part added by a step with `OutputKind.DELTA`.
 
     Attributes:
-        text: without the stop string or stop token unless asked for. What may become a stop string, and bytes of a character that is not
-            whole, are held back.
-        token_ids: every token, the one that ended the completion included.
-        cumulative_logprob: sum over all tokens so far; logprobs: one entry a token of `token_ids`. None where not asked for.
-        stop_reason: the stop string or stop token id that ended it; None for the end-of-sequence token; with `finish_reason` error, the
-            message.
-        error: with `finish_reason` error, of which kind it is.
+        text: without the stop string or stop token unless requested. A possible beginning of a stop string and bytes of an incomplete
+            character are held back.
+        token_ids: all tokens, including the one that ended the completion.
+        cumulative_logprob: sum over all tokens so far; logprobs: one entry per token of `token_ids`. None if not requested.
+        stop_reason: the stop string or stop token id that ended it; None for the end-of-sequence token; the message if `finish_reason`
+            is error.
+        error: kind of the error if `finish_reason` is error.
     """
 
     index: int
@@ -50,9 +50,9 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of the engine's clock; the earliest over its completions.
+    """Times of a request, in seconds on the engine's clock; the earliest over its completions.
 
-    Preemptions are the sum over the completions. `num_cached_tokens` is the first one's: the others of a prompt share its pages.
+    `num_preemptions` is summed over the completions. `num_cached_tokens` is the first completion's; the others share its pages.
     """
 
     arrival_time: float
@@ -69,12 +69,12 @@ class RequestOutput:
     """A request's completions.
 
     Attributes:
-        prompt: the text given; None where token ids were given.
-        outputs: the completions that this output tells of; with `OutputKind.FINAL_ONLY` all of them, by index. finished: whether all have
-            ended.
-        metrics: in the last output; None before.
-        num_cached_tokens: of the prompt, in the prefix cache; None before the first admission.
-        prompt_logprobs: one entry a token of the prompt, the first None. None where not asked for, and with `DELTA` in all outputs but the
+        prompt: the prompt's text; None if token ids were given.
+        outputs: the completions in this output; with `OutputKind.FINAL_ONLY` all of them, by index. finished: whether all completions
+            have ended.
+        metrics: only in the last output; None before.
+        num_cached_tokens: prompt tokens found in the prefix cache; None before the first admission.
+        prompt_logprobs: one entry per prompt token, the first None. None if not requested, and with `DELTA` in all outputs after the
             first.
     """
 
@@ -89,8 +89,8 @@ class RequestOutput:
 
 
 class EngineDeadError(RuntimeError):
-    """The engine's thread has failed; no request can be served any more."""
+    """The engine's thread has failed and serves no more requests."""
 
 
 class EngineClosingError(RuntimeError):
-    """The engine is closing, and this request was ended before it was done."""
+    """The engine is shutting down, and ended this request early."""

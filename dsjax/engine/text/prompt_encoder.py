@@ -1,6 +1,6 @@
-"""Prompts of DeepSeek-V3.2 and V4, whose checkpoints have no chat template: DeepSeek describes their format as code.
+"""Prompts of DeepSeek-V3.2 and V4, whose checkpoints define the prompt format as code instead of a chat template.
 
-`V32Encoder` and `V4Encoder` are used as a `ChatTemplate` is. The format is that of `encoding/encoding_dsv32.py` (DeepSeek-V3.2) and
+`V32Encoder` and `V4Encoder` have the interface of `ChatTemplate`. The format follows `encoding/encoding_dsv32.py` (DeepSeek-V3.2) and
 `encoding/encoding_dsv4.py` (DeepSeek-V4): roles are special tokens, tools are described in the system message, and tool calls are written
 in DSML, a markup whose tags begin with the token ``｜DSML｜``.
 """
@@ -34,16 +34,16 @@ unchecked and no error remains undiscovered.
 
 """
 EFFORTS = {"high": ABSOLUTE_EFFORT, "max": BEYOND_EFFORT}
-"""What V4's prompt begins with, by reasoning effort, since the checkpoint of 2026-07-31."""
+"""Prefix of V4 prompts by reasoning effort, for checkpoints from 2026-07-31 on."""
 FIRST_EFFORTS = {"max": ABSOLUTE_EFFORT}
-"""The same for V4's first checkpoints."""
+"""The same for earlier V4 checkpoints."""
 _LEVELS = {"minimal": "low", "medium": "low", "xhigh": "high"}
-"""OpenAI's efforts that V4 does not have, as vLLM translates them."""
+"""vLLM's mapping of OpenAI efforts that V4 does not have."""
 _TASKS = ("action", "query", "authority", "domain", "title", "read_url")
 
 
 class ChatTemplateError(UserError):
-    """A template that is broken, or a conversation that a template or an encoder refuses."""
+    """A broken template, or a conversation that a template or an encoder rejects."""
 
 
 class PromptEncoder(ABC):
@@ -52,9 +52,9 @@ class PromptEncoder(ABC):
     block: str
     """Name of the DSML block around a message's tool calls."""
     variables = frozenset({"tools", "tool_calls", "thinking", "enable_thinking"})
-    """What `render` reads, besides messages."""
+    """Variables that `render` reads besides the messages."""
     _tools: str
-    """Description of tools, with `SCHEMAS` where their JSON is to stand."""
+    """Tool description; `SCHEMAS` is the placeholder for the tools' JSON."""
     source = None
 
     def reads(self, variable: str) -> bool:
@@ -62,7 +62,7 @@ class PromptEncoder(ABC):
         return variable in self.variables
 
     def writes(self, text: str) -> bool:
-        """Whether prompts can hold this text, e.g. ``</think>``."""
+        """Whether prompts can contain this text, e.g. ``</think>``."""
         return text in (THINK, THINK_END, f"<{DSML}{self.block}>")
 
     def render(
@@ -77,17 +77,17 @@ class PromptEncoder(ABC):
         reasoning_effort: str | None = None,
         **variables: Any,
     ) -> str:
-        """Return the prompt's text, special tokens included: encode it with ``add_special_tokens=False``.
+        """Return the prompt's text with special tokens; encode it with ``add_special_tokens=False``.
 
         Args:
-            messages: roles are system, user, assistant, tool, developer, and with V4 latest_reminder. A system or developer message may
-                have `tools` and a `response_format` of its own.
-            tools: offered in the first system message, as OpenAI's API has them.
-            thinking, enable_thinking: either has the model think before it answers.
+            messages: roles are system, user, assistant, tool, developer, and for V4 latest_reminder. A system or developer message may
+                have its own `tools` and `response_format`.
+            tools: in the format of OpenAI's API; described in the first system message.
+            thinking, enable_thinking: either makes the model think before it answers.
             reasoning_effort: "none" turns thinking off.
 
         Raises:
-            ChatTemplateError: messages that the format has no place for.
+            ChatTemplateError: messages that the format does not support.
         """
         thinks = bool(thinking or enable_thinking) and reasoning_effort != "none"
         try:
@@ -105,14 +105,14 @@ class PromptEncoder(ABC):
     def _parts(
         self, messages: list[Message], thinks: bool, effort: str | None, variables: Mapping[str, Any]
     ) -> list[str]:
-        """Write each message."""
+        """Return the text of each message."""
 
     def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """Write what a system message says of the functions."""
+        """Return a system message's description of the tools."""
         return self._tools.replace("SCHEMAS", "\n".join(json_text(tool["function"]) for tool in tools))
 
     def _described(self, message: Message) -> list[str]:
-        """What a system or developer message says of its tools and of the form of the answer."""
+        """Return a system or developer message's descriptions of its tools and response format."""
         parts = []
         if message.get("tools"):
             parts.append(self.describe(message["tools"]))
@@ -125,18 +125,18 @@ class PromptEncoder(ABC):
         return "\n\n".join([message.get("content") or "", *self._described(message)])
 
     def _said(self, message: Message) -> str:
-        """An assistant's content and tool calls."""
+        """Return an assistant message's content and tool calls."""
         calls = message.get("tool_calls") or ()
         return (message.get("content") or "") + (self.calls([_called(call) for call in calls]) if calls else "")
 
     def calls(self, calls: Sequence[tuple[str, Any]]) -> str:
-        """Write tool calls of (name, arguments); arguments are a mapping or its JSON."""
+        """Return tool calls as DSML. calls: (name, arguments); arguments are a mapping or its JSON."""
         invokes = [f'<{DSML}invoke name="{name}">\n{_parameters(given)}\n</{DSML}invoke>\n' for name, given in calls]
         return f"\n\n<{DSML}{self.block}>\n{''.join(invokes)}</{DSML}{self.block}>"
 
 
 class V32Encoder(PromptEncoder):
-    """DeepSeek-V3.2's prompts. Reasoning before the last user message is left out; tool results are a block of their own."""
+    """Encoder of DeepSeek-V3.2. Omits reasoning before the last user message; tool results form a separate block."""
 
     block = "function_calls"
     _tools = f"""## Tools
@@ -210,10 +210,10 @@ SCHEMAS
 
 
 class V4Encoder(PromptEncoder):
-    """DeepSeek-V4's prompts. Tool results stand in user messages, and with tools all reasoning is kept.
+    """Encoder of DeepSeek-V4. Puts tool results in user messages; with tools, keeps all reasoning.
 
     Args:
-        efforts: what the prompt begins with, by reasoning effort: `EFFORTS` or `FIRST_EFFORTS`.
+        efforts: prompt prefix by reasoning effort: `EFFORTS` or `FIRST_EFFORTS`.
     """
 
     block = "tool_calls"
@@ -287,7 +287,7 @@ You MUST strictly follow the above defined tool name and parameter schemas to in
         return [self._efforts.get(effort, "") if thinks else "", *parts]
 
     def _before_answer(self, message: Message, thinks: bool, opens: bool) -> str:
-        """What stands between a message and the answer to it: a task's token, or the beginning of the answer."""
+        """Return the text between a message and its answer: a task's token, or the start of the answer."""
         task = message.get("task")
         if task is None:
             asked = message["role"] in ("user", "developer")
@@ -298,12 +298,12 @@ You MUST strictly follow the above defined tool name and parameter schemas to in
 
 
 ENCODERS: dict[str, type[PromptEncoder]] = {"deepseek_v32": V32Encoder, "deepseek_v4": V4Encoder}
-"""By tokenizer mode, which is also the `model_type` of the models' `config.json`."""
+"""Encoders by tokenizer mode, which equals `model_type` in the models' `config.json`."""
 TOKENIZER_MODES = ("auto", "hf", *ENCODERS)
 
 
 def _with_results_in_user_messages(messages: Sequence[Message]) -> list[Message]:
-    """Merge each run of tool results and user messages into one user message with `blocks`, its results in the order of the calls."""
+    """Merge consecutive tool results and user messages into one user message with `blocks`; results follow the order of the calls."""
     merged: list[Message] = []
     order: dict[str, int] = {}
     for message in messages:
@@ -326,14 +326,14 @@ def _with_results_in_user_messages(messages: Sequence[Message]) -> list[Message]
 
 
 def _split_system(messages: Sequence[Message]) -> tuple[Message, Sequence[Message]]:
-    """Return the first message, or an empty system message where it is none, and the rest."""
+    """Return the first message if it is a system message, else an empty system message, and the rest."""
     if messages and messages[0]["role"] == "system":
         return messages[0], messages[1:]
     return {"role": "system", "content": ""}, messages
 
 
 def _last_user(messages: Sequence[Message]) -> int:
-    """Return the place of the last user or developer message; -1 where there is none."""
+    """Return the index of the last user or developer message; -1 if there is none."""
     return max(
         (place for place, message in enumerate(messages) if message["role"] in ("user", "developer")), default=-1
     )
@@ -348,7 +348,7 @@ def _called(call: Message) -> tuple[str, Any]:
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:
-    """Read a call's arguments. JSON that is no object, and what is no JSON, stands under `arguments`, as V4's own encoder has it."""
+    """Parse a call's arguments. Return other JSON and invalid JSON as text under `arguments`, like V4's own encoder."""
     try:
         parsed = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
@@ -357,7 +357,7 @@ def arguments_object(arguments: str) -> dict[str, Any]:
 
 
 def _parameters(arguments: Any) -> str:
-    """Write a call's arguments, a mapping or its JSON, as DSML parameters."""
+    """Return a call's arguments, a mapping or its JSON, as DSML parameters."""
     if isinstance(arguments, str):
         arguments = arguments_object(arguments)
     lines = []
@@ -371,5 +371,5 @@ def _parameters(arguments: Any) -> str:
 
 
 def json_text(value: Any) -> str:
-    """Write JSON as DeepSeek's prompts have it: with blanks, and characters as they are."""
+    """Return JSON in the style of DeepSeek's prompts: with spaces, and without escaping non-ASCII characters."""
     return json.dumps(value, ensure_ascii=False)

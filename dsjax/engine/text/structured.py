@@ -1,4 +1,4 @@
-"""Structured output: grammars compiled by llguidance, and followed token by token. See ``docs/sampling.md``."""
+"""Structured output: grammars compiled by llguidance and applied token by token. See ``docs/sampling.md``."""
 
 import functools
 import json
@@ -16,21 +16,21 @@ from dsjax.engine.text.json_schema import enforceable, explained
 from dsjax.engine.text.tokenizer import Tokenizer
 
 KEPT_GRAMMARS = 64
-"""Compiled grammars that are kept for the next request with the same one."""
+"""Number of compiled grammars in the cache."""
 
 COMPILE_STACK = 256 * 2**20
-"""Bytes of stack for compiling. llguidance descends once a rule, and a chain of the 7,500 rules that fit a grammar's text
-overran the usual 8 MB, which ends the process; with 64 MB none did. Only what is used is ever backed by memory."""
+"""Stack size for compiling, in bytes. llguidance recurses once per rule, and a chain of 7,500 rules, which fits in a grammar's text,
+overflowed the usual 8 MB and killed the process; 64 MB sufficed. Only the used part is backed by memory."""
 
 JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"( |\n[ \t]{0,16})?"}
-"""Between JSON's parts one blank, or a line break and an indentation: both usual ways to write it, and no way to fall into blanks."""
+"""Allow one space, or a line break and an indentation, between JSON tokens: both common styles, but no endless whitespace."""
 
 COMPACT_JSON_OPTIONS: dict[str, Any] = {"whitespace_flexible": False}
-"""No blanks between JSON's parts, for `disable_any_whitespace`."""
+"""Allow no whitespace between JSON tokens, for `disable_any_whitespace`."""
 
 
 def parser_limits() -> LLParserLimits:
-    """What a grammar may cost: by llguidance's figures some 20 ms to compile, and 5 ms a token."""
+    """Return the cost limits of a grammar: by llguidance's figures about 20 ms to compile, and 5 ms per token."""
     return LLParserLimits(
         max_items_in_row=1_000,
         initial_lexer_fuel=1_000_000,
@@ -43,7 +43,7 @@ def parser_limits() -> LLParserLimits:
 
 
 class Constraint:
-    """One completion's place in its grammar. active: it rules the next token; tokens up to ``structured_after`` are free."""
+    """A completion's state in its grammar. active: whether it constrains the next token; tokens up to ``structured_after`` are free."""
 
     def __init__(self, matcher: LLMatcher, after: int | None):
         self._matcher, self._after = matcher, after
@@ -51,14 +51,14 @@ class Constraint:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing but the end may follow."""
+        """Whether only the end may follow."""
         return self.active and self._matcher.is_stopped()
 
     def preview(self, drafts: Sequence[int], words: int) -> tuple[np.ndarray, str | None]:
-        """``[1 + usable, words]`` int32: which tokens may come next, and after each of the drafts that the grammar allows.
+        """Return ``[1 + usable, words]`` int32: the tokens allowed next, and after each draft that the grammar allows.
 
-        Bit ``t % 32`` of word ``t // 32`` stands for token t. Also the reason where the grammar cannot go on. The constraint stays where it
-        is.
+        Bit ``t % 32`` of word ``t // 32`` stands for token t. Also return the error if the grammar cannot continue. The constraint's state
+        does not change.
         """
         masks = np.full((1 + len(drafts), words), -1, np.int32)
         active, consumed, usable = self.active, 0, 0
@@ -75,7 +75,7 @@ class Constraint:
             elif masks[place, draft // 32] >> (draft % 32) & 1 and not self._matcher.is_stopped():
                 self._matcher.consume_token(draft)
                 consumed += 1
-                if self._matcher.is_stopped():  # an end: nothing comes behind it
+                if self._matcher.is_stopped():  # an end token: nothing follows
                     break
             else:
                 break
@@ -86,7 +86,7 @@ class Constraint:
         return masks[: 1 + usable], error
 
     def take(self, token_id: int) -> str | None:
-        """Follow a token; gives the reason where the grammar cannot go on."""
+        """Advance by one token. Return the error if the grammar cannot continue."""
         if not self.active:
             self.active = token_id == self._after
             return None
@@ -102,9 +102,9 @@ class Constraint:
 
 
 class GrammarCompiler:
-    """Makes constraints for one model's tokens, in any thread.
+    """Compiles constraints for one model's tokens. Thread-safe.
 
-    The table of tokens is made for the first request that wants one: with 129,280 tokens that takes about half a second.
+    The token table is built for the first request that needs it, which takes about half a second with 129,280 tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]):
@@ -114,7 +114,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def compile(self, outputs: StructuredOutputs) -> Constraint:
-        """A constraint at its beginning; a `SamplingError` where the grammar is wrong, impossible or too costly."""
+        """Return a constraint in its initial state. Raise `SamplingError` for an invalid, unsatisfiable or too costly grammar."""
         param = f"structured_outputs.{outputs.form}"
         if self._tokenizer is None or not self._eos:
             missing = "tokenizer" if self._tokenizer is None else "end-of-sequence token"
@@ -128,7 +128,7 @@ class GrammarCompiler:
         return Constraint(matcher.deep_copy(), outputs.structured_after)
 
     def _compile_in_deep_stack(self, grammar: str) -> LLMatcher:
-        with self._lock:  # the size is the process's: it holds for the threads that start until it is set back
+        with self._lock:  # the stack size is process-wide: it applies to all threads started until it is reset
             if self._tokens is None:
                 table = _TokenTable(self._tokenizer, self._vocab_size, self._eos)
                 self._tokens = LLTokenizer(TokenizerWrapper(table), eos_token=self._eos)
@@ -142,7 +142,7 @@ class GrammarCompiler:
             return compiled.result()
 
     def _compile(self, grammar: str) -> LLMatcher:
-        """A matcher at its beginning, which has made one mask: some impossible grammars show only then."""
+        """Return a matcher in its initial state. Compute one trial mask, since some unsatisfiable grammars fail only then."""
         matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=parser_limits())
         trial = matcher.deep_copy()
         if not matcher.is_error():
@@ -155,7 +155,7 @@ class GrammarCompiler:
 
 
 class _TokenTable:
-    """What llguidance reads of a tokenizer; ids that only pad the model's vocabulary stand for nothing and never match."""
+    """llguidance's view of a tokenizer. Ids that only pad the model's vocabulary have no bytes and never match."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]):
         self._tokenizer = tokenizer
@@ -167,7 +167,7 @@ class _TokenTable:
         self._special = re.compile("|".join(map(re.escape, filter(None, names))) or "(?!)")
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Tokens that spell a text. A special token spells nothing, so a text that reads like one is cut behind its first character."""
+        """Return the tokens of a text. Special tokens spell no text, so text that looks like one is split after its first character."""
         text = text.decode("utf-8") if isinstance(text, bytes) else text
         token_ids: list[int] = []
         while (special := self._special.search(text)) is not None:
@@ -178,7 +178,7 @@ class _TokenTable:
 
 
 def grammar_text(outputs: StructuredOutputs) -> str:
-    """The grammar as llguidance reads it."""
+    """Return the grammar in llguidance's format."""
     options = COMPACT_JSON_OPTIONS if outputs.disable_any_whitespace else JSON_OPTIONS
     if outputs.json is not None:
         return LLMatcher.grammar_from_json_schema(json.dumps(enforceable(json.loads(outputs.json))), overrides=options)
@@ -192,7 +192,7 @@ def grammar_text(outputs: StructuredOutputs) -> str:
 
 
 def lark_text(outputs: StructuredOutputs) -> str:
-    """The grammar in llguidance's dialect of Lark, to stand in a larger one."""
+    """Return the grammar in llguidance's Lark dialect, for embedding in a larger one."""
     text = grammar_text(outputs)
     if not text.startswith("{"):
         return text
@@ -201,7 +201,7 @@ def lark_text(outputs: StructuredOutputs) -> str:
 
 
 def _first_line(message: str) -> str:
-    """What llguidance says, in a line. Of an expression it says the reason in a later one, behind the expression itself."""
+    """Return llguidance's message in one line. For a regex, the reason follows the expression in a later line."""
     lines = message.strip().splitlines() or ["unknown reason"]
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if not (lines[0].endswith("regex parse error:") and reasons):

@@ -1,7 +1,7 @@
-"""Kimi-K2's `tiktoken.model`: byte-pair ranks in the form of the package tiktoken, read into the tokenizers library's form.
+"""Kimi-K2's `tiktoken.model`: converts tiktoken's byte-pair ranks to a tokenizer of the tokenizers library.
 
-The file has a line for each token: its bytes in base64, and its rank, which is also its id. Kimi's own code (`tokenization_kimi.py`)
-adds the pattern that cuts a text into words, and 256 special tokens behind the ranks, of which `tokenizer_config.json` names some.
+The file has one line per token: its bytes in base64, and its rank, which is also its id. Kimi's own code (`tokenization_kimi.py`)
+adds the pattern that splits text into words, and 256 special tokens after the ranks; `tokenizer_config.json` names some of them.
 """
 
 import base64
@@ -29,11 +29,11 @@ PATTERN = "|".join(
         r"\s+",
     )
 )
-"""Matches one word of a text; byte pairs are merged within a word."""
+"""Matches one word of a text. Byte pairs are merged only within a word."""
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Read tokens' bytes and ranks. Raises a ValueError for a line that has none, or ranks that are not 0, 1, 2, …"""
+    """Read the tokens' bytes and ranks. Raise ValueError for a line without them, or ranks other than 0, 1, 2, …"""
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, path.read_bytes().splitlines())}
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise ValueError(f"the {len(ranks)} ranks are not 0 to {len(ranks) - 1}, each once")
@@ -41,13 +41,13 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def read_tiktoken(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """Make a tokenizer of a `tiktoken.model` and its `tokenizer_config.json`.
+    """Return a tokenizer for a `tiktoken.model` and its `tokenizer_config.json`.
 
-    tiktoken merges the pair whose result has the lowest rank, the first of them where several have. Here every way to put a token together
-    is a merge, in the order of ranks; of one token's, the longest left part comes first.
+    tiktoken merges the pair whose result has the lowest rank; ties go to the first pair. Here each way to split a token into two becomes
+    a merge, ordered by rank and, within a token, by the longest left part first.
 
     Raises:
-        ValueError: the file is not of that form.
+        ValueError: the file has another format.
     """
     ranks = read_ranks(path)
     letters = byte_letters()
@@ -76,7 +76,7 @@ def read_tiktoken(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer
 
 
 def byte_letters() -> list[str]:
-    """GPT-2's printable stand-ins for the 256 bytes, as byte-level BPE writes its vocabulary."""
+    """Return GPT-2's printable characters for the 256 bytes, as in byte-level BPE vocabularies."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""`DiskTier`: which pages lie on the disk, and when the disk is left alone. docs/cache-tiers.md has the design."""
+"""`DiskTier`: tracks the pages on the disk, and pauses access after failures. docs/cache-tiers.md has the design."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -8,14 +8,14 @@ from dsjax.engine.contract.backoff import Backoff
 from dsjax.engine.tiers.page_tiers import NOWHERE, SegmentedLru
 
 MOST_WRITING = 256
-"""Pages on their way to the disk. What leaves the device while there are so many is not written: a slow disk must not fill the memory."""
+"""Maximum pages being written to the disk. Further evicted pages are not written, so that a slow disk cannot fill the memory."""
 
 
 class DiskCounts(NamedTuple):
-    """What the disk has done for all ranks, and holds. For the first five see `TierCounts`.
+    """Counters and sizes of the disk tier, over all ranks. For the first five see `TierCounts`.
 
-    writing: pages on their way there. not_written: pages that were lost because too many were, or the disk was left alone. failed_reads,
-    failed_writes: pages. late: requests that went on without pages that were too long in coming. page_bytes: of one page there.
+    writing: pages being written. not_written: pages dropped because too many were being written or writes were paused. failed_reads,
+    failed_writes: pages. late: requests that continued without pages that took too long. page_bytes: size of one page on the disk.
     """
 
     used_pages: int = 0
@@ -32,13 +32,13 @@ class DiskCounts(NamedTuple):
 
 
 class DiskTier:
-    """The names of the pages on the disk, which all ranks share, and of those on their way there.
+    """Names of the pages on the disk, shared by all ranks, and of the pages being written.
 
-    The executor's reports come in with `written`, `read_failed` and `listed`; what is to be deleted is taken out with `take_dropped`.
+    The executor reports through `written`, `read_failed` and `listed`; `take_dropped` returns the pages to delete.
 
     Attributes:
-        reads_pause: whether no page is found now, as the disk was too slow. writes_pause: whether none is written, as that failed.
-        on_gone: is told the names of pages that can be found no more.
+        reads_pause: whether lookups miss because the disk was too slow. writes_pause: whether writes are paused after a failure.
+        on_gone: called with the names of removed pages.
     """
 
     def __init__(self, num_pages: int, page_bytes: int = 0):
@@ -60,16 +60,16 @@ class DiskTier:
         return name in self._names and not self.reads_pause
 
     def counts(self) -> DiskCounts:
-        """Count what it has done, and holds."""
+        """Return the counters and sizes."""
         now = {"used_pages": len(self._names), "usable_pages": self.num_pages, "page_bytes": self.page_bytes}
         return DiskCounts(**now, **self._counts, writing=len(self._writing))
 
     def begin_step(self, now: float) -> None:
-        """Take the time of the step that is planned next."""
+        """Update the pauses for the step planned at time `now`."""
         self.reads_pause, self.writes_pause = self._reads.holds(now), self._writes.holds(now)
 
     def listed(self, names: Iterable[bytes]) -> None:
-        """Take in the pages that an earlier run has left, least recently used first. Nothing is written before they are known."""
+        """Add the pages of an earlier run, least recently used first. Nothing is written before this call."""
         self._is_listed = True
         for name in names:
             if name not in self._names and name not in self._writing:
@@ -77,7 +77,7 @@ class DiskTier:
         self._make_room(0)
 
     def write(self, name: bytes) -> int:
-        """Begin to write a page that leaves the device, and give the writing's number; −1 where it is not to be written."""
+        """Start writing an evicted page, and return the number of the write; −1 if the page is not to be written."""
         if name in self._names or name in self._writing:
             return NOWHERE
         if not self._is_listed or self.writes_pause or len(self._writing) >= MOST_WRITING or not self._make_room(1):
@@ -91,15 +91,15 @@ class DiskTier:
 
     @property
     def writable(self) -> int:
-        """How many further pages may be on their way there now."""
+        """Number of further pages that may be written now."""
         return MOST_WRITING - len(self._writing) if self._is_listed and not self.writes_pause else 0
 
     def has(self, name: bytes) -> bool:
-        """Whether a page is there, whether or not it can be read now, or on its way there."""
+        """Whether a page is on the disk, even if reads are paused, or being written."""
         return name in self._names or name in self._writing
 
     def written(self, number: int, ok: bool, now: float) -> bytes | None:
-        """End a writing, and give the page's name unless it was forgotten meanwhile. It can be found from now on if all went well."""
+        """Finish a write, and return the page's name unless it was forgotten meanwhile. If `ok`, the page can be found from now on."""
         name = self._by_number.pop(number, None)
         if not ok:
             self._counts["failed_writes"] += 1
@@ -115,25 +115,25 @@ class DiskTier:
         return name
 
     def fetch(self, name: bytes) -> None:
-        """Protect a page that came from the disk and goes to a device."""
+        """Count a page read from the disk for a device, and move it to the LRU's protected segment."""
         self._counts["fetched"] += 1
         self._reads.end()
         if name in self._names:
             self._names.ask(name)
 
     def read_failed(self, name: bytes) -> None:
-        """Give up a page that could not be read."""
+        """Remove a page that could not be read."""
         self._counts["failed_reads"] += 1
-        if name in self._names:  # it may be on its way there again
+        if name in self._names:  # otherwise another write may be in progress
             self.forget([name])
 
     def late(self, now: float) -> None:
-        """Leave the disk alone for a while, since a request has waited too long for its pages."""
+        """Pause reads for a while, since a request has waited too long for its pages."""
         self._counts["late"] += 1
         self._reads.begin(now)
 
     def forget(self, names: Iterable[bytes]) -> None:
-        """Let pages be found no more, and delete them; one that is on its way is deleted when it has been written."""
+        """Remove and delete pages. A page being written is deleted after the write."""
         gone = [name for name in names if self.has(name)]
         for name in gone:
             if name in self._writing:
@@ -145,28 +145,28 @@ class DiskTier:
             self.on_gone(gone)
 
     def invalidate(self) -> None:
-        """Forget what is on its way."""
+        """Forget the pages being written."""
         self.forget(list(self._writing))
 
     def drop_again(self, flushed: bool, names: Iterable[bytes]) -> None:
-        """Delete once more what `take_dropped` gave, which may not have been deleted."""
+        """Queue the pages of an earlier `take_dropped` for deletion again, since they may not have been deleted."""
         self._flushed |= flushed
         self._dropped += names
 
     def flush(self) -> None:
-        """Forget every page, and delete them all."""
+        """Forget and delete all pages."""
         self._names = SegmentedLru(self.num_pages)
         self._writing, self._by_number, self._dropped = {}, {}, []
         self._flushed = True
 
     def take_dropped(self) -> tuple[bool, list[bytes]]:
-        """Whether every page is to be deleted, and then which further ones. Each is told of once."""
+        """Return and clear the deletions: whether to delete all pages, and then the names of further ones."""
         dropped, self._dropped = self._dropped, []
         flushed, self._flushed = self._flushed, False
         return flushed, dropped
 
     def _make_room(self, count: int) -> bool:
-        """Evict until `count` more pages have room; False where what is on its way takes all of it."""
+        """Evict until `count` more pages fit. Return False if pages being written occupy the space."""
         while len(self._names) + len(self._writing) + count > self.num_pages:
             if not self._names:
                 return False
