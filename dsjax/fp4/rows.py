@@ -1,8 +1,8 @@
-"""Rows in NVFP4 times matrices in NVFP4 (W4A4): Blackwell's FP4 product where XLA has it, and elsewhere the same arithmetic in float32.
+"""W4A4: NVFP4 rows times NVFP4 matrices, with Blackwell's FP4 matmul where XLA has it, otherwise with the same arithmetic in float32.
 
-A row is quantised as NVFP4 quantises a tensor (docs/fp4.md): a float32 scale of its own, largest magnitude ÷ (6 × 448), an e4m3 scale for
-each 16 values, and e2m1 values. On CUDA devices ``jax.nn.scaled_matmul`` becomes a call of cuDNN on Blackwell (compute capability 10), and
-on others XLA widens for it. It wants the depth innermost in both operands, so that the bytes of a matrix are turned around first.
+Each row is quantised like an NVFP4 tensor (docs/fp4.md): one float32 scale, amax ÷ (6 × 448), an e4m3 scale per 16 values, and e2m1
+values. On CUDA, ``jax.nn.scaled_matmul`` becomes a cuDNN call on Blackwell (compute capability 10); on other GPUs XLA widens its operands.
+It needs the contracting dimension innermost in both operands, so the bytes of a matrix are transposed first.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _LEAST_E4M3 = 2.0**-9
 
 
 class NVFP4Rows(NamedTuple):
-    """Rows as e2m1 values (dtype float4_e2m1fn), e4m3 scales of 16 values each, and a float32 scale of each row."""
+    """Rows as e2m1 values (dtype float4_e2m1fn), an e4m3 scale per 16 values and a float32 scale per row."""
 
     values: Float[Array, "*n K"]
     scales: Float[Array, "*n B"]
     whole: Float[Array, "*n 1"]
 
     def in_float32(self) -> Float[Array, "*n K"]:
-        """``e2m1 × e4m3``, exact, without the scale of the row."""
+        """Return ``e2m1 × e4m3``, exact, without the row scale."""
         return self.values.astype(jnp.float32) * jnp.repeat(self.scales.astype(jnp.float32), NVFP4.block, axis=-1)
 
 
 def quantise(x: Float[Array, "*n K"]) -> NVFP4Rows:
-    """Rows in NVFP4, each with a scale of its own, so that no row depends on another. K is whole blocks of 16.
+    """Quantise rows to NVFP4, each with its own float32 scale, so rows are independent. K is a multiple of 16.
 
-    A number that is not finite leaves a scale of its row that is none.
+    A non-finite number makes a scale of its row NaN.
     """
     x = x.astype(jnp.float32)
     blocks = x.reshape(*x.shape[:-1], -1, NVFP4.block)
     largest = jnp.max(jnp.abs(blocks), axis=-1)
-    # XLA divides by a constant so.
+    # Multiply by the reciprocal, as XLA does for division by a constant.
     whole = jnp.max(largest, axis=-1, keepdims=True) * np.float32(1 / (LARGEST * E4M3_LARGEST))
     whole = jnp.where(whole == 0, 1.0, whole)
     scales = jnp.clip(largest * np.float32(1 / LARGEST) / whole, _LEAST_E4M3, E4M3_LARGEST).astype(_E4M3)
@@ -53,9 +53,9 @@ def quantise(x: Float[Array, "*n K"]) -> NVFP4Rows:
 
 
 def nearest_e2m1(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """The e2m1 numbers nearest to numbers within ±6, in their dtype; of two equally near the one whose fraction is even.
+    """Round numbers within ±6 to the nearest e2m1 number, ties to even, in the dtype of `x`.
 
-    XLA's own conversion on CPUs goes by float16 with some of its code generators, which rounds a few numbers in a thousand twice.
+    XLA's own conversion on CPUs goes through float16 in some code generators, which double-rounds a few numbers in a thousand.
     """
     size = jnp.abs(x)
     step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
@@ -63,7 +63,7 @@ def nearest_e2m1(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
 
 
 def round_trip(x: Float[Array, "*n K"]) -> Float[Array, "*n K"]:
-    """What NVFP4 keeps of rows, as float32 numbers: ``(e2m1 × e4m3) × scale of the row``, rounded once."""
+    """Quantise rows to NVFP4 and back to float32: ``(e2m1 × e4m3) × row scale``, rounded once."""
     rows = quantise(x)
     return rows.in_float32() * rows.whole
 
@@ -71,9 +71,9 @@ def round_trip(x: Float[Array, "*n K"]) -> Float[Array, "*n K"]:
 def product(
     x: Float[Array, "X C K"], packed: UInt8[Array, "X K/2 *m"], scales: Array, whole: Float[Array, "X ..."]
 ) -> Float[Array, "X C *m"]:
-    """``x · matrix`` for each of X in float32, with rows quantised to NVFP4; the arrays of the matrices as ``decode`` has them.
+    """Return ``x · matrix`` for each of X in float32, with rows quantised to NVFP4. The matrix arrays have the layout of ``decode``.
 
-    scales: e4m3 ``[X, K/16, *m]``; whole: one value for each matrix, ``[X, 2, 1]`` where gate and up stand side by side, else ``[X, 1]``.
+    scales: e4m3 ``[X, K/16, *m]``. whole: one value per matrix, ``[X, 2, 1]`` if gate and up are side by side, else ``[X, 1]``.
     """
     rows, (X, K), columns = quantise(x), (len(packed), x.shape[-1]), packed.shape[2:]
     N = math.prod(columns)

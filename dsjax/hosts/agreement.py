@@ -1,4 +1,4 @@
-"""`Agreement`: what all processes of a generation say to each other's questions, which process 0 gathers."""
+"""`Agreement`: all-gather of plain values over the processes of a mesh epoch (`generation`), through process 0."""
 
 import itertools
 from collections import defaultdict
@@ -18,7 +18,7 @@ _SERVICE = "gather"
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
-    """What a process says to the `number`-th question of a name in a generation: a plain value, or why it cannot go on."""
+    """One process's contribution to the `number`-th all-gather named `stage` in a mesh epoch: a plain value, or why it cannot continue."""
 
     generation: int
     stage: str
@@ -28,7 +28,7 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Gather:
-    """What was said to a question so far, and who waits for all of it."""
+    """Contributions to one all-gather so far, and the callbacks that wait for the result."""
 
     def __init__(self):
         self.said: dict[int, Any] = {}
@@ -47,9 +47,9 @@ class _Gather:
 
 
 class Agreement:
-    """Questions of one process to all that are in its generation. Each process asks the same ones in the same order.
+    """All-gathers over the processes of a mesh epoch. Each process calls the same ones in the same order.
 
-    leader: the connection to process 0; None: this is process 0. member_of: there, gives the member that has connected.
+    leader: the connection to process 0; None in process 0. member_of: in process 0, maps a peer to its member.
     """
 
     def __init__(
@@ -66,30 +66,30 @@ class Agreement:
             endpoint.serve(_SERVICE, self._hear, roles=("member",), kind=Said)
 
     def begin(self) -> None:
-        """A generation has begun: whoever waits for an answer of the one before gives up, and questions are new."""
+        """Begin a mesh epoch: fail the pending all-gathers of the previous one and restart the numbering."""
         with self._membership.changed:
             self._numbers.clear()
             gathers, self._gathers = self._gathers, defaultdict(_Gather)
         self._fail(gathers.values(), "another generation has begun")
 
     def lose(self, error: GroupError) -> None:
-        """A member of the generation is gone: nothing that is asked in it has an answer any more."""
+        """Fail all pending all-gathers of the mesh epoch because a member is gone."""
         with self._membership.changed:
             gathers = list(self._gathers.values())
         self._fail(gathers, str(error))
 
     def tell(self, stage: str, value: Any = None, error: str | None = None) -> Future[list[Any]]:
-        """Say a plain value, or why this process cannot go on. The result is what all say."""
+        """Contribute a plain value, or why this process cannot continue. The future's result is everyone's values."""
         said = Said(self._membership.generation, stage, next(self._numbers[stage]), value, error)
         if self._leader is not None:
             return self._leader.request(_SERVICE, said, kind=list[Any])
         answer: Future[list[Any]] = Future()
-        said = msgspec.msgpack.decode(msgspec.msgpack.encode(said), type=Said)  # as the others' come
+        said = msgspec.msgpack.decode(msgspec.msgpack.encode(said), type=Said)  # like values that arrive by message
         self._enter(0, said, answer.set_result, lambda reason: answer.set_exception(RefusedError(reason)))
         return answer
 
     def ask(self, stage: str, value: Any = None) -> list[Any]:
-        """Tell all present processes a plain value; give everybody's, by id; a `GroupError` where somebody is gone or cannot go on."""
+        """All-gather a plain value. Return the values by process id; raise `GroupError` if a process is gone or cannot continue."""
         try:
             return self.tell(stage, value).result()
         except RefusedError as error:
@@ -98,10 +98,10 @@ class Agreement:
             raise GroupError(gone(self._membership.members[0])) from error
 
     def run(self, stage: str, act: Callable[[], Result]) -> Result:
-        """Do something that all present processes do. Return its result when all have done it.
+        """Call `act`, as all present processes do. Return its result when all have finished.
 
         Raises:
-            GroupError: it failed in another process, or a process is gone. Others: those of `act`, which the others are told.
+            GroupError: it failed in another process, or a process is gone. Others: errors of `act`, also reported to the other processes.
         """
         try:
             result = act()
@@ -112,7 +112,7 @@ class Agreement:
         return result
 
     def alike(self, stage: str, what: str, value: Any) -> None:
-        """Make sure that all have the same value of `what`; a `GroupError` where one has another."""
+        """Check that all processes have the same value of `what`; raise `GroupError` if one differs."""
         values = self.ask(stage, value)
         for member, members_value in zip(self._membership.present, values, strict=True):
             if members_value != values[0]:

@@ -1,6 +1,6 @@
-"""JAX's coordination service: starting and joining it, and what happens when it is gone.
+"""JAX's coordination service: start, join and leave it, and handle its loss.
 
-Nothing here may start a backend: `join` must come before JAX sees a device.
+Nothing here may start a backend, because `join` must run before JAX sees a device.
 """
 
 import atexit
@@ -28,27 +28,27 @@ _asking = threading.Lock()
 
 
 def start_service(options: HostOptions) -> tuple[Any, str]:
-    """Start the service in process 0, before anybody is told where it is; give it, and `HOST:PORT`."""
+    """Start the service in process 0, before its address is announced. Return the service and `HOST:PORT`."""
     _configure()
     for attempt in range(_TRIES):
         with socket.socket(socket.AF_INET6 if ":" in options.address else socket.AF_INET) as held:
-            # gRPC shares its port with whoever asks for that. While this socket has the port, nobody else is given it.
+            # gRPC sets SO_REUSEPORT and can share this port. While this socket is bound to it, the kernel assigns it to no other process.
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             held.bind((options.address, 0))
             address = join_address(options.address, held.getsockname()[1])
             try:
                 return start_coordination_service(address, options.num_processes, options.heartbeat_timeout), address
-            except jax.errors.JaxRuntimeError:  # something else took the port
+            except jax.errors.JaxRuntimeError:  # another process took the port
                 if attempt == _TRIES - 1:
                     raise
     raise AssertionError
 
 
 def join(options: HostOptions, service_address: str, collectives: Collectives, service: Any = None) -> None:
-    """Join this process to the others, which must all be joining now; or to a formed group, under the id of a process that is gone.
+    """Join the group while all other processes join too, or join a formed group under the id of a process that is gone.
 
-    Process 0's death alone ends this one (`jax_enable_recoverability`). service: that process 0 has started. collectives: learns where gloo
-    listens, once JAX sees its devices.
+    Only the death of process 0 ends this process (`jax_enable_recoverability`). service: the one that process 0 started. collectives:
+    records gloo's listening address once JAX sees its devices.
     """
     _configure()
     host, port = options.coordinator[0], split_address(service_address)[1]
@@ -62,23 +62,23 @@ def join(options: HostOptions, service_address: str, collectives: Collectives, s
             shutdown_timeout_seconds=options.heartbeat_timeout,
             coordinator_bind_address=join_address(options.address, port),
         )
-    # By itself gloo listens at what the host's name resolves to, on many machines the loopback interface.
+    # By default gloo listens on the address that the hostname resolves to, which on many machines is the loopback interface.
     make_cpu_clients_with(lambda: collectives.made_by(lambda: make_gloo_collectives(options.address or None)))
 
 
 def _configure() -> None:
     jax.config.update("jax_enable_recoverability", True)
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which the server drains on
+    jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM, on which the server drains
     jax.config.update("jax_check_proxy_envs", False)
 
 
 def wait_until_forgotten(process_id: int) -> None:
-    """Wait, in process 0, until the service has forgotten a process that is gone: then another one may join under its id.
+    """Wait in process 0 until the service has forgotten a process that is gone, so that another one can join under its id.
 
-    It returns when each of these processes has asked, or has given no sign of life within the heartbeat's timeout.
+    The call returns when each of the two processes has made the same call or has sent no heartbeat within the timeout.
 
     Raises:
-        ConnectionError: there is no service any more.
+        ConnectionError: the service is gone.
     """
     with _asking:
         client = distributed_state().client
@@ -91,7 +91,7 @@ def wait_until_forgotten(process_id: int) -> None:
 
 
 def leave() -> None:
-    """Leave the service: process 0 when the others have, for the service ends with it."""
+    """Leave the service. Process 0 must leave last, because the service ends with it."""
     state = distributed_state()
     client, service = state.client, state.service
     state.client = state.service = None
@@ -102,10 +102,10 @@ def leave() -> None:
 
 
 def delay_aborts() -> None:
-    """Have an abort wait for six seconds, in which this process says why it ends.
+    """Delay aborts by six seconds, so that this process can log why it ends.
 
-    JAX's client aborts the process in the moment in which the service is gone. The handler is libc's `sleep`, which a handler may call, and
-    whose argument is the signal's number. When Python itself is ending, an abort ends the process at once.
+    JAX's client aborts the process as soon as the service is gone. The signal handler is libc's `sleep`, which is async-signal-safe; its
+    argument is the signal's number, 6. During Python's own shutdown an abort ends the process at once.
     """
     library = ctypes.CDLL(None)
     signal = library.signal

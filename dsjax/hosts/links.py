@@ -1,11 +1,11 @@
-"""Whether the processes of a group reach each other, and which of them to go on without where two do not.
+"""Check which processes of a group can reach each other, and choose which to exclude if two cannot.
 
-Heartbeats go to process 0 alone, so a link that is cut between two others shows only in a collective that never ends. So all look at all
-at the start, a process looks before it comes back, and all look when a collective has failed although every process lives. A process is
-reached when its endpoint answers a `ping`: one that hangs accepts a connection, and says nothing.
+Heartbeats go to process 0 only, so a broken link between two other processes shows only as a collective that never ends. Therefore all
+processes check each other at the start, a process checks before it rejoins, and all check when a collective fails although every process is
+alive. A process is reachable if its endpoint answers a `ping`; a hung process accepts connections but does not answer.
 
-For `/metrics` each process also keeps a control connection to every other one, and pings over it every few seconds; the kernel counts round
-trip and retransmitted segments. `dsjax bench network` measures bandwidth.
+For `/metrics` each process also keeps a control connection to every other one and pings over it every few seconds; the kernel measures
+round trips and counts retransmitted segments. `dsjax bench network` measures bandwidth.
 """
 
 import contextlib
@@ -30,17 +30,17 @@ from dsjax.messaging.endpoint import PING
 
 _SERVICE = "look"
 SECONDS = 3.0
-"""In which a process must have answered. TCP sends the first packet of a connection again after 1 s; a link that loses two is none."""
+"""Ping timeout in seconds. TCP retransmits a connection's first packet after 1 s; a link that loses two counts as broken."""
 _GRACE_SECONDS = 5.0
 _MOST_AT_ONCE = 64
 _PROBES, _PROBE_SECONDS = 5, 1.0
-"""Pings of a probe, and the seconds in which each must be answered. TCP sends a lost packet again after 0.2 s."""
+"""Pings per probe, and the timeout of each in seconds. TCP retransmits a lost packet after 0.2 s."""
 _RTT, _RETRANSMITTED, _SEGMENTS = 68, 100, 136
-"""Where `struct tcp_info` of Linux has the smoothed round trip in microseconds, and how many segments were sent again and in all."""
+"""Offsets in Linux's `struct tcp_info`: smoothed round trip in microseconds, segments retransmitted, segments sent."""
 
 
 class Look(msgspec.Struct, frozen=True, array_like=True):
-    """Process 0's question. broken: the generation whose collectives nobody waits in any more. members: to be looked at."""
+    """Request of process 0. broken: mesh epoch whose collectives are abandoned. members: processes to ping."""
 
     broken: int
     members: list[JoinRequest]
@@ -48,13 +48,13 @@ class Look(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass
 class LinkState:
-    """What is known of a link to another process. None: nothing yet, or this system does not tell.
+    """State of a link to another process. None: not measured yet, or not available on this system.
 
     Attributes:
         round_trip: seconds between a packet and its acknowledgement, smoothed by the kernel.
-        answer: seconds until the other process answered, the shortest of the last probe's pings. It includes the Python of both sides.
-        probes: how often the link was probed. unanswered: probes without an answer.
-        segments, retransmitted: TCP segments sent, and those of them sent again; their quotient is the share of packets that were lost.
+        answer: shortest ping time of the last probe, in seconds, including Python overhead on both sides.
+        probes: number of probes of the link. unanswered: probes without an answer.
+        segments, retransmitted: TCP segments sent and retransmitted; retransmitted ÷ segments is the packet loss rate.
     """
 
     round_trip: float | None = None
@@ -68,9 +68,9 @@ class LinkState:
 class Links:
     """Which peers a process can reach. Process 0 also decides which peers to exclude (`left_out`, see `Announcement`).
 
-    cut: ends the collectives of a generation. peer_of: gives process 0's connection to a member.
+    cut: ends the collectives of a mesh epoch. peer_of: returns process 0's connection to a member.
 
-    states: what is known of each watched link, by process id.
+    states: state of each watched link, by process id.
     """
 
     def __init__(
@@ -83,16 +83,16 @@ class Links:
         self._membership, self._endpoint, self._cut, self._peer_of = membership, endpoint, cut, peer_of
         self.left_out: dict[int, tuple[int, str]] = {}
         self.states: dict[int, LinkState] = {}
-        # The connection to each watched process, and how many segments it had sent, and sent again, at the last probe.
+        # Per watched process: the connection, and the segments sent and retransmitted on it at the last probe.
         self._watched: dict[JoinRequest, tuple[Peer, int, int]] = {}
         self._closed = threading.Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dsjax-links")
         endpoint.serve(_SERVICE, self._answer, roles=("listener",), kind=Look)
 
     def look(self, broken: int) -> tuple[GroupError | None, bool]:
-        """Process 0's: ask everybody whom they cannot reach, and leave out whom it takes. Give why, and whether all have answered.
+        """In process 0: ask all processes which peers they cannot reach; exclude as many as needed. Return why, and whether all answered.
 
-        broken: the generation in whose collectives nobody waits any more.
+        broken: mesh epoch whose collectives are abandoned.
         """
         asked = self._membership.live
         question = Look(broken, list(asked))
@@ -102,7 +102,7 @@ class Links:
         for process_id, reply in replies.items():
             with contextlib.suppress(TimeoutError, PeerLostError, RefusedError, RuntimeError):
                 cut[process_id] = reply.result(max(0.0, deadline - time.monotonic()))
-        # Whoever has said nothing may only hang; whether it is gone is for heartbeats to say.
+        # A process that has not answered may only hang; heartbeats decide whether it is gone.
         cut = {one: [other for other in others if other in cut] for one, others in cut.items()}
         error = None
         for process_id in left_out(cut):
@@ -110,12 +110,12 @@ class Links:
         return error, len(cut) == len(asked)
 
     def why_left_out(self, news: Announcement) -> str | None:
-        """Why this process is gone on without; None: it is not."""
+        """Return why this process is excluded, or None if it is not."""
         pid, reason = news.left_out.get(self._membership.me.process_id, (0, ""))
         return reason if pid == os.getpid() else None
 
     def check(self, process_ids: Sequence[int]) -> None:
-        """Make sure that this process reaches these; a `GroupError` where it does not."""
+        """Raise `GroupError` if this process cannot reach one of these processes."""
         asked = [member for member in self._membership.members if member.process_id in process_ids]
         missing = set(self.unreached(asked))
         if missing:
@@ -126,7 +126,7 @@ class Links:
             )
 
     def unreached(self, members: Iterable[JoinRequest], seconds: float = SECONDS) -> list[int]:
-        """Return the ids of the other members that do not answer a ping within so many seconds. All are asked at once."""
+        """Return the ids of the other members that do not answer a ping within `seconds`. All are pinged in parallel."""
         asked = [member for member in members if member.process_id != self._membership.me.process_id]
         if not asked:
             return []
@@ -194,7 +194,7 @@ class Links:
             watched[0].close()
 
     def _answer(self, request: Request) -> None:
-        """Answer process 0."""
+        """End the broken collectives, ping the members and reply to process 0."""
         look: Look = request.body
         with contained("messaging", "A collective that has broken is waited for until its own limit."):
             self._cut(look.broken)
@@ -220,10 +220,10 @@ def _answer_seconds(peer: Peer) -> float:
 
 
 def left_out(cut: Mapping[int, Collection[int]]) -> list[int]:
-    """The processes to go on without, so that all that are left reach each other: few, and never process 0.
+    """Return a small set of processes to exclude so that all remaining ones reach each other. Never excludes process 0.
 
-    It is the one with most cut links, of several the one with the highest id, again and again. cut: of each process those that it does not
-    reach. A link that is cut in one direction is cut.
+    Greedily picks the process with the most broken links; on a tie, the one with the highest id. cut: for each process, the processes
+    that it cannot reach. A link that fails in one direction counts as broken.
     """
     pairs = {frozenset((one, other)) for one, others in cut.items() for other in others}
     least_reached = []

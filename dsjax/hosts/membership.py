@@ -1,4 +1,4 @@
-"""`Membership`: who is in a group, as this process knows it: members, the mesh epoch of now, who is lost, who leaves. No sockets."""
+"""`Membership`: this process's view of the group: members, current mesh epoch, lost and leaving processes. No sockets."""
 
 import threading
 from collections.abc import Sequence
@@ -8,21 +8,21 @@ from dsjax.hosts.wire import JoinRequest
 
 
 class GroupError(UserError):
-    """The group cannot be formed, or has broken."""
+    """The group cannot be formed or has failed."""
 
 
 class Membership:
-    """Any thread may use it.
+    """Members of the group and their states. Thread-safe.
 
     own: id of this process. members: all processes of the group.
 
     Attributes:
-        members: all processes, in the order of their ids, as they came last. present: those of the generation of now.
-        generation: number of the mesh epoch of now.
-        lost: members that are gone, with what is said of them. live_ids: ids of those that can be in the next generation.
-        changed: the lock around all this, notified when some of it changes.
-        excused: members that have asked to leave, and that no further generation counts on.
-        needs_all: whether nobody is spared any more, because the group ends when what runs is done.
+        members: all processes by id, each in its latest incarnation. present: members of the current mesh epoch.
+        generation: number of the current mesh epoch.
+        lost: errors of the members that are gone, by id. live_ids: ids of members that can join the next mesh epoch.
+        changed: condition that guards this state; notified on changes.
+        excused: members that asked to leave and will be in no further mesh epoch.
+        needs_all: whether no member may leave any more, because the group ends after the running work.
         leaving: whether this process is leaving.
     """
 
@@ -39,7 +39,7 @@ class Membership:
 
     @property
     def me(self) -> JoinRequest:
-        """This process, as the others know it."""
+        """This process's own member."""
         return self.member(self._own)
 
     @property
@@ -49,12 +49,12 @@ class Membership:
 
     @property
     def is_present(self) -> bool:
-        """Whether this process has a part in the generation of now."""
+        """Whether this process is in the current mesh epoch."""
         return any(member.process_id == self._own for member in self.present)
 
     @property
     def live(self) -> list[JoinRequest]:
-        """The members that can be in the next generation; outside process 0, as process 0 has said last."""
+        """Members that can join the next mesh epoch; outside process 0, as process 0 last announced."""
         told = self._told_live
         return [
             member
@@ -66,33 +66,33 @@ class Membership:
 
     @property
     def live_ids(self) -> list[int]:
-        """The ids of `live`."""
+        """IDs of `live`."""
         return [member.process_id for member in self.live]
 
     @property
     def leavers(self) -> bool:
-        """Whether a process has asked to leave, and was not decided on."""
+        """Whether a request to leave is undecided."""
         return bool(self._asked_to_leave)
 
     def member(self, process_id: int) -> JoinRequest:
-        """The member with an id."""
+        """Return the member with this id."""
         return next(member for member in self.members if member.process_id == process_id)
 
     def loss_of(self, member: JoinRequest) -> GroupError | None:
-        """Why a member is gone; None: it is not known to be. Another one may have its id by now."""
+        """Return why a member is gone, or None if it is not known to be. A replaced member counts as gone."""
         with self.changed:
             error = self.lost.get(member.process_id)
             return error or (None if member in self.members else GroupError(gone(member)))
 
     def check(self, failure: BaseException | None = None) -> None:
-        """Raise the `GroupError` of a member of this generation that is gone, from `failure`."""
+        """Raise the `GroupError` of the first lost member of this mesh epoch, with `failure` as its cause."""
         for member in self.present:
             error = self.loss_of(member)
             if error is not None:
                 raise error from failure
 
     def enter(self, number: int, process_ids: Sequence[int], live_ids: Sequence[int] | None = None) -> None:
-        """Be in a generation of these processes. live_ids: in all but process 0, who can be in the next one."""
+        """Enter a mesh epoch of these processes. live_ids: ids that can join the next one; not given in process 0."""
         with self.changed:
             self.generation = number
             self.present = [member for member in self.members if member.process_id in process_ids]
@@ -100,7 +100,7 @@ class Membership:
             self.changed.notify_all()
 
     def lose(self, member: JoinRequest, error: GroupError | None = None) -> GroupError | None:
-        """Enter that a member is gone; None: that is known, or another process has its id by now."""
+        """Record that a member is gone. Return its error, or None if that is already known or the member was replaced."""
         with self.changed:
             if member.process_id in self.lost or member not in self.members:
                 return None
@@ -110,7 +110,7 @@ class Membership:
             return error
 
     def replace(self, member: JoinRequest) -> None:
-        """Count on a process that has come back in the place of the one that had its id."""
+        """Replace the member with this id by a process that has rejoined."""
         with self.changed:
             self.members = [member if each.process_id == member.process_id else each for each in self.members]
             self.lost.pop(member.process_id, None)
@@ -118,31 +118,31 @@ class Membership:
             self.changed.notify_all()
 
     def take_ended(self) -> set[int]:
-        """The ids of processes that have gone or leave since this was asked last."""
+        """Return the ids of processes lost or excused since the last call."""
         with self.changed:
             ended, self._ended = self._ended, set()
         return ended
 
     def ask_to_leave(self, member: JoinRequest) -> None:
-        """Enter that a member wants to leave; `take_leavers`, and then `excuse` or a refusal, follow."""
+        """Record a member's request to leave; `take_leavers` returns it, then `excuse` or a refusal decides it."""
         with self.changed:
             self._asked_to_leave.append(member)
 
     def take_leavers(self) -> list[JoinRequest]:
-        """Take those that have asked to leave, each once."""
+        """Return the members with new requests to leave, each once."""
         with self.changed:
             leavers, self._asked_to_leave = self._asked_to_leave, []
         return leavers
 
     def excuse(self, member: JoinRequest) -> None:
-        """Count on a member no more. It goes when a generation without it has begun."""
+        """Drop a member from further mesh epochs. It exits when an epoch without it has begun."""
         with self.changed:
             self.excused.add(member)
             self._ended.add(member.process_id)
 
 
 def gone(member: JoinRequest) -> str:
-    """What is said of a member that died or hangs."""
+    """Return the error message for a member that died or hangs."""
     if member.process_id == 0:
         return f"{member.name} has gone away, and with it the group; start all processes again"
     return f"{member.name} has gone away; its own messages say why"

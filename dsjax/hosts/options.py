@@ -1,4 +1,4 @@
-"""Which process of a group this is, and where the others are: `GroupOptions` are what a user says of it, `HostOptions` what comes of it."""
+"""This process's place in a group: `GroupOptions` are the user's options, `HostOptions` the resolved ones."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from dsjax.options import Checked, Group, advanced, option
 _log = logging.getLogger(__name__)
 
 COORDINATOR_PORT = 8476
-"""Port of the coordinator where only its host is known, as from LeaderWorkerSet."""
+"""Port of the coordinator if only its host is known, as with LeaderWorkerSet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions(Checked):
     """Many hosts: the same command on each.
 
-    `HostOptions.find` looks elsewhere for those that are None.
+    `HostOptions.find` detects the options that are None.
     """
 
     coordinator_address: str | None = option(
@@ -50,7 +50,7 @@ class GroupOptions(Checked):
     )
 
     def credentials(self, *hosts: str) -> Credentials:
-        """Read the credentials of a process that listens at these hosts or connects to them; errors: see `read_credentials`."""
+        """Read the credentials for listening on or connecting to these hosts. For errors see `read_credentials`."""
         return read_credentials(self.cluster_key_file, *hosts, encrypt_bulk=self.encrypt_bulk)
 
 
@@ -59,11 +59,11 @@ class HostOptions:
     """A process's place in its group. Times are in seconds.
 
     Attributes:
-        coordinator: host name or address, and port, at which process 0 is reached.
-        address: of this host, an IP address where this process listens. Empty: the coordinator's name is not known yet.
-        start_timeout: in which all processes must have come. heartbeat_timeout: after which a silent process counts as lost.
-        link_monitor_interval: between two probes of the links to the other processes; 0: none are probed.
-        credentials: of the deployment; default: those of this user, for the loopback interface.
+        coordinator: host name or address, and port, of process 0.
+        address: IP address of this host on which this process listens; empty until the coordinator's name resolves.
+        start_timeout: for all processes to join. heartbeat_timeout: after which a silent process counts as lost.
+        link_monitor_interval: between two probes of the links to the other processes; 0: no probes.
+        credentials: of the deployment; default: this user's, for the loopback interface only.
     """
 
     coordinator: tuple[str, int]
@@ -77,20 +77,20 @@ class HostOptions:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is process 0, which has the coordinator, the scheduler and HTTP."""
+        """Whether this is process 0, which runs the coordinator, the scheduler and the HTTP server."""
         return self.process_id == 0
 
     @property
     def coordinator_text(self) -> str:
-        """`HOST:PORT`, as it was given."""
+        """`HOST:PORT`, as given by the user."""
         return join_address(*self.coordinator)
 
     @classmethod
     def find(cls, options: GroupOptions, link_monitor_interval: int = 0) -> HostOptions | None:
-        """What the options say; what they leave open, LeaderWorkerSet's variables say, or whatever JAX knows. None: one process.
+        """Resolve the options, with missing ones from LeaderWorkerSet's variables or JAX's cluster detection. None: a single process.
 
         Raises:
-            UserError: some of it is missing, contradictory, or no address; or there is no cluster key, and addresses are beyond loopback.
+            UserError: values are missing, contradictory or not addresses; or addresses are not loopback and there is no cluster key.
         """
         given = (options.coordinator_address, options.num_processes, options.process_id)
         if None in given:
@@ -128,7 +128,7 @@ class HostOptions:
 
 
 def _from_leader_worker_set(variables: Mapping[str, str]) -> tuple[str, int, int] | None:
-    """Kubernetes' LeaderWorkerSet gives each pod its leader's address, the size of the group and its own index."""
+    """Return leader address, group size and own index, which Kubernetes' LeaderWorkerSet sets in each pod."""
     names = ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX")
     values = [variables.get(name) for name in names]
     if any(value is None for value in values):
@@ -140,15 +140,15 @@ def _from_leader_worker_set(variables: Mapping[str, str]) -> tuple[str, int, int
 
 
 def _from_jax(timeout: int) -> tuple[str | None, int | None, int | None]:
-    """What JAX knows of Slurm, Open MPI, GKE and TPU slices."""
+    """Return JAX's cluster detection for Slurm, Open MPI, GKE and TPU slices."""
     from sharding.jax_internals import detect_cluster
 
     with warnings.catch_warnings():
-        # In Kubernetes without LeaderWorkerSet JAX warns that a package is missing.
+        # In Kubernetes without LeaderWorkerSet, JAX warns about a missing package.
         warnings.simplefilter("ignore")
         try:
             return detect_cluster(timeout)
-        except Exception as error:  # of a cluster's interface, which a lone process in a container need not reach
+        except Exception as error:  # from a cluster's API, which a single process in a container may be unable to reach
             _log.warning(
                 "JAX could not ask what started this process (%s); without --coordinator-address it is taken to be alone.",
                 error,
@@ -157,10 +157,10 @@ def _from_jax(timeout: int) -> tuple[str | None, int | None, int | None]:
 
 
 def own_address(coordinator: tuple[str, int], process_id: int, given: str | None) -> str:
-    """The address that this process listens at: as given, or that of the interface which leads to the coordinator.
+    """Return the address on which this process listens: `given`, or that of the interface that routes to the coordinator.
 
     Raises:
-        UserError: it is none of this host, or the group's other processes cannot reach it.
+        UserError: it is not an address of this host, or the group's other processes cannot reach it.
     """
     host, port = coordinator
     on_loopback = means_loopback(host)
@@ -172,12 +172,12 @@ def own_address(coordinator: tuple[str, int], process_id: int, given: str | None
     try:
         family, _, _, _, resolved = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(resolved)  # sends nothing; it only chooses the way
+            probe.connect(resolved)  # sends nothing; only selects the route
             address = probe.getsockname()[0]
     except UnicodeError as error:
         raise UserError(f"--coordinator-address: {host!r} can be no name of a host ({error})") from error
     except OSError:
-        return ""  # the name may come to be known while the rendezvous waits
+        return ""  # the name may become resolvable while the rendezvous waits
     if reason := _why_unreachable(address, on_loopback):
         raise UserError(
             f"--coordinator-address: this host is at {address} on the way to {host!r}, and {reason}; "
@@ -189,10 +189,10 @@ def own_address(coordinator: tuple[str, int], process_id: int, given: str | None
 def address_of_this_host(
     flag: str, wanted: str, *, on_loopback: bool, port: int = 0, advice: str = "give an address of this host"
 ) -> str:
-    """Resolve a name or address of this host; a `UserError` where others cannot reach it. on_loopback: all others are on this host."""
+    """Resolve a name or address of this host; raise `UserError` if others cannot reach it. on_loopback: all others are on this host."""
     try:
         family, _, _, _, resolved = socket.getaddrinfo(wanted, port, type=socket.SOCK_DGRAM)[0]
-    except (OSError, UnicodeError) as error:  # the latter where it can be no name of any host
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
         raise UserError(f"{flag}: {wanted!r} is no name or address that this host knows ({error})") from error
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -209,9 +209,9 @@ def address_of_this_host(
 
 
 def means_loopback(host: str) -> bool:
-    """Whether a host was named as this very one: an address of the loopback interface, or `localhost`.
+    """Whether a host is given as a loopback address or `localhost`.
 
-    The host's own name is not among them, though many systems know it as 127.0.1.1: other hosts know it by another address.
+    The host's own name does not count, although many systems resolve it to 127.0.1.1, because other hosts resolve it to another address.
     """
     try:
         return _plain(host).is_loopback
@@ -231,6 +231,6 @@ def _why_unreachable(address: str, on_loopback: bool) -> str | None:
 
 
 def _plain(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Parse an address without its zone, and an IPv4 address in IPv6's notation as what it is."""
+    """Parse an address without its zone, and an IPv4-mapped IPv6 address as IPv4."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     return getattr(ip, "ipv4_mapped", None) or ip

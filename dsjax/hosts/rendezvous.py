@@ -1,10 +1,10 @@
-"""The processes of a group find each other, and agree that they were started alike, before JAX joins them.
+"""Rendezvous: the processes of a group find each other and check that they were started alike, before JAX connects them.
 
-JAX's coordination service ends a process with a C++ stack trace when another one is missing, has the same id, or cannot be reached. So
-process 0's endpoint is at the coordinator's port; the others come there, say what they are, prepare (a model may have to be downloaded),
-and get one response, the same for all: who is there, and where JAX's service is.
+JAX's coordination service ends a process with a C++ stack trace if another one is missing, has the same id or is unreachable. Therefore
+process 0 listens on the coordinator's port first. The others connect, identify themselves, prepare (which may download a model), and all
+get the same response: the members and the address of JAX's service.
 
-The `Door` stays while the group lives: its connections show that a process has died, and a process that is started again comes to it.
+The `Door` stays open while the group lives: its connections detect dead processes, and restarted processes rejoin through it.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _log = logging.getLogger(__name__)
 
 _JOIN, _PREPARED, READY = "join", "prepared", "ready"
 SERVICES = (_JOIN, _PREPARED, READY, "gather", "leave", "log")
-"""Of process 0: whoever asks for one while the group is still being made there waits."""
+"""Services of process 0. Requests for them wait while process 0 still sets up the group."""
 _RETRY_SECONDS = 0.1
 _CONNECT_SECONDS = 10.0
 _LINGER_SECONDS = 3.0
 _MOST_REFUSALS = 16
 _FIRST_REPORT_SECONDS, _REPORT_SECONDS = 2.0, 30.0
-"""Seconds until process 0 first reports whom it waits for, and between two reports."""
+"""Seconds until process 0 first reports the missing processes, and between two reports."""
 
 
 def open_endpoint(options: HostOptions) -> Endpoint:
-    """Open this process's endpoint, process 0's at the coordinator's port; a `GroupError` or `UserError` where it cannot."""
+    """Open this process's endpoint, in process 0 on the coordinator's port; raise `GroupError` or `UserError` if that fails."""
     port = options.coordinator[1] if options.is_leader else 0
     try:
         holds = SERVICES if options.is_leader else ()
@@ -65,7 +65,7 @@ def open_endpoint(options: HostOptions) -> Endpoint:
 
 
 def located(options: HostOptions) -> HostOptions:
-    """Wait until the coordinator's name is known, and find this host's address on the way there; a `GroupError` where it takes too long."""
+    """Wait until the coordinator's name resolves, and set this host's address on the route to it; raise `GroupError` on timeout."""
     deadline = time.monotonic() + options.start_timeout
     while not options.address:
         if time.monotonic() + _RETRY_SECONDS > deadline:
@@ -80,7 +80,7 @@ def located(options: HostOptions) -> HostOptions:
 
 @dataclasses.dataclass(eq=False)
 class _Caller:
-    """A process that has come. join: its request, answered when it is in the group, or cannot be."""
+    """Connected process. join: its request, answered when it is admitted or refused."""
 
     who: JoinRequest
     join: Request
@@ -89,18 +89,18 @@ class _Caller:
 
     @property
     def peer(self) -> Peer:
-        """Its connection, open as long as it lives."""
+        """Connection to the process, open as long as it lives."""
         return self.join.peer
 
 
 class Door:
-    """Process 0's side: who may be in the group, from before it forms until it ends.
+    """Process 0's side of the rendezvous: admits processes from before the group forms until it ends.
 
-    A process that was started otherwise is refused alone, and the group goes on forming; process 0 names it where the group does not form.
+    A process with other options is refused on its own, and the group continues to form; if it does not form, process 0's error names it.
 
-    log: `HOST:PORT` of the group's log.
+    log: `HOST:PORT` of the group's broadcast log.
 
-    wanted: the mesh that was asked for last, for a process that comes back. service: of JAX, once the group has formed.
+    wanted: the last requested mesh, for a process that rejoins. service: JAX's, once the group has formed.
     """
 
     def __init__(self, options: HostOptions, endpoint: Endpoint, log: str):
@@ -113,7 +113,7 @@ class Door:
         self._own, self._prepared_here = own, Prepared()
         self._is_prepared = self._has_formed = self.is_closing = False
         self._problem: str | None = None
-        self._refusals: dict[str, None] = {}  # in the order in which they came
+        self._refusals: dict[str, None] = {}  # in order of arrival
         self.service: Any = None
         self.wanted = self._service_address = ""
         self._on_left: Callable[[JoinRequest], object] = lambda member: None
@@ -128,20 +128,20 @@ class Door:
     def meet(self, prepare: Callable[[], Mapping[str, Any]]) -> JoinResponse:
         """Form the group.
 
-        prepare: checks what this process can check alone, and gives what must be alike everywhere. It runs while the others come.
+        prepare: runs this process's local checks and returns the values that must be equal everywhere. It runs while the others connect.
 
         Raises:
-            GroupError: somebody is missing, could not prepare, or was started otherwise: in all processes. UserError: `prepare`'s own.
+            GroupError: in all processes, if one is missing, could not prepare or has other options. UserError: from `prepare`.
         """
         failure: UserError | None = None
         error: str | None = None
         try:
             try:
                 prepared = Prepared(dict(prepare()))
-            except ValueError as caught:  # a UserError or one of the mesh's, which `sharding` has for itself
+            except ValueError as caught:  # a UserError, or an error of the mesh, which `sharding` defines itself
                 failure, prepared = caught, Prepared(error=str(caught))
             with self._changed:
-                self._prepared_here = msgspec.msgpack.decode(  # as the others' come
+                self._prepared_here = msgspec.msgpack.decode(  # like values that arrive by message
                     msgspec.msgpack.encode(prepared), type=Prepared
                 )
                 self._is_prepared = True
@@ -166,9 +166,9 @@ class Door:
     def open(
         self, membership: Membership, on_left: Callable[[JoinRequest], object], on_return: Callable[[], object]
     ) -> None:
-        """Tell of members of the group that has formed from now on, and let those that were started again come back.
+        """From now on, report lost members of the formed group and let restarted processes rejoin.
 
-        on_left: called with a member whose connection has ended. on_return: called when a process has come back, or did not.
+        on_left: called with a member whose connection has ended. on_return: called when a process has rejoined or failed to.
         """
         with self._changed:
             self._membership, self._on_left, self._on_return = membership, on_left, on_return
@@ -178,27 +178,27 @@ class Door:
             on_left(member)
 
     def member_of(self, peer: Peer) -> JoinRequest | None:
-        """The member of a connection; None: it is of none, or of one that waits to come back."""
+        """Return the member of a connection; None if it has none or the process is still rejoining."""
         caller = self._caller_of(peer)
         return caller.who if caller is not None and caller.is_in else None
 
     def peer_of(self, process_id: int) -> Peer | None:
-        """The connection to a member; None: it has ended."""
+        """Return the connection to a member, or None if it has ended."""
         caller = self._callers.get(process_id)
         return None if caller is None or not caller.is_in else caller.peer
 
     def drop(self, process_id: int) -> None:
-        """End the connection to a process: it must come in again."""
+        """Close the connection to a process, which must then rejoin."""
         caller = self._callers.get(process_id)
         if caller is not None:
             caller.peer.close()
 
     def wait_until_alone(self, seconds: float) -> None:
-        """Wait until all others have gone."""
+        """Wait until all other processes have disconnected."""
         with self._changed:
             self._changed.wait_for(lambda: not self._callers, seconds)
 
-    # In the messaging thread.
+    # Called in the messaging thread:
 
     def _caller_of(self, peer: Peer) -> _Caller | None:
         return next((caller for caller in self._callers.values() if caller.peer is peer), None)
@@ -224,7 +224,7 @@ class Door:
 
     def _why_taken(self, who: JoinRequest) -> str | None:
         known = self._callers.get(who.process_id)
-        if known is not None and self._endpoint.has_gone(known.peer):  # a moment ago
+        if known is not None and self._endpoint.has_gone(known.peer):  # its loss is not handled yet
             self._gone(known)
             known = self._callers.get(who.process_id)
         if known is None:
@@ -246,7 +246,7 @@ class Door:
                     self._fail(f"{caller.who.name}: {caller.prepared.error}")
                 return
         if caller.prepared.error is not None:
-            return  # it cannot start, and says why itself
+            return  # it cannot start and logs the reason itself
         refusal = unlike_first(caller.who, caller.prepared, self._prepared_here)
         if refusal is not None:
             caller.join.refuse(refusal)
@@ -257,7 +257,7 @@ class Door:
         )
 
     def _ready(self, request: Request) -> None:
-        """A process that comes back has joined JAX, and has its programs: it can be in the next generation without delaying the others."""
+        """Admit a rejoining process: it has joined JAX and its programs are ready, so it will not delay the next mesh epoch."""
         caller = self._caller_of(request.peer)
         if caller is not None and self._has_formed and not caller.is_in:
             caller.is_in = True
@@ -265,7 +265,7 @@ class Door:
             self._tell_of_return()
 
     def _gone(self, caller: _Caller) -> None:
-        """The connection to a process has ended."""
+        """Handle the end of the connection to a process."""
         with self._changed:
             if self._callers.get(caller.who.process_id) is not caller:
                 return
@@ -280,17 +280,17 @@ class Door:
             self._tell_of_return()
 
     def _tell_of_return(self) -> None:
-        """Have the engine look at its processes, unless others are about to come: the mesh changes once for several.
+        """Call `on_return`, unless other processes are about to rejoin, so that the mesh changes once for all of them.
 
-        A process that may still download its model is not waited for.
+        Do not wait for processes that have not prepared, which may still be downloading the model.
         """
         if all(caller.is_in or caller.prepared is None for caller in self._callers.values()):
             self._on_return()
 
-    # Others.
+    # Called in other threads:
 
     def _welcome(self, caller: _Caller) -> None:
-        """Wait until JAX has forgotten the process that had this id, and let the one that has come back join."""
+        """Wait until JAX has forgotten the previous process with this id, then let the new one join."""
         coordination.wait_until_forgotten(caller.who.process_id)
         with self._changed:
             membership = self._membership
@@ -302,7 +302,7 @@ class Door:
         )
 
     def _tell(self, error: str | None) -> tuple[JoinResponse, str | None]:
-        """Answer all that have come. Give the group, and why there is none, also where somebody has gone in the last moment."""
+        """Answer all connected processes. Return the group and the error, if any, including a process lost at the last moment."""
         with self._changed:
             error = error or self._problem
             callers = [self._callers[number] for number in sorted(self._callers)]
@@ -324,7 +324,7 @@ class Door:
         self._changed.notify_all()
 
     def _wait(self) -> str | None:
-        """Wait until all have come and prepared, or something is wrong; give what."""
+        """Wait until all processes have connected and prepared. Return the error, if any."""
         options = self._options
         report = time.monotonic() + _FIRST_REPORT_SECONDS
         with self._changed:
@@ -338,7 +338,7 @@ class Door:
                 self._changed.wait(min(report, self._deadline if now < self._deadline else report) - now)
             if self._problem is None:
                 return unlike(self._requests, self._all_prepared) or on_loopback(self._requests)
-            # Whoever is on the way hears of it too, instead of waiting for a process 0 that has ended.
+            # Linger, so that late processes get the error too instead of waiting for a process 0 that has ended.
             self._changed.wait_for(lambda: len(self._requests) == options.num_processes, _LINGER_SECONDS)
             return self._problem
 
@@ -352,7 +352,7 @@ class Door:
         return ({0: self._prepared_here} if self._is_prepared else {}) | prepared
 
     def _others(self) -> str:
-        """Who was not let in, for the message that somebody is missing."""
+        """List refused processes and connections, for the error about missing processes."""
         lines = [f". Refused: {refusal}" for refusal in self._refusals]
         if strangers := self._endpoint.turned_away:
             lines.append(f". Connections that were turned away: {counted(strangers)}")
@@ -362,12 +362,12 @@ class Door:
 def attend(
     options: HostOptions, endpoint: Endpoint, prepare: Callable[[], Mapping[str, Any]]
 ) -> tuple[JoinResponse, Peer]:
-    """Come to process 0; give the group that this process is in, and the connection.
+    """Join the group at process 0. Return the group and the connection.
 
     prepare: see `Door.meet`.
 
     Raises:
-        GroupError: see `Door.meet`. UserError: this process's own, from `prepare`; the others are told.
+        GroupError: see `Door.meet`. UserError: from this process's `prepare`; also reported to the other processes.
     """
     leader = _connect(options, endpoint)
     joined = leader.request(_JOIN, JoinRequest.of(options, endpoint.port), kind=JoinResponse)
@@ -388,7 +388,7 @@ def attend(
 
 
 def _connect(options: HostOptions, endpoint: Endpoint) -> Peer:
-    """Reach process 0, which may start later than this process."""
+    """Connect to process 0, which may start later than this process."""
     deadline = time.monotonic() + options.start_timeout
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The control messages by which processes form a group, and what users are told of processes that are missing or do not fit."""
+"""Control messages for forming a group, and user messages about missing or mismatched processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsjax.hosts.options import HostOptions
 
 
 class JoinRequest(msgspec.Struct, frozen=True):
-    """A process, as it says when it comes. machine: equal for processes that share a loopback interface. port: of its endpoint."""
+    """Request to join, and the process's identity. machine: equal for processes that share a loopback interface. port: of its endpoint."""
 
     process_id: int
     num_processes: int
@@ -25,7 +25,7 @@ class JoinRequest(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, options: HostOptions, port: int = 0) -> JoinRequest:
-        """This process."""
+        """Return the join request of this process."""
         return cls(
             options.process_id,
             options.num_processes,
@@ -38,28 +38,28 @@ class JoinRequest(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name for log and error messages."""
         return f"process {self.process_id} ({self.host}, pid {self.pid})"
 
     @property
     def identity(self) -> str:
-        """What tells it from another process under its id. In containers both may have the same pid, and the port is whatever was free."""
+        """Distinguishes successive processes with one id. In containers their pids may be equal; the port is any free one."""
         return f"{self.process_id}/{self.pid}/{self.port}"
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """What must be alike in all processes, by name as messages have it; or why this process cannot start."""
+    """Values that must be equal in all processes, by their name in messages; or why this process cannot start."""
 
     alike: dict[str, Any] = {}
     error: str | None = None
 
 
 class JoinResponse(msgspec.Struct, frozen=True):
-    """The group that a process is in.
+    """The group that a process has joined.
 
-    service: `HOST:PORT` of JAX's coordination service. log: of process 0's broadcast log. generation: the first one that this process may
-    be in. here: where the group had formed before, the ids of those that live. wanted: the mesh that was asked for last; empty: that of
-    the start.
+    service: `HOST:PORT` of JAX's coordination service. log: the same of process 0's broadcast log. generation: first mesh epoch that this
+    process may be in. here: ids of the live processes, if the group had already formed. wanted: last requested mesh; empty: the initial
+    one.
     """
 
     members: list[JoinRequest]
@@ -71,17 +71,17 @@ class JoinResponse(msgspec.Struct, frozen=True):
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """A generation begins; or, with `ended`, there is no further one.
+    """Announcement of a new mesh epoch or, with `ended`, that there is none.
 
     Attributes:
-        process_ids: who has devices in its mesh; others of the group wait for the next generation. live_ids: who can be in the next one.
+        process_ids: processes with devices in the mesh; others wait for the next epoch. live_ids: processes that can join the next one.
         device_ids: of the mesh, row by row.
-        wanted: the mesh that was asked for; the one of `options` is smaller while processes are missing.
-        options: the engine's options that differ from those the process was started with; `mesh` is one of them.
-        reason: for people.
-        members: all processes of the group: one that came back answers at another port than before.
-        left_out: processes that live and are gone on without, by id: the pid, and why.
-        broken: the generation before it, where that has broken: nothing that still waits in its collectives can be done any more.
+        wanted: the requested mesh; the one in `options` is smaller while processes are missing.
+        options: engine options that differ from the process's initial ones, such as `mesh`.
+        reason: human-readable.
+        members: all processes of the group; one that rejoined has a new port.
+        left_out: live processes that are excluded, by id: pid and reason.
+        broken: the previous mesh epoch, if it has failed: its collectives can never finish.
     """
 
     number: int
@@ -98,7 +98,7 @@ class Announcement(msgspec.Struct, frozen=True):
 
 
 def _machine() -> str:
-    """Name what processes share that share a loopback interface: this boot of this kernel, and the network namespace."""
+    """Identify the loopback interface: boot id of the kernel and network namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
@@ -108,7 +108,7 @@ def _machine() -> str:
 
 
 def waited_for(options: HostOptions, requests: Mapping[int, JoinRequest], prepared: Mapping[int, Prepared]) -> str:
-    """Say which processes process 0 waits for, and which have come."""
+    """Return the message about the processes that process 0 waits for and those that have connected."""
     absent = [i for i in range(options.num_processes) if i not in requests]
     if not absent:
         slow = ", ".join(requests[i].name for i in sorted(requests) if i not in prepared)
@@ -121,7 +121,7 @@ def waited_for(options: HostOptions, requests: Mapping[int, JoinRequest], prepar
 
 
 def missing(options: HostOptions, requests: Mapping[int, JoinRequest]) -> str:
-    """Say which processes did not come in time, and what to do."""
+    """Return the error about processes that did not connect in time, with advice."""
     absent = [str(i) for i in range(options.num_processes) if i not in requests]
     here = ", ".join(f"{i} ({requests[i].host})" for i in sorted(requests))
     return (
@@ -150,7 +150,7 @@ def unlike_first(request: JoinRequest, prepared: Prepared, first: Prepared) -> s
 
 
 def why_no_place(request: JoinRequest, num_processes: int) -> str | None:
-    """Say why a process cannot join a group of so many processes; None if it can."""
+    """Return why a process cannot join a group of `num_processes`; None if it can."""
     if request.num_processes != num_processes:
         return f"{request.name} has --num-processes {request.num_processes}, process 0 has {num_processes}; give all the same"
     if not 0 < request.process_id < num_processes:
@@ -163,7 +163,7 @@ def _shown(value: Any) -> str:
 
 
 def on_loopback(requests: Mapping[int, JoinRequest]) -> str | None:
-    """Refuse a loopback address if the processes are on several machines, which cannot reach it; None if all can."""
+    """Return the error about a loopback address if the processes are on several machines; None if all can reach each other."""
     if len({request.machine for request in requests.values()}) == 1:
         return None
     for _, request in sorted(requests.items()):

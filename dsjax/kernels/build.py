@@ -1,7 +1,7 @@
-"""Building the native kernels: which compiler, where the library is kept, and whether it works on this machine.
+"""Build the native kernels: choose a compiler, cache the library and test it on this machine.
 
-Nothing here ever stops a start: what cannot be built or used is a ``BuiltLibrary`` without a path, and a line that says why. A library is
-code that this process runs, so none is loaded that somebody else can have written (``dsjax/owned_folder.py``).
+A failure here never prevents a start: it gives a ``BuiltLibrary`` without a path and a note with the reason. A library is code that this
+process runs, so a library that another user could have written is never loaded (``dsjax/owned_folder.py``).
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from sharding.cores import most_threads
 
 SOURCES = Path(__file__).parent / "native"
 HARNESS = "harness.cc"
-"""The kernels as a program of their own, for tests: no part of the library."""
+"""Standalone program around the kernels, for tests; not part of the library."""
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-w")
-"""With -O2, which builds a ninth sooner, GCC neither compiles a product's tiles for the arguments of each call nor unrolls the loops of
-index scores: decodes took 6 % longer, and sparse ones at long contexts a third.
+"""-O2 takes a ninth less build time, but then GCC neither specialises the matmul tiles for each call's arguments nor unrolls the loops of
+index scores: decodes took 6 % longer, and sparse decodes at long contexts a third longer.
 """
 LIGHT, LIGHT_FLAGS = ("bindings.cc",), ("-O1",)
-"""Units that compute nothing, and what they are compiled with besides. They are linked last: a function that several units bring is taken
-from the first of them.
+"""Units that compute nothing, and their additional flags. They are linked last, because the linker takes a function that several units
+define from the first of them.
 """
 _UNFINISHED = "building-"
 COMPILE_SECONDS = 600
-"""After which a compiler is taken to hang. ``zig``, which builds its own C++ library first, took 55 s on two cores."""
+"""Timeout of a compiler. ``zig``, which first builds its own C++ library, took 55 s on two cores."""
 TRY_SECONDS = 120
 VERSION_SECONDS = 20
-"""After which a compiler that was asked for its version is taken to hang."""
+"""Timeout of a compiler's ``--version``."""
 
 
 @dataclass(frozen=True)
 class BuiltLibrary:
-    """A library that works here, or None; and a line for people."""
+    """Path of a library that works here, or None; and a human-readable note."""
 
     path: Path | None
     note: str = ""
 
 
 def compiler() -> list[str] | None:
-    """The C++ compiler's command: ``$CXX``, which may have arguments (``ccache g++``), clang, GCC, ``c++``, or zig from ``ziglang``."""
+    """Return the C++ compiler's command: ``$CXX`` with arguments (``ccache g++``), clang, GCC, ``c++``, or zig from ``ziglang``."""
     for command in (_words(os.environ.get("CXX", "")), ["clang++"], ["g++"], ["c++"]):
         if command and (path := shutil.which(command[0])):
             return [path, *command[1:]]
@@ -65,7 +65,7 @@ def compiler() -> list[str] | None:
 
 
 def _words(command: str) -> list[str]:
-    """A command and its arguments as a shell reads them; one word where that is a program, and none where no shell could read it."""
+    """Split a command like a shell. Keep it whole if it is a program itself; return nothing if it cannot be parsed."""
     try:
         return [command] if shutil.which(command) else shlex.split(command)
     except ValueError:
@@ -73,19 +73,19 @@ def _words(command: str) -> list[str]:
 
 
 def find_or_build(folder: Path | None) -> BuiltLibrary:
-    """This machine's library from ``folder``; built there first if it is missing. None: nowhere to keep it."""
+    """Return this machine's library from ``folder``, and build it there if it is missing. None: there is no cache folder."""
     if folder is None:
         return BuiltLibrary(None, "there is no folder to keep native kernels in; set HOME or JAX_COMPILATION_CACHE_DIR")
     try:
         return _find_or_build(folder)
     except OSError as error:
         return BuiltLibrary(None, f"native kernels cannot be kept in {folder} ({error.strerror or error})")
-    except Exception as error:  # whatever it is, the plain forms compute the same
+    except Exception as error:  # any error: the kernels' plain JAX forms compute the same
         return BuiltLibrary(None, f"native kernels cannot be built or used ({_in_a_line(error)})")
 
 
 def kept_libraries(folder: Path) -> list[Path]:
-    """List the libraries of this version and machine in a folder, whatever compiler has built them."""
+    """List the libraries of this version and machine in a folder, built by any compiler."""
     return sorted(folder.glob(f"{source_version()}-{machine()}-*.so"))
 
 
@@ -94,7 +94,7 @@ def _find_or_build(folder: Path) -> BuiltLibrary:
     version = _compiler_version(command) if command else ""
     if folder.is_dir() and (reason := _make_ours(folder)):
         return BuiltLibrary(None, f"native kernels are not loaded: {reason}")
-    if command is None or version is None:  # whatever compiler has built them
+    if command is None or version is None:  # accept a library of any compiler
         tried = [_use(path) for path in kept_libraries(folder)]
         if command is None:
             tried.append(BuiltLibrary(None, _NO_COMPILER))
@@ -105,9 +105,7 @@ def _find_or_build(folder: Path) -> BuiltLibrary:
         return next((library for library in tried if library.path), tried[0])
     path = folder / f"{source_version()}-{machine()}-{_digest(version)}.so"
     if not _is_ours(path):
-        with _alone(
-            path
-        ):  # several processes of one host start together: one builds, and the others find what it built
+        with _alone(path):  # processes of one host start together: one builds, the others find its library
             if not _is_ours(path):
                 return build(path)
     library = _use(path)
@@ -120,7 +118,7 @@ _NO_COMPILER = (
 
 
 def _make_ours(folder: Path) -> str | None:
-    """Take the right to write to a folder of this user's from others; give why it is not to be believed where it is not this user's."""
+    """Remove other users' write permission from this user's folder. Return why the folder is not trusted, if so."""
     status = folder.stat()
     if is_trusted(status) and status.st_mode & WRITABLE_BY_OTHERS and status.st_uid == os.geteuid():
         folder.chmod(stat.S_IMODE(status.st_mode) & ~WRITABLE_BY_OTHERS)
@@ -128,7 +126,7 @@ def _make_ours(folder: Path) -> str | None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a library is there that nobody else can have written. One that somebody else can have is built anew in its place."""
+    """Whether the library exists and no other user can have written it. Otherwise it is rebuilt in place."""
     try:
         return path.is_file() and why_distrusted(path) is None
     except OSError:
@@ -146,10 +144,10 @@ def _use(path: Path) -> BuiltLibrary:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock of a library that is to be built, as no other process of this host does.
+    """Hold the host-wide lock for building a library.
 
-    Without effect where there can be no lock, or it is held for longer than building can take: two processes that build the same
-    replace each other's library by an equal one.
+    Continue without it if locking is impossible or the lock is held for longer than a build can take. Then two processes may build the
+    same library, and each replaces the other's by an equal one.
     """
     descriptor = _lock(path)
     try:
@@ -162,7 +160,7 @@ def _alone(path: Path) -> Iterator[None]:
 def _lock(path: Path) -> int | None:
     if not hasattr(os, "getuid"):
         return None
-    # Not beside the library: where nothing can be built, nothing is left there either.
+    # Not beside the library, so that a folder where nothing can be built stays untouched.
     name = f"dsjax-{os.getuid()}-{hashlib.sha256(str(path).encode()).hexdigest()[:16]}.lock"
     deadline = time.monotonic() + COMPILE_SECONDS + TRY_SECONDS
     while True:
@@ -177,7 +175,7 @@ def _lock(path: Path) -> int | None:
 
 
 def find_prebuilt(folder: Path) -> BuiltLibrary:
-    """The first library in a folder that ``dsjax kernels build`` filled, of this version, that works on this machine."""
+    """Return the first library of this version that works on this machine, from a folder filled by ``dsjax kernels build``."""
     try:
         paths = sorted(folder.glob(f"{source_version()}-*.so"))
     except OSError as error:
@@ -192,7 +190,7 @@ def find_prebuilt(folder: Path) -> BuiltLibrary:
 
 
 def build(path: Path, march: str = "native") -> BuiltLibrary:
-    """Compile the kernels for the processor ``march`` into ``path``, and try them if that is this machine's.
+    """Compile the kernels for the processor ``march`` into ``path``, and test them if ``march`` is ``native``.
 
     Raises:
         OSError: the folder cannot be written.
@@ -211,15 +209,15 @@ def build(path: Path, march: str = "native") -> BuiltLibrary:
             reason = tested.note
         if reason is not None:
             return BuiltLibrary(None, reason)
-        unfinished.chmod(0o755)  # for others to read, and this user to write
-        unfinished.replace(path)  # at once: another process that builds the same finds a whole library, its own or ours
+        unfinished.chmod(0o755)  # readable by others, writable by this user only
+        unfinished.replace(path)  # atomic: a concurrent build always finds a complete library
     if march == "native":
         _remember(path)
     return BuiltLibrary(path, f"native kernels were built in {time.monotonic() - started:.0f} s")
 
 
 def _clear_unfinished(folder: Path) -> None:
-    """Remove the folders of builds whose process was killed: those older than any build can take."""
+    """Remove build folders left by killed processes, recognised by an age that no build reaches."""
     for left in folder.glob(f"{_UNFINISHED}*"):
         with contextlib.suppress(OSError):
             status = left.stat()
@@ -228,10 +226,10 @@ def _clear_unfinished(folder: Path) -> None:
 
 
 def compile_library(command: list[str], output: Path, march: str) -> str | None:
-    """Compile the units, beside ``output``, and link them; why that failed, or None."""
+    """Compile the units next to ``output`` and link them. Return why that failed, or None."""
     flags = [*_flags(march), f"-I{jax.ffi.include_dir()}"]
     all_units = (unit for unit in SOURCES.glob("*.cc") if unit.name != HARNESS)
-    # The longest one, attention, is the first by name too.
+    # Attention, which takes longest to compile, also sorts first by name.
     units = sorted(all_units, key=lambda unit: (unit.name in LIGHT, unit.name))
     objects = [str(output.with_name(f"{unit.stem}.o")) for unit in units]
     compiles = [
@@ -263,12 +261,12 @@ def _in_a_line(error: Exception) -> str:
 
 
 def prebuilt_name(march: str) -> str:
-    """File name of a library for the processor ``march``."""
+    """Return the file name of a library for the processor ``march``."""
     return f"{source_version()}-{platform.machine()}-{march}.so"
 
 
 def _try(path: Path, remember: bool = True) -> BuiltLibrary:
-    """Whether a library loads and computes rightly here. In a process of its own: a wrong processor's ends by a signal."""
+    """Test that a library loads and computes correctly, in a subprocess, because code for another processor dies by a signal."""
     program = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).dsjax_self_test())"
     try:
         code, said = run_command([sys.executable, "-S", "-E", "-c", program, str(path.absolute())], TRY_SECONDS)
@@ -285,13 +283,13 @@ def _try(path: Path, remember: bool = True) -> BuiltLibrary:
 
 
 def _remember(path: Path) -> None:
-    # In a folder that only holds what others made, a library is tried at each start.
+    # In a read-only folder this fails, and the library is tested at each start.
     with contextlib.suppress(OSError):
         path.with_suffix(".tried").write_text(_trial(path))
 
 
 def _tried(path: Path) -> bool:
-    """Whether these very bytes worked here: of a file that was cut or overwritten since, loading can end the process by a signal."""
+    """Whether exactly these bytes passed the test here. Loading a truncated or overwritten library can kill the process."""
     with contextlib.suppress(OSError, ValueError):
         return path.with_suffix(".tried").read_text() == _trial(path)
     return False
@@ -302,7 +300,7 @@ def _trial(path: Path) -> str:
 
 
 def source_version() -> str:
-    """Hash sources, flags, and the headers of jaxlib that are compiled in: 12 hexadecimal digits."""
+    """Hash sources, flags and the included jaxlib headers. Return 12 hex digits."""
     digest = hashlib.sha256(" ".join((*FLAGS, *LIGHT, *LIGHT_FLAGS, jaxlib.__version__)).encode())
     headers = Path(jax.ffi.include_dir(), "xla", "ffi", "api")
     for source in (*sorted(SOURCES.iterdir()), *sorted(headers.glob("*.h"))):
@@ -312,7 +310,7 @@ def source_version() -> str:
 
 
 def machine() -> str:
-    """Hash what a library for this machine depends on: a home directory may be shared by several kinds of them."""
+    """Hash the machine properties that a library depends on, because machines of several kinds may share a home directory."""
     try:
         cpu = next(
             line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
@@ -323,7 +321,7 @@ def machine() -> str:
 
 
 def _compiler_version(command: list[str]) -> str | None:
-    """What a compiler says about its version; empty where it says nothing, None where it hangs."""
+    """Return a compiler's ``--version`` output; empty if it prints nothing, None if it hangs."""
     try:
         _, said = run_command([*command, "--version"], VERSION_SECONDS)
     except subprocess.TimeoutExpired:

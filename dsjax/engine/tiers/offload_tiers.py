@@ -1,4 +1,4 @@
-"""`OffloadTiers`: the page source for pages that left the devices: host memory of each DP rank, and one disk. docs/cache-tiers.md"""
+"""`OffloadTiers`: KV connector that offloads pages to the host memory of each DP rank and to one disk. docs/cache-tiers.md"""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from dsjax.engine.tiers.disk_tier import DiskTier
 from dsjax.engine.tiers.page_tiers import NOWHERE, HostTier, PageReporter, PageReports
 
 PATIENCE = 2.0
-"""Seconds that a request waits for pages that are read from the disk. Then it goes on without, and the disk is left alone for a while."""
+"""Timeout in seconds for reading a request's pages from the disk. The request then runs without them, and disk reads pause for a while."""
 DISK_WAIT = 0.002
-"""Seconds that the engine waits for the disk at a time where every request does. It looks for new requests in between."""
+"""Seconds that the engine blocks on the disk per poll when every request waits for it. It checks for new requests between polls."""
 CLOSE_SECONDS = 3.0
-"""At the end of an engine pages that only its devices have are sent to the disk for so long at most."""
+"""Longest time in seconds that a closing engine spends writing pages that only its devices hold to the disk."""
 
 
 class StoredPage(NamedTuple):
-    """A page whose room is needed; the slot of host memory, and the number of the writing to the disk, that it goes to; −1: none."""
+    """Evicted page. slot: of host memory; −1: not copied there. number: of the disk write; −1: not written."""
 
     page: int
     slot: int
@@ -33,7 +33,7 @@ class StoredPage(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A request that waits for pages from the disk, the numbers of those that have not come, and since when it waits."""
+    """Request that waits for disk reads. numbers: of the reads still outstanding. since: time at which the wait began."""
 
     request: Request
     numbers: set[int]
@@ -41,11 +41,11 @@ class Reading(NamedTuple):
 
 
 class OffloadTiers(PageSource):
-    """Either tier may be missing. A page is looked for in host memory first; one that is read from the disk lands before it is loaded.
+    """Host tier and disk tier, both optional. Lookups try host memory first. A page read from the disk is staged before its load.
 
-    Of a model with window pages, host memory has slots of their own, and there is no disk.
+    Models with window pages have separate host slots for them and no disk tier.
 
-    config: whose sizes the tiers have from the next `bind` on. host, windows: of each rank; empty without any. disk: None without one.
+    config: sizes of the tiers, applied at the next `bind`. host, windows: one tier per rank, or empty. disk: None without a disk tier.
     """
 
     slot_tier = "host"
@@ -59,11 +59,11 @@ class OffloadTiers(PageSource):
 
     @property
     def slots(self) -> int:
-        """Pages of host memory of each rank, of the kind that has most."""
+        """Host slots per rank, for the page kind that has more of them."""
         return max(self.config.host_pages_per_rank, self.config.host_windows_per_rank)
 
     def bind(self, ranks: Sequence[RankPages]) -> None:
-        """Begin with empty host memory, and with a disk whose pages are not known yet."""
+        """Start with empty host memory and a disk whose pages are not listed yet."""
         self.ranks, config = ranks, self.config
         slots, windows, under_way = config.host_pages_per_rank, config.host_windows_per_rank, max(2, config.num_batches)
         self.host = [HostTier(slots, under_way) for _ in ranks] if slots else []
@@ -74,8 +74,8 @@ class OffloadTiers(PageSource):
             self.disk.on_gone = self._events.gone_from_disk
         self._stores: list[list[StoredPage]] = [[] for _ in ranks]
         self._readings: list[list[Reading]] = [[] for _ in ranks]
-        self._ignored_by: set[Request] = set()  # who has waited too long for the disk, and goes on without
-        self._dropped: tuple[bool, list[bytes]] = (False, [])  # what the last commands delete
+        self._ignored_by: set[Request] = set()  # requests whose disk reads timed out
+        self._dropped: tuple[bool, list[bytes]] = (False, [])  # deletions that the last commands ask for
 
     @property
     def is_reading(self) -> bool:
@@ -83,12 +83,12 @@ class OffloadTiers(PageSource):
         return any(self._readings)
 
     def begin_step(self, now: float) -> None:
-        """Let the disk know the time."""
+        """Pass the current time to the disk tier."""
         if self.disk is not None:
             self.disk.begin_step(now)
 
     def begin_rank(self, rank: int, now: float) -> None:
-        """Give up readings that took too long, and wake requests whose pages have come."""
+        """Give up disk reads that timed out, and wake requests whose pages have arrived."""
         for host in self._hosts(rank):
             host.begin_step()
         landing, readings = self.ranks[rank].landing, self._readings[rank]
@@ -106,19 +106,19 @@ class OffloadTiers(PageSource):
         self._readings[rank] = [reading for reading in readings if reading.request.is_loading]
 
     def has(self, rank: int, name: bytes) -> bool:
-        """Whether a page is in host memory, or on the disk and may be read."""
+        """Whether a page is in host memory, or on the disk and readable now."""
         return any(name in host for host in self._hosts(rank)) or (self.disk is not None and name in self.disk)
 
     def can_load(self, rank: int, name: bytes) -> bool:
-        """Whether a page is in host memory and has come there."""
+        """Whether a page is in host memory and its copy there is complete."""
         return any(host.can_fetch(name) for host in self._hosts(rank))
 
     def load(self, rank: int, name: bytes) -> PageLoad:
-        """Load a page from its slot. It is protected from now on."""
+        """Load a page from its slot, and protect it in the LRU."""
         return PageLoad(next(host for host in self._hosts(rank) if name in host).fetch(name), "host")
 
     def prefetch(self, rank: int, request: Request, names: Sequence[bytes], ready: bool, now: float) -> Lookup:
-        """Have those of the longest beginning of `names` read that only the disk has, as far as there is room for them to land."""
+        """Read the pages of the longest available prefix of `names` that only the disk has, while there is room for them to land."""
         if self.disk is None or request in self._ignored_by:
             return Lookup.ABSENT
         landing = self.ranks[rank].landing
@@ -130,7 +130,7 @@ class OffloadTiers(PageSource):
             if page is not None:
                 if not page.here:
                     if page.source is not self:
-                        break  # whoever brings it wakes those who wait for it
+                        break  # the source that fetches it wakes the waiting requests
                     awaited.add(page.number)
                 continue
             if self.host and name in self.host[rank]:
@@ -151,7 +151,7 @@ class OffloadTiers(PageSource):
         return Lookup.LATER if is_full else Lookup.ABSENT
 
     def evict(self, rank: int, page: int, name: bytes) -> None:
-        """Copy a page to host memory and write it to the disk, where it is not there already and there is room."""
+        """Copy a page to host memory and write it to the disk, unless a tier already has it or has no room."""
         hosts = self.windows if self.ranks[rank].pool.is_window(page) else self.host
         stored = hosts[rank].store(name) if hosts else None
         slot = NOWHERE if stored is None else stored[0]
@@ -167,7 +167,7 @@ class OffloadTiers(PageSource):
             self._stores[rank].append(StoredPage(page, slot, number, name))
 
     def landed(self, rank: int, number: int, ok: bool, now: float) -> None:
-        """Wake requests all of whose pages have come."""
+        """Wake each request whose pages have all arrived."""
         for request, numbers, since in self._readings[rank]:
             numbers.discard(number)
             if not numbers:
@@ -184,7 +184,7 @@ class OffloadTiers(PageSource):
         self.disk.read_failed(name)
 
     def release(self, rank: int, request: Request) -> None:
-        """Wait for the disk no longer on behalf of a request."""
+        """Stop waiting for a request's disk reads."""
         if request.is_loading:
             self._readings[rank] = [reading for reading in self._readings[rank] if reading.request is not request]
 
@@ -193,20 +193,20 @@ class OffloadTiers(PageSource):
         self._ignored_by.discard(request)
 
     def forget(self, rank: int, names: Sequence[bytes]) -> None:
-        """Let pages be found no more, and delete them from the disk."""
+        """Remove pages from the host index and delete them from the disk."""
         for host in self._hosts(rank):
             self._tell_gone(rank, host.forget(names))
         if self.disk is not None:
             self.disk.forget(names)
 
     def cancel(self, rank: int) -> None:
-        """Let requests wait for the disk no longer."""
+        """End the wait of every request that waits for the disk."""
         for request, _, _ in self._readings[rank]:
             request.is_loading = False
         self._readings[rank] = []
 
     def clear(self, rank: int) -> None:
-        """Forget every page, those that were about to be stored among them, and delete those of the disk."""
+        """Forget every page, including pending stores, and delete all pages from the disk."""
         self._stores[rank] = []
         for host in self._hosts(rank):
             host.flush()
@@ -214,19 +214,19 @@ class OffloadTiers(PageSource):
             self.disk.flush()
 
     def invalidate(self, rank: int) -> None:
-        """Forget host memory, and what was on its way to the disk."""
+        """Forget all pages in host memory and all pending disk writes."""
         for host in self._hosts(rank):
             self._tell_gone(rank, host.flush())
         if self.disk is not None:
             self.disk.invalidate()
 
     def withdrawn(self) -> None:
-        """Delete once more what the last commands deleted."""
+        """Repeat the deletions of the last commands, which may not have run."""
         if self.disk is not None:
             self.disk.drop_again(*self._dropped)
 
     def commands(self) -> Iterable[tuple[CommandTurn, Command]]:
-        """Delete what the disk has lost, and store what was evicted."""
+        """Yield the commands that delete pages the disk tier dropped and store evicted pages."""
         if self.disk is not None:
             self._dropped = self.disk.take_dropped()
             if any(self._dropped):
@@ -236,11 +236,11 @@ class OffloadTiers(PageSource):
             yield CommandTurn.STORE, store_command(stores)
 
     def counts(self, rank: int) -> Mapping[str, Any]:
-        """Count what host memory holds of one rank, and has done for it."""
+        """Return the counters of one rank's host memory."""
         return {"host": self.host[rank].counts()} if self.host else {}
 
     def enter(self, reports: PageReports, now: float) -> None:
-        """Enter what came of pages that were written to the disk, and which ones an earlier run has left there."""
+        """Record which disk writes finished, and which pages an earlier run left on the disk."""
         if reports.listed is not None:
             self.disk.listed(reports.listed)
         for number, ok in reports.written:
@@ -252,7 +252,7 @@ class OffloadTiers(PageSource):
                     self._events.removed(None, "disk", (name,), told=False)
 
     def write_cached(self, most: int, now: float) -> list[list[StoredPage]]:
-        """Begin to write the most recently used cached pages that the disk has not, `most` in all; give each rank's, the last used last."""
+        """Start writing up to `most` recently used cached pages that the disk lacks. Return them per rank, most recently used last."""
         self.disk.begin_step(now)
         each = -(-min(most, self.disk.writable) // len(self.ranks))
         stores = []
@@ -263,7 +263,7 @@ class OffloadTiers(PageSource):
         return stores
 
     def _hosts(self, rank: int) -> list[HostTier]:
-        """Host memory of a rank for pages of each kind."""
+        """Return the host tiers of a rank, one per page kind."""
         return [tiers[rank] for tiers in (self.host, self.windows) if tiers]
 
     def _tell_gone(self, rank: int, names: Iterable[bytes]) -> None:
@@ -272,7 +272,7 @@ class OffloadTiers(PageSource):
 
 
 class OffloadAttachment(Attachment):
-    """Offload tiers as a part of the core: reports of the disk, and what is written to it at the end."""
+    """Engine plugin of the offload tiers: handles disk reports, and writes cached pages to the disk at shutdown."""
 
     statistics_name = "disk"
 
@@ -280,17 +280,17 @@ class OffloadAttachment(Attachment):
         self.source = OffloadTiers(config)
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
-        """Begin with the executor's host memory and disk."""
+        """Attach to the executor's host memory and disk."""
         self._executor, self._reporter = executor, executor.extension(PageReporter)
         self.source.config = config
 
     def begin_step(self, now: float) -> None:
-        """Enter what came of the disk."""
+        """Process the disk's reports."""
         if self.source.disk is not None:
             self._enter(0.0, now)
 
     def wait(self) -> bool:
-        """Wait for the disk, if a request does."""
+        """Wait briefly for the disk if a request waits for it. Return whether it did."""
         if self.source.is_reading:
             self._enter(DISK_WAIT, time.monotonic())
             return True
@@ -302,16 +302,16 @@ class OffloadAttachment(Attachment):
             self._executor.launch(drop_command(*self.source.disk.take_dropped()))
 
     def statistics(self) -> Any:
-        """Count what the disk holds, and has done; None without one."""
+        """Return the disk tier's counters, or None without a disk tier."""
         return None if self.source.disk is None else self.source.disk.counts()
 
     def close(self, failed: bool) -> None:
-        """Write what only the devices hold to the disk, most recently used first, for `CLOSE_SECONDS` at most."""
+        """Write pages that only the devices hold to the disk, most recently used first, for at most `CLOSE_SECONDS`."""
         disk = self.source.disk
         if failed or disk is None:
             return
         end = time.monotonic() + CLOSE_SECONDS
-        room = disk.num_pages  # lest what is written now goes for more of it
+        room = disk.num_pages  # so that pages written here do not evict each other
         while (now := time.monotonic()) < end and room:
             stores = self.source.write_cached(room, now)
             if any(stores):
@@ -332,12 +332,12 @@ class OffloadAttachment(Attachment):
 
 
 def drop_command(everything: bool, names: Iterable[bytes]) -> DropPages:
-    """Make the command that deletes pages from the disk."""
+    """Return the command that deletes pages from the disk."""
     return DropPages(everything, b"".join(names))
 
 
 def store_command(stores: Sequence[Sequence[StoredPage]]) -> StorePages:
-    """Make the command that copies pages to host memory and to the disk, given rank by rank."""
+    """Return the command that copies each rank's pages to host memory and to the disk."""
     return StorePages(
         [int32s(number for stored in rank_stores for number in stored[:3]) for rank_stores in stores],
         [b"".join(stored.name for stored in rank_stores if stored.number >= 0) for rank_stores in stores],

@@ -1,4 +1,4 @@
-"""``OffloadedPages``: the executor's memory below the devices', and how pages go there and to the disk, and come back."""
+"""``OffloadedPages``: the executor's host-memory pages; copies pages between the devices, host memory and the disk."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
 from dsjax.model.cache_groups import TABLES, Table
 
 Shard = tuple[int, tuple[slice, ...], np.ndarray]
-"""First rank, where the shard lies in a page's array, and its values ``[ranks, MOVED_PAGES, …]``."""
+"""First rank, the shard's index within a page's array, and its values ``[ranks, MOVED_PAGES, …]``."""
 
 
 class _Landing(NamedTuple):
-    """Work of the host that waits for arrays of the devices, and for all such work before it.
+    """Host work that runs after some device arrays are ready and after all earlier landings.
 
-    awaited: none where only the order matters. land: does the work. slots: of each rank, those of host memory that it fills; −1: none.
+    awaited: those arrays; empty if only the order matters. land: does the work. slots: host slots that it fills, per rank; −1: none.
     """
 
     awaited: list[Array]
@@ -36,14 +36,14 @@ class _Landing(NamedTuple):
 
 
 class OffloadedPages(DevicePart, PageStore):
-    """Slots of host memory, of every DP rank that this process has devices of; and the disk below, where there is one.
+    """Host-memory slots of every DP rank with devices in this process, and an optional disk.
 
     Window pages have slots of their own; they do not go to the disk.
 
-    A page leaves by a program that gathers it and a copy to the host that nobody waits for, until a later command needs it. It comes back
-    by a transfer beside the steps, and a program that writes it. Programs move ``MOVED_PAGES`` pages of each rank at once.
+    To offload a page, a program gathers it and an asynchronous copy moves it to the host; only a later command that needs the page waits.
+    To load it, a transfer runs beside the steps and a program writes it. Programs move ``MOVED_PAGES`` pages of each rank at once.
 
-    disk: makes `DiskPages`, or a part of `DividedPages`, from the arrays of a page as this executor has it, of all shards together.
+    disk: makes `DiskPages`, or a part of `DividedPages`, from the unsharded shapes of a page's arrays in this executor.
     """
 
     def __init__(self, device: DeviceAccess, staging: PageStaging, disk: Callable[[Shapes], Any] | None = None):
@@ -52,7 +52,7 @@ class OffloadedPages(DevicePart, PageStore):
         self._num_slots = {"context": limits.host_pages_per_rank, "window": limits.host_windows_per_rank}
         self._described = described = {table: device.programs.described_moved(table) for table in TABLES}
         self._disk = disk and disk({name: (a.shape[2:], a.dtype) for name, a in described["context"].items()})
-        # Zeros are not in memory before they are written: room that is never used, and other processes' ranks, cost nothing.
+        # `np.zeros` commits memory only on first write, so unused slots and the ranks of other processes cost nothing.
         self._memory = {
             name: np.zeros((limits.num_ranks, slots, *a.shape[2:]), a.dtype)
             for table, slots in self._num_slots.items()
@@ -64,13 +64,13 @@ class OffloadedPages(DevicePart, PageStore):
             self.read = self._disk.read
 
     def register(self, table: CommandTable) -> None:
-        """Add the commands that store pages and, where there is a disk, delete them."""
+        """Register the command that stores pages and, with a disk, the one that deletes them."""
         table.add(StorePages, Handler(self._store))
         if self._disk is not None:
             table.add(DropPages, Handler(self._drop))
 
     def extension(self, kind: type) -> Any:
-        """Offer reports of the disk to the offload tiers of the scheduler."""
+        """Return this object as the `PageReporter` of the scheduler's offload tiers."""
         return self if kind is PageReporter else None
 
     def _store(self, _: Pending, command: StorePages) -> Running:
@@ -103,25 +103,25 @@ class OffloadedPages(DevicePart, PageStore):
         return run()
 
     def _drop(self, _: Pending, command: DropPages) -> Running:
-        """Delete pages from the disk, when what was stored before has been written."""
+        """Delete pages from the disk after all earlier stores have been written."""
 
         self._landings.append(_Landing([], partial(self._disk.drop, command.everything, names_of(command.names))))
         self._land()
         yield from ()
 
     def page_reports(self, seconds: float = 0.0) -> PageReports:
-        """Report what came of pages and the disk since the last time; wait so long for the first of it."""
+        """Return the disk's reports since the last call; wait up to `seconds` for the first one."""
         self._land()
         return PageReports([], []) if self._disk is None else self._disk.reports(seconds)
 
     def close(self) -> None:
-        """Write what has left the devices to the disk, and end."""
+        """Write the pages that have left the devices to the disk, and close it."""
         if self._disk is not None:
             self._land(least=len(self._landings))
             self._disk.close()
 
     def take(self, wanted: RankArrays, places: RankArrays) -> tuple[list[StagedPiece], RankArrays]:
-        """Pieces of all these pages, which lie in slots or were read from the disk."""
+        """Return staged pieces of the pages at `places`, from host slots or disk reads. No place is left over."""
         pieces = []
         for table in TABLES:
             ranks, windows = zip(wanted, places, strict=True), table == "window"
@@ -132,12 +132,12 @@ class OffloadedPages(DevicePart, PageStore):
         return pieces, [rank_places[:0] for rank_places in places]
 
     def forget(self, rank: int, number: int) -> None:
-        """Keep a page no longer that was read from the disk, or is being read."""
+        """Release a page that was, or is being, read from the disk."""
         if self._disk is not None:
             self._disk.forget(rank, number)
 
     def _land(self, least: int = 0) -> None:
-        """Write to memory and disk what has left the devices; wait for so many of the first that are on their way."""
+        """Run the landings whose arrays are ready, in order. Wait for the first `least` of them."""
         while self._landings:
             head = self._landings[0]
             if least <= 0 and not all(array.is_ready() for array in head.awaited):
@@ -147,7 +147,7 @@ class OffloadedPages(DevicePart, PageStore):
             least -= 1
 
     def _land_slots(self, slots: RankArrays) -> None:
-        """Wait for pages that are on their way to these slots of each rank. What left the devices later may still be on its way."""
+        """Wait until the copies into these slots of each rank are complete. Later copies may still be in flight."""
         needed = 0
         for place, landing in enumerate(self._landings, 1):
             filled = zip(landing.slots, slots, strict=True) if landing.slots else ()
@@ -156,9 +156,9 @@ class OffloadedPages(DevicePart, PageStore):
         self._land(least=needed)
 
     def _keep(self, taken: PagesOnTheWay, slots: list[np.ndarray], writes: list[tuple[int, int, int, bytes]]) -> None:
-        """Keep pages that have left the devices.
+        """Copy pages that have left the devices to host memory, and write them to the disk.
 
-        slots: of each rank int32; −1: not to host memory. writes: (rank, place among its pages, number, name) of those for the disk.
+        slots: int32, per rank; −1: not to host memory. writes: (rank, index among the rank's pages, number, name) of each disk write.
         """
         shards = {name: list(_shards(array)) for name, array in taken.items()}
         for name, array_shards in shards.items():
@@ -170,11 +170,11 @@ class OffloadedPages(DevicePart, PageStore):
                         kept = np.flatnonzero(slots[rank] >= 0)
                         self._memory[name][(rank, slots[rank][kept] % WINDOW_NUMBERS, *rest)] = block[kept]
         for rank, place, number, page_name in writes:
-            # A copy: what was taken has room for `MOVED_PAGES` of each rank, and must not wait for a slow disk for the sake of one.
+            # A copy: `taken` holds `MOVED_PAGES` pages of each rank, too much memory to keep for one page while a slow disk writes it.
             self._disk.write(number, page_name, self._page(shards, rank, place))
 
     def _page(self, shards: dict[str, list[Shard]], rank: int, place: int) -> Page:
-        """One page out of what has left the devices, its shards put together."""
+        """Assemble one page from its shards."""
         page = {}
         for name, name_shards in shards.items():
             described = self._described["context"][name]
@@ -185,7 +185,7 @@ class OffloadedPages(DevicePart, PageStore):
         return page
 
     def _sent(self, table: Table, slots: list[np.ndarray]) -> PagesOnTheWay:
-        """Send pages of a kind of all ranks to the devices, as a program takes them."""
+        """Send pages of one kind of all ranks to the devices, sharded as the programs expect."""
         self._land_slots(slots)
         slots, num_slots = [rank_slots % WINDOW_NUMBERS for rank_slots in slots], self._num_slots[table]
         read = {
@@ -213,7 +213,7 @@ class OffloadedPages(DevicePart, PageStore):
 
 
 def _shards(array: Array) -> Iterator[Shard]:
-    """List the distinct shards that this process has."""
+    """Yield the distinct shards of an array in this process."""
     seen = set()
     for shard in array.addressable_shards:
         if str(shard.index) in seen:  # a replica on another device of the rank

@@ -1,18 +1,18 @@
-"""The folder of `--disk-cache`. `PageFolder` writes, counts and deletes only files of its own form; `PageFiles` are those of one space.
+"""Folder of `--disk-cache`: `PageFolder` touches only files of the form below; `PageFiles` are those of one compatibility fingerprint.
 
 ::
 
-    PATH/dsjax-pages              the mark of a folder in which dsjax may delete pages
+    PATH/dsjax-pages              marks a folder in which dsjax may delete pages
     PATH/lock                     held by the engine that uses the folder
-    PATH/SPACE/xy/NAME.page       a page. SPACE: 16 hexadecimal digits of the hash of all that pages' values depend on beside tokens;
-                                  NAME: 64 hexadecimal digits, which begin with xy
+    PATH/SPACE/xy/NAME.page       a page. SPACE: first 16 hex digits of the compatibility fingerprint, a hash of everything but the tokens
+                                  that determines a page's values; NAME: 64 hex digits, starting with xy
     PATH/SPACE/xy/NAME.writing    a page that is being written
 
-A page's header holds format, space, name, length of the content and its CRC-32. The content is the page's arrays in the order of their
-names, in C order, little-endian. A whole file is renamed to its name; a file that is torn, or not the page of its name, is never read.
+A page's header holds the format, fingerprint, name, content length and CRC-32. The content is the page's arrays sorted by name, in C
+order, little-endian. A file gets its final name once it is complete. Truncated or damaged files and files of other pages are rejected.
 
-Other files in the folder belong to somebody else. Whoever can write a page here decides what is answered, because the checksum does not
-stop somebody who computes it anew: hence an `OwnedFolder`.
+dsjax does not touch other files in the folder. Anyone who can write a page here controls what the model answers, because an attacker can
+recompute the checksum. The folder is therefore an `OwnedFolder`.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ MARK = "dsjax-pages"
 _MARK_TEXT = b"This folder holds pages of dsjax's --disk-cache, which deletes them when it needs their room.\n"
 _LOCK = "lock"
 _LOST_AND_FOUND = "lost+found"
-"""A file system has this folder from its beginning."""
+"""Folder that an empty file system (ext4) already contains."""
 
 _SPACE = re.compile("[0-9a-f]{16}")
 _DIGITS = re.compile("[0-9a-f]{2}")
@@ -46,13 +46,13 @@ _FILE = re.compile(r"([0-9a-f]{64})\.(page|writing)")
 
 MAGIC = b"dsjaxpg1"
 HEADER = struct.Struct("<8s32s32sQI44x")
-"""Format, space, name, bytes that follow, their CRC-32."""
+"""Format, fingerprint, name, content length in bytes, CRC-32 of the content."""
 BLOCK = 4096
-"""Files take whole blocks of so many bytes of a disk."""
+"""Block size in bytes. Files take whole blocks of the disk."""
 
 
 class Entry(NamedTuple):
-    """A page's file. path: below the folder. name: in hexadecimal. is_whole: it was written to its end. used: time of last use."""
+    """File of a page. path: relative to the folder. name: in hexadecimal. is_whole: completely written. used: time of last use."""
 
     path: str
     name: str
@@ -62,10 +62,10 @@ class Entry(NamedTuple):
 
 
 class PageFolder(OwnedFolder):
-    """A folder for pages, open until `close`. Replacing its path by another folder meanwhile has no effect.
+    """Folder for pages, open until `close`. Replacing the folder at its path in the meantime has no effect.
 
     Raises:
-        UserError: it cannot be made or opened, belongs to somebody else, or holds files that are not dsjax's.
+        UserError: the folder cannot be created or opened, belongs to another user, or holds files that are not dsjax's.
     """
 
     def __init__(self, path: str | Path):
@@ -75,7 +75,7 @@ class PageFolder(OwnedFolder):
             self._recognise()
 
     def close(self) -> None:
-        """Release the folder and its lock. Operations of other threads finish; new ones raise `OSError`."""
+        """Release the folder and its lock. Running operations of other threads finish; new ones raise `OSError`."""
         if self._lock is not None:
             self._lock()
         super().close()
@@ -97,30 +97,30 @@ class PageFolder(OwnedFolder):
                     "own, or end that one"
                 ) from None
         self._lock = weakref.finalize(self, os.close, file)
-        with contextlib.suppress(OSError):  # the number is for people; on a full disk the lock holds without it
+        with contextlib.suppress(OSError):  # the PID is only informative; on a full disk the lock holds without it
             os.ftruncate(file, 0)
             os.write(file, f"{os.getpid()}\n".encode())
         return self
 
     def entries(self) -> Iterator[Entry]:
-        """List the pages of all spaces, and pages that were not written to their end."""
+        """Yield the pages of all fingerprints, including incompletely written ones."""
         with self.opened() as root:
             spaces = [name for name in os.listdir(root) if _SPACE.fullmatch(name)]
         for space in spaces:
-            with contextlib.suppress(OSError), self.opened(space) as folder:  # a link, a file, or somebody else's
+            with contextlib.suppress(OSError), self.opened(space) as folder:  # a link, a file, or another user's folder
                 for digits in os.listdir(folder):
                     if _DIGITS.fullmatch(digits):
                         with contextlib.suppress(OSError):
                             yield from self._files(space, digits)
 
     def write(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
-        """Write a page by its path below the folder, whole or not at all."""
+        """Write a page atomically. path: relative to the folder."""
         *folders, name = path.split("/")
         with self.opened(*folders, make=True) as folder:
             write_whole(folder, name, f"{name.removesuffix('.page')}.writing", parts)
 
     def delete(self, path: str) -> bool:
-        """Delete a page by its path below the folder. Return whether it existed."""
+        """Delete a page. Return whether it existed. path: relative to the folder."""
         *folders, name = path.split("/")
         try:
             with self.opened(*folders) as folder:
@@ -141,7 +141,7 @@ class PageFolder(OwnedFolder):
                     yield Entry(path, match[1], match[2] == "page", status.st_size, status.st_mtime)
 
     def _recognise(self) -> None:
-        """Check that the folder has the mark, and mark an empty one."""
+        """Check that the folder has the mark; mark an empty folder."""
         with self.opened() as root:
             names = set(os.listdir(root)) - {_LOST_AND_FOUND}
             with contextlib.suppress(OSError):
@@ -149,7 +149,7 @@ class PageFolder(OwnedFolder):
                 return
             if not names:
                 file = os.open(MARK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=root)
-                with contextlib.suppress(OSError):  # its name is enough
+                with contextlib.suppress(OSError):  # the file's name is the mark; its text is optional
                     os.write(file, _MARK_TEXT)
                 os.close(file)
                 return
@@ -172,28 +172,28 @@ class PageFolder(OwnedFolder):
 
 
 Page = Mapping[str, np.ndarray]
-"""A page's arrays by their names, of all shards together."""
+"""A page's unsharded arrays by name."""
 
 
 class PageFileError(Exception):
-    """A file that is not what its name says."""
+    """A file that does not hold the page of its name, intact."""
 
 
 class Listing(NamedTuple):
-    """Pages by last use, oldest first: names of this space's; (last use, path below the folder, bytes) of other spaces'."""
+    """Pages, least recently used first. names: this fingerprint's. others: (last use, relative path, bytes) of other fingerprints'."""
 
     names: list[bytes]
     others: list[tuple[float, str, int]]
 
 
 class PageFiles:
-    """The files of one space.
+    """Page files of one compatibility fingerprint.
 
     Args:
-        folder: locked by this process. space: all that pages' values depend on beside their tokens, as JSON.
+        folder: locked by this process. space: everything but the tokens that determines a page's values; JSON-serialisable.
         shapes: name to shape and dtype of a page's arrays.
 
-    page_bytes: bytes that a page takes on the disk.
+    page_bytes: disk space of a page in bytes.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class PageFiles:
 
         Raises:
             OSError: the file cannot be read.
-            PageFileError: it is torn, damaged or another page.
+            PageFileError: the file is truncated, damaged or of another page.
         """
         page = {key: np.empty(shape, dtype) for key, (shape, dtype) in self._shapes.items()}
         parts = [_bytes(array) for array in page.values()]
@@ -239,7 +239,7 @@ class PageFiles:
                     raise PageFileError(f"{shown} is torn")
             if bytes(header) != self._header(name, parts):
                 raise PageFileError(f"{shown} is damaged, or of another page")
-            with contextlib.suppress(OSError):  # a disk that cannot be written any more can still be read
+            with contextlib.suppress(OSError):  # a disk that became read-only stays readable
                 os.utime(file.fileno())
         return page
 
@@ -248,19 +248,19 @@ class PageFiles:
         return self.folder.delete(self._path(name))
 
     def delete_all(self) -> None:
-        """Delete every page of this space."""
+        """Delete every page of this fingerprint."""
         for entry in list(self.folder.entries()):
             if entry.path.startswith(self.space):
                 self.folder.delete(entry.path)
 
     def list(self) -> Listing:
-        """List all pages of the folder, and delete those that were not written to their end."""
+        """Return all pages of the folder, and delete incomplete files."""
         named: list[tuple[float, bytes]] = []
         others: list[tuple[float, str, int]] = []
         for entry in list(self.folder.entries()):
             is_own = entry.path.startswith(self.space)
             if not entry.is_whole or (is_own and entry.size != HEADER.size + self._content):
-                with contextlib.suppress(OSError):  # a disk that cannot be written any more can still be read
+                with contextlib.suppress(OSError):  # a disk that became read-only stays readable
                     self.folder.delete(entry.path)
             elif is_own:
                 named.append((entry.used, bytes.fromhex(entry.name)))
@@ -278,7 +278,7 @@ class PageFiles:
 
 
 def bytes_on_disk(content: int) -> int:
-    """Count the bytes that a page takes on the disk: its header too, in whole blocks."""
+    """Return the disk space of a page in bytes: header and content, rounded up to whole blocks."""
     return -(-(HEADER.size + content) // BLOCK) * BLOCK
 
 

@@ -1,16 +1,16 @@
-"""`HostTier`: which pages lie in a rank's host memory; `SegmentedLru`: the order in which pages go. Plain Python. docs/cache-tiers.md"""
+"""`HostTier`: index of the pages in a rank's host memory; `SegmentedLru`: eviction order. Plain Python. docs/cache-tiers.md"""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 PROTECTED_SHARE = 0.75
-"""The share of a tier's pages, at most, that are protected because they were asked for again."""
+"""Largest share of a tier's pages in the protected segment (pages hit at least once)."""
 NOWHERE = -1
 
 
 class TierCounts(NamedTuple):
-    """What a tier has done, and holds. stored, fetched, evicted: pages, since the start."""
+    """Counters of a tier. stored, fetched, evicted: pages since the start."""
 
     used_pages: int
     usable_pages: int
@@ -20,10 +20,10 @@ class TierCounts(NamedTuple):
 
 
 class SegmentedLru:
-    """Names with a number each, in the order in which they go when room is needed.
+    """Map from names to numbers, in eviction order.
 
-    Segmented LRU (Karedla, Love and Wherry 1994): a name comes in on probation, where the least recently used one goes first; one that was
-    asked for is protected, and goes back on probation when the protected ones are more than their share of `size`.
+    Segmented LRU (Karedla, Love and Wherry 1994): a new name enters the probationary segment, whose least recently used name is evicted
+    first. A hit moves a name to the protected segment; when that exceeds its share of `size`, its LRU name returns to probation.
     """
 
     def __init__(self, size: int):
@@ -42,44 +42,44 @@ class SegmentedLru:
         yield from self._protected
 
     def add(self, name: bytes, number: int = 0) -> None:
-        """Put a new name on probation."""
+        """Add a new name to the probationary segment."""
         self._probation[name] = number
 
     def ask(self, name: bytes) -> int:
-        """Give a name's number, and protect the name from now on."""
+        """Return a name's number, and move the name to the protected segment."""
         number = self._protected[name] = self.remove(name)
         if len(self._protected) > PROTECTED_SHARE * self.size:
             self.add(*self._protected.popitem(last=False))
         return number
 
     def remove(self, name: bytes) -> int:
-        """Take a name out; give its number."""
+        """Remove a name and return its number."""
         return self._probation.pop(name) if name in self._probation else self._protected.pop(name)
 
     def remove_first(self) -> tuple[bytes, int]:
-        """Take out the name whose turn it is to go."""
+        """Remove and return the next name to evict, with its number."""
         return (self._probation or self._protected).popitem(last=False)
 
 
 class HostTier:
-    """The slots of host memory that one rank's evicted pages go to, and the names by which they are found.
+    """Host-memory slots for the evicted pages of one rank, indexed by page name.
 
-    under_way: most steps at a time. A stored page can be fetched so many planned steps later: it has left the device by then.
-    first: number of its first slot.
+    under_way: maximum number of steps in flight. A stored page can be fetched that many planned steps later, when it has left the device.
+    first: number of the first slot.
     """
 
     def __init__(self, num_slots: int, under_way: int = 2, first: int = 0):
         self.num_slots, self._under_way = num_slots, under_way
         self._free = list(range(first + num_slots - 1, first - 1, -1))
         self._names = SegmentedLru(num_slots)
-        self._leaving: dict[bytes, int] = {}  # stored so many planned steps ago
+        self._leaving: dict[bytes, int] = {}  # planned steps since the store
         self._stored = self._fetched = self._evicted = 0
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._names
 
     def counts(self) -> TierCounts:
-        """Count what it has done, and holds."""
+        """Return the counters of this tier."""
         return TierCounts(self.num_slots - len(self._free), self.num_slots, self._stored, self._fetched, self._evicted)
 
     def begin_step(self) -> None:
@@ -88,7 +88,7 @@ class HostTier:
             self._leaving = {name: age + 1 for name, age in self._leaving.items() if age + 1 < self._under_way}
 
     def store(self, name: bytes) -> tuple[int, bytes | None] | None:
-        """Take a slot for a page that leaves the device; give it, and the page that went for it. None where the page is here already."""
+        """Allocate a slot for a page that leaves the device. Return (slot, evicted page or None), or None if the page is already stored."""
         if name in self._names:
             return None
         victim = None
@@ -104,16 +104,16 @@ class HostTier:
         return slot, victim
 
     def can_fetch(self, name: bytes) -> bool:
-        """Whether a page is here and can be fetched now."""
+        """Whether a page is stored and its copy from the device is complete."""
         return name in self._names and name not in self._leaving
 
     def fetch(self, name: bytes) -> int:
-        """Give the slot of a page that can be fetched. The page stays, and is protected from now on."""
+        """Return the slot of a page that can be fetched. The page stays stored and becomes protected."""
         self._fetched += 1
         return self._names.ask(name)
 
     def forget(self, names: Iterable[bytes]) -> list[bytes]:
-        """Let pages be found no more; give those that were here."""
+        """Remove pages from the index. Return the ones that were stored."""
         gone = [name for name in names if name in self._names]
         for name in gone:
             self._free.append(self._names.remove(name))
@@ -121,15 +121,15 @@ class HostTier:
         return gone
 
     def flush(self) -> list[bytes]:
-        """Forget every page; give them."""
+        """Forget every page. Return them all."""
         return self.forget(list(self._names))
 
 
 class PageReports(NamedTuple):
-    """What came of pages on their way to the disk and from it since the last time.
+    """Results of disk reads and writes since the last report.
 
-    read: (rank, number, whether it has come). written: (number, whether it was written). listed: names of the pages that an earlier run has
-    left, least recently used first; None until they are known, and ever after.
+    read: (rank, number, success). written: (number, success). listed: names of the pages that an earlier run left, least recently used
+    first. Only one report has this list; it is None in all others.
     """
 
     read: list[tuple[int, int, bool]]
@@ -138,7 +138,7 @@ class PageReports(NamedTuple):
 
 
 class PageReporter(Protocol):
-    """What an executor with offload tiers offers (`Executor.extension`)."""
+    """Extension of an executor with offload tiers (`Executor.extension`)."""
 
     def page_reports(self, seconds: float = 0.0) -> PageReports:
-        """Report what came of pages and the disk since the last time; where that is nothing, wait so long for the disk's first."""
+        """Return the reports since the last call. If there are none, wait up to `seconds` for the disk's first."""

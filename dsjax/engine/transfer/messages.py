@@ -1,6 +1,6 @@
-"""What a prefill side and a decode side say to each other, as plain values; `PrefillLink`, all that decode needs of a prefill side.
+"""Messages between prefill and decode engines, as plain values; `PrefillLink`, the interface through which decode uses a prefill engine.
 
-docs/disaggregation.md has the design. No JAX: arrays go beside these messages, from executor to executor.
+docs/disaggregation.md has the design. No JAX: executors exchange arrays separately from these messages.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,25 +11,25 @@ import msgspec
 from dsjax.engine.contract.executor import Progress
 
 TRANSFER_SECONDS = 30
-"""Default of `--transfer-timeout`: what was asked for or offered, and then not heard of, is given up after it."""
+"""Default of `--transfer-timeout`: seconds without news after which a requested or offered transfer is given up."""
 VERSION = 7
-"""Version of these messages. It changes whenever an older side could misunderstand a newer one."""
+"""Version of these messages. Increment it whenever an older engine could misunderstand a newer one."""
 MOST_KEPT = 256
-"""Pages that a prefill rank has room for in chunks that decode has not taken. Further ones stay in its cache until there is room."""
+"""Pages that a prefill rank buffers in chunks not pulled yet. Further pages stay in its cache until there is room."""
 CHUNK_PAGES = 16
-"""Pages of one transfer in a chunk, at most; as many as a program moves at once (`MOVED_PAGES`)."""
+"""Maximum number of pages per chunk, all of one transfer; a program moves as many at once (`MOVED_PAGES`)."""
 
 
 class PrefillRequest(msgspec.Struct, frozen=True, array_like=True, tag="prefill_request"):
     """Compute pages and send them.
 
     Attributes:
-        transfer: by which both sides name this.
-        tokens: int32, from the prompt's first one to one behind the last page wanted. first, end: pages [first, end) are wanted, and in a
-            model with window pages the one at `end`, which is sent as page number `end`.
-        priority: of the request; it orders prefill's queue too.
-        page: name of the last page wanted (`extend_hashes`), from other engines: pages of another name are never sent.
-        dp_rank: that a router outside has chosen; None: prefill chooses.
+        transfer: ID of this transfer on both sides.
+        tokens: int32, from the start of the prompt to one token after the last page requested. first, end: requests pages [first, end);
+            in a model with window pages also the one at `end`, which is sent as page number `end`.
+        priority: of the request; prefill orders its queue by it.
+        page: name of the last page requested (`extend_hashes`), if another engine asks: pages with other names are never sent.
+        dp_rank: chosen by an external router; None: prefill chooses.
     """
 
     transfer: str
@@ -43,29 +43,29 @@ class PrefillRequest(msgspec.Struct, frozen=True, array_like=True, tag="prefill_
 
 
 class CancelTransfer(msgspec.Struct, frozen=True, array_like=True, tag="cancel_transfer"):
-    """The rest of a transfer and its chunks are not wanted. page: name of its last page, for a sender that did not ask for it."""
+    """Cancel the rest of a transfer and its chunks. page: name of its last page, if the sender did not request the transfer."""
 
     transfer: str
     page: bytes = b""
 
 
 class ReleaseChunk(msgspec.Struct, frozen=True, array_like=True, tag="release_chunk"):
-    """A chunk is not needed any more: it was pulled, or is not wanted."""
+    """Release a chunk: decode has pulled it or does not need it."""
 
     number: int
 
 
 class FlushPages(msgspec.Struct, frozen=True, array_like=True, tag="flush_pages"):
-    """Let no page be found that was computed before (`/flush_cache`)."""
+    """Remove all pages computed so far from the prefix cache (`/flush_cache`)."""
 
 
 class ChunkReady(msgspec.Struct, frozen=True, array_like=True, tag="chunk_ready"):
-    """A chunk can be pulled, as long as its lease runs.
+    """A chunk can be pulled until its lease expires.
 
     Attributes:
         first, count: pages of the transfer, in order. cached: tokens of the prompt that prefill had cached.
-        address: `HOST:PORT` of the process that keeps the chunk; empty in one process.
-        names: of its pages, 32 bytes each. Decode takes no page of another name than it asked for.
+        address: `HOST:PORT` of the process that owns the chunk; empty within one process.
+        names: of its pages, 32 bytes each. Decode rejects pages with names other than it requested.
     """
 
     transfer: str
@@ -84,20 +84,20 @@ class TransfersUnderWay(msgspec.Struct, frozen=True, array_like=True, tag="trans
 
 
 class TransferFailed(msgspec.Struct, frozen=True, array_like=True, tag="transfer_failed"):
-    """A transfer ends without the rest of its pages. transfer: empty: the prefill side has ended, and with it all."""
+    """A transfer ends without the rest of its pages. transfer: empty if the prefill engine, and so every transfer, has ended."""
 
     transfer: str
     reason: str
 
 
 class Greeting(msgspec.Struct, frozen=True, array_like=True, tag="greeting"):
-    """A decode engine's first message, which prefill accepts or refuses. space: what pages' values depend on, and the transport."""
+    """First message of a decode engine, which prefill accepts or refuses. space: compatibility fingerprint and transport."""
 
     space: dict[str, Any]
 
 
 class PublishedChunk(msgspec.Struct, frozen=True, array_like=True):
-    """A chunk can be pulled now, once: the answer to its number. ticket: of `Transport.publish`. transport: its address."""
+    """Reply to the pull with this number: the chunk can be pulled once. ticket: from `Transport.publish`. transport: its address."""
 
     pull: int
     transport: str
@@ -105,7 +105,7 @@ class PublishedChunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PullDone(msgspec.Struct, frozen=True, array_like=True):
-    """The pull of this number is over. ok: the chunk has come."""
+    """The pull with this number has ended. ok: whether the chunk arrived."""
 
     pull: int
     ok: bool = True
@@ -114,20 +114,20 @@ class PullDone(msgspec.Struct, frozen=True, array_like=True):
 ToPrefill = PrefillRequest | CancelTransfer | ReleaseChunk | FlushPages
 ToDecode = ChunkReady | TransfersUnderWay | TransferFailed
 Chunk = dict[str, Any]
-"""By array of the cache `[1, CHUNK_PAGES, layers, page_size, …]`, on one device; what its pages do not fill is anything."""
+"""Arrays `[1, CHUNK_PAGES, layers, page_size, …]` by cache array, on one device. Slots beyond its pages are undefined."""
 
 
 class Source(NamedTuple):
-    """Where a chunk is: the number of its prefill side, and `ChunkReady.address`."""
+    """Location of a chunk. link: number of its prefill engine. address: `ChunkReady.address`."""
 
     link: int
     address: str = ""
 
 
 class PulledChunk(NamedTuple):
-    """What has come of a chunk that a decode rank was to pull.
+    """Result of a decode rank's pull of a chunk.
 
-    link: number of the prefill side. pages: numbers under which its pages land. ok: whether it has come, on all devices of the rank.
+    link: number of the prefill engine. pages: landing numbers of its pages. ok: whether it arrived on all devices of the rank.
     """
 
     rank: int
@@ -138,22 +138,22 @@ class PulledChunk(NamedTuple):
 
 
 Pull = Callable[[Source, int, Any], Chunk]
-"""`pull(source, number, device)`: a chunk on this device, complete. Raises `ChunkGoneError`, or anything else."""
+"""`pull(source, number, device)`: returns a chunk, complete, on this device. Raises `ChunkGoneError` or any other exception."""
 
 
 Offer = Callable[[int, Chunk | None], None]
-"""`offer(number, chunk)`, for a chunk that is complete; None: another process keeps it."""
+"""`offer(number, chunk)`: called with a complete chunk, or None if another process owns it."""
 Drop = Callable[[Sequence[int]], None]
-"""`drop(numbers)`, for chunks that need not be kept any more."""
+"""`drop(numbers)`: called with the numbers of chunks to free."""
 
 
 class ChunkPort(Protocol):
-    """Extension of an executor that sends pages to other engines, or pulls theirs.
+    """Executor extension that sends pages to other engines or pulls pages from them.
 
     Attributes:
-        chunk_shapes: shape and dtype of a chunk's arrays, by name. window_shapes: of chunks of window pages, whose numbers are
-            `WINDOW_NUMBERS` and more.
-        processes_of_ranks: processes that have devices of each DP rank; the first one keeps the rank's chunks.
+        chunk_shapes: shape and dtype of a chunk's arrays, by name. window_shapes: the same for chunks of window pages, whose numbers
+            start at `WINDOW_NUMBERS`.
+        processes_of_ranks: processes with devices of each DP rank; the first one owns the rank's chunks.
     """
 
     chunk_shapes: dict[str, tuple[tuple[int, ...], Any]]
@@ -161,35 +161,35 @@ class ChunkPort(Protocol):
     processes_of_ranks: Sequence[Sequence[int]]
 
     def send_chunks(self, offer: Offer, drop: Drop = lambda numbers: None) -> None:
-        """Have what `SendPages` makes offered, and `drop` called at `DropChunks`; from any thread, in the commands' order."""
+        """Call `offer` with each chunk of `SendPages` and `drop` at `DropChunks`, from any thread, in the order of the commands."""
 
     def pull_chunks(self, pull: Pull, report: Callable[[PulledChunk], None]) -> None:
-        """Have `PullPages` pull by this, and each chunk reported, from any thread."""
+        """Use `pull` for `PullPages`, and report each chunk; both from any thread."""
 
 
 class ChunkGoneError(Exception):
-    """A chunk is not kept any more, or cannot be reached."""
+    """A chunk was freed or cannot be reached."""
 
 
 class PrefillLink:
-    """A prefill side, as decode sees it, in this process or another one. Any thread may use it.
+    """Decode's link to a prefill engine in this process or another one. Thread-safe.
 
-    is_idle: there is no connection to it, and none is being made. receive: takes the side's messages, in a thread of the link.
+    is_idle: neither connected nor connecting. receive: handles the engine's messages, in a thread of the link.
     """
 
     is_idle: bool = False
     receive: Callable[[ToDecode], None] = staticmethod(lambda message: None)
 
     def send(self, message: ToPrefill) -> None:
-        """Send a message, without waiting. Answers go to `receive`."""
+        """Send a message without blocking. Replies go to `receive`."""
         raise NotImplementedError
 
     def pull(self, number: int, device: Any, address: str = "") -> Chunk:
-        """Return an offered chunk, complete, on this device; a `ChunkGoneError` where it is gone or late. address: of the offer."""
+        """Return an offered chunk, complete, on this device; raise `ChunkGoneError` if it is gone or late. address: from the offer."""
         raise NotImplementedError
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile its programs, where its devices are this process's."""
+        """Compile the prefill engine's programs if it runs in this process."""
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""

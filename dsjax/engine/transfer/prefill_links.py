@@ -1,4 +1,4 @@
-"""`PrefillLinks`: the part of an engine's core that has prompts computed by prefill engines; `LocalLink`: one of this process."""
+"""`PrefillLinks`: engine plugin that lets prefill engines compute prompts; `LocalLink`: link to one in this process."""
 
 import queue
 import threading
@@ -26,20 +26,20 @@ from dsjax.engine.transfer.page_network import RemoteLinks
 from dsjax.engine.transfer.remote_prefill import RemotePrefills
 
 TRANSFER_WAIT = 0.01
-"""Seconds that the engine waits for prefill engines where every request does, at most."""
+"""Longest time in seconds that the engine blocks when every request waits for prefill engines."""
 
 
 class PrefillLinks(Attachment):
-    """Belongs to the engine's thread. What prefill engines say waits until a step begins.
+    """Links to prefill engines, owned by the engine's thread. Their messages are queued until the next step begins.
 
     Args:
-        links: those that are there from the start.
-        dialer: makes further ones, by the address that a request names; an idle one that no request names is dropped.
+        links: the initial links.
+        dialer: connects to further prefill engines by the address in a request; idle links that no request uses are closed.
         local_tokens, timeout: see `RemotePrefills`.
 
     Attributes:
-        source: the account of transfers. links: by their numbers.
-        wake: set when a prefill engine has said something, or a chunk was pulled.
+        source: bookkeeping of the transfers. links: by number.
+        wake: set when a message has arrived from a prefill engine or a pull has ended.
     """
 
     source: RemotePrefills
@@ -66,23 +66,23 @@ class PrefillLinks(Attachment):
             self._add(number, link)
 
     def number_of(self, address: str) -> int:
-        """The number of the prefill engine at an address; a new one is added."""
+        """Return the number of the prefill engine at an address. Connect to a new one."""
         if address not in self._addresses:
             link = self._dialer.link_to(address)
-            if self._has_flushed:  # what it has computed may be older
+            if self._has_flushed:  # its cached pages may predate the flush
                 link.send(FlushPages())
             self._addresses[address] = number = self.source.add_link()
             self._add(number, link)
         return self._addresses[address]
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
-        """Have this executor pull what is ready."""
-        self.take_pulled()  # by the executor before
+        """Attach to an executor, which then pulls the chunks that are ready."""
+        self.take_pulled()  # results of the previous executor
         executor.extension(ChunkPort).pull_chunks(self.pull, self.report)
 
     def begin_step(self, now: float) -> None:
-        """Hand on what prefill engines have said, and what was pulled."""
-        self.wake.clear()  # what comes from now on ends the next wait at once
+        """Process the messages of prefill engines and the results of pulls."""
+        self.wake.clear()  # anything that arrives from now on ends the next wait at once
         while not self._inbox.empty():
             number, message = self._inbox.get()
             if number in self.links:
@@ -95,30 +95,30 @@ class PrefillLinks(Attachment):
                 del self._addresses[address]
 
     def wait(self) -> bool:
-        """Wait for prefill engines, if a request does."""
+        """Wait briefly for prefill engines if a request waits for one. Return whether it did."""
         if self.source.num_under_way:
             self.wake.wait(TRANSFER_WAIT)
             return True
         return False
 
     def statistics(self) -> Any:
-        """Count what has come of transfers so far."""
+        """Return the transfer counters."""
         return self.source.transfer_counts
 
     def pull(self, source: Source, number: int, device: Any) -> Chunk:
-        """Pull a chunk to this device, for the executor and from any thread."""
+        """Pull a chunk to this device. The executor calls this from any thread."""
         link = self.links.get(source.link)
         if link is None:
             raise ChunkGoneError(f"the prefill engine of chunk {number} is gone")
         return link.pull(number, device, source.address)
 
     def report(self, chunk: PulledChunk) -> None:
-        """Take in what has come of a chunk, for the executor and from any thread."""
+        """Queue the result of a pull. The executor calls this from any thread."""
         self._pulled.put(chunk)
         self.wake.set()
 
     def take_pulled(self) -> list[PulledChunk]:
-        """Take the chunks that have come, or could not; their prefill engines are told that they may go."""
+        """Return the results of pulls so far, and tell the prefill engines to release those chunks."""
         pulled = []
         while not self._pulled.empty():
             pulled.append(self._pulled.get())
@@ -126,12 +126,12 @@ class PrefillLinks(Attachment):
         return pulled
 
     def send(self) -> None:
-        """Send the prefill engines what the scheduler has for them."""
+        """Send the scheduler's messages to the prefill engines."""
         for link, message in self.source.take_messages():
             self._send(link, message)
 
     def flush(self) -> None:
-        """Have all prefill engines let no page be found that they have computed."""
+        """Make all prefill engines drop their computed pages from the prefix cache."""
         self.send()
         self._has_flushed = True
         for link in self.links.values():
@@ -159,13 +159,13 @@ class PrefillLinks(Attachment):
 
 
 class LocalLink(PrefillLink):
-    """The link to a `PrefillEngine` of this process. move: gives a chunk on another device."""
+    """Link to a `PrefillEngine` in this process. move: copies a chunk to another device."""
 
     def __init__(self, engine: Any, move: Callable[[Chunk, Any], Chunk] = lambda chunk, device: chunk):
         self.engine, self._move = engine, move
 
     def send(self, message: ToPrefill) -> None:
-        """Post it a message."""
+        """Post a message to the engine."""
         self.engine.post(message, self.receive)
 
     def pull(self, number: int, device: Any, address: str = "") -> Chunk:
@@ -176,9 +176,9 @@ class LocalLink(PrefillLink):
         return self._move(chunk, device)
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile its programs."""
+        """Compile the engine's programs."""
         self.engine.warm_up(progress)
 
     def close(self) -> None:
-        """End the engine."""
+        """Shut the engine down."""
         self.engine.shutdown()

@@ -1,4 +1,4 @@
-"""`Transport`: moves transfer chunks between processes; and the table of those there are (`--disaggregation-transfer-backend`)."""
+"""`Transport`: moves transfer chunks between processes; and the table of transports (`--disaggregation-transfer-backend`)."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ Shapes = Mapping[str, tuple[tuple[int, ...], Any]]
 
 
 def shapes_of(chunk: Chunk) -> Shapes:
-    """Give shape and dtype of a chunk's arrays."""
+    """Return shape and dtype of a chunk's arrays."""
     return {name: (array.shape, array.dtype) for name, array in chunk.items()}
 
 
 class Transport(ABC):
-    """Moves chunks from the process that keeps them to the one that needs them. Any thread may use it. address: for other processes."""
+    """Moves chunks from the owner process to the receiving one. Thread-safe. address: under which other processes reach this one."""
 
     address: str
 
     @abstractmethod
     def publish(self, number: int, chunk: Chunk) -> bytes:
-        """Let another process pull a complete chunk, once, under a positive number. Return the ticket for it."""
+        """Let another process pull a complete chunk once. Return the ticket for the pull. number: positive."""
 
     @abstractmethod
     def withdraw(self, number: int, chunk: Chunk, *, pulled: bool) -> None:
-        """End what `publish` began, and free what it took."""
+        """End the publication of a chunk, and free its resources."""
 
     @abstractmethod
     def pull(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: Any) -> Chunk:
         """Return a published chunk, complete, on this device. It may hang.
 
         Raises:
-            ConnectionError: the chunk was withdrawn meanwhile. Others: the transport's, which then forgets the process.
+            ConnectionError: the chunk was withdrawn. Others: errors of the transport, which then forgets the process.
         """
 
     @abstractmethod
     def disconnect(self, address: str) -> None:
-        """Forget the process at this address, which has gone."""
+        """Forget the process at this address, which is gone."""
 
 
 class Backend(NamedTuple):
-    """A row of the table. package: that it needs; extra: what installs it.
+    """Row of the table. package: required package. extra: the extra that installs it.
 
     implementation: `module:class`, called with a device of this process and this host's address.
     """
@@ -63,11 +63,11 @@ BACKENDS = {
     "jax": Backend("dsjax.engine.transfer.jax_transport:JaxTransport"),
     "nixl": Backend("dsjax.engine.transfer.nixl.nixl_transport:NixlTransport", "nixl_cu13", "nixl"),
 }
-"""Transports by the option's value. The two sides must use the same one."""
+"""Transports by the option's value. Prefill and decode must use the same one."""
 
 
 def check_installed(name: str) -> None:
-    """Check that a transport's package is installed; a `UserError` where it is not."""
+    """Raise `UserError` if a transport's package is not installed."""
     backend = BACKENDS[name]
     if importlib.util.find_spec(backend.package) is None:
         raise UserError(
@@ -76,6 +76,6 @@ def check_installed(name: str) -> None:
 
 
 def open_transport(name: str, device: Any, host: str) -> Transport:
-    """Start a transport of the table in this process; a `UserError` where it cannot run here."""
+    """Start a transport of the table in this process; raise `UserError` if it cannot run here."""
     module, _, implementation = BACKENDS[name].implementation.partition(":")
     return getattr(importlib.import_module(module), implementation)(device, host)

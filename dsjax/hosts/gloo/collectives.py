@@ -1,10 +1,10 @@
-"""`Collectives`: this process's connections to the others over which gloo carries collectives, closed when one of them can never end.
+"""`Collectives`: this process's gloo connections, which it closes when a collective can never finish.
 
-When a process is gone, a collective fails at once only in those devices that wait for that process itself. In a ring the others wait for
-one that has failed already and whose connections are open, until the collective's time limit; and JAX waits for all devices of a process.
-Tried with four processes of two devices, JAX 0.10.2, a time limit of 20 s: after a death `all_gather` and `psum` end in every survivor
-after 20.0 s, and after 0.1 s when each closes its connections. gloo has no call for that, so the process's own sockets are looked up, which
-Linux lists in `/proc`; elsewhere, and for other platforms' collectives, nothing is closed and the time limit decides.
+When a process dies, a collective fails at once only on devices that wait for that process itself. In a ring, the other devices wait for a
+peer that has failed but keeps its connections open, until the collective times out; and JAX waits for all devices of a process. Measured
+with four processes of two devices, JAX 0.10.2 and a 20 s timeout: after a death, `all_gather` and `psum` end in every survivor after
+20.0 s, or after 0.1 s if each closes its connections. gloo has no call for that, so this module finds the process's sockets in `/proc`
+(Linux). On other systems, and for other platforms' collectives, it closes nothing and the timeout applies.
 """
 
 import contextlib
@@ -21,30 +21,30 @@ _SOCKETS = "/proc/self/fd"
 
 
 class Collectives:
-    """Belongs to a process; any thread may use it. endpoint: where it listens for the others' connections; None: it is not known."""
+    """gloo connections of this process. Thread-safe. endpoint: gloo's listening address; None if unknown."""
 
     def __init__(self):
         self.endpoint: Endpoint | None = None
         self._others: set[Endpoint] = set()
         self._generation, self._order = -1, ()
-        self._seen: set[int] = set()  # connections of earlier generations
-        self._of: dict[tuple[int, ...], set[int]] = {}  # by the order of devices in which they were first wanted
-        self._beside: dict[int, Callable[[], None]] = {}  # by generation
+        self._seen: set[int] = set()  # inodes of connections of earlier mesh epochs
+        self._of: dict[tuple[int, ...], set[int]] = {}  # inodes by the device order that opened them
+        self._beside: dict[int, Callable[[], None]] = {}  # by mesh epoch
         self._lock = threading.Lock()
 
     def made_by(self, make: Callable[[], Made]) -> Made:
-        """Call what makes gloo listen, and find out where that is."""
+        """Call `make`, which makes gloo listen, and record gloo's address."""
         before = set(_listeners())
         made = make()
         new_listeners = set(_listeners()) - before
-        if len(new_listeners) == 1:  # else something else began to listen in the same moment
+        if len(new_listeners) == 1:  # otherwise another socket began to listen at the same time
             self.endpoint = new_listeners.pop()
         return made
 
     def begin(self, generation: int, order: Iterable[int], endpoints: Iterable[Sequence | None]) -> None:
-        """A generation begins: nothing of it is connected yet.
+        """Begin a mesh epoch, which has no connections yet.
 
-        order: its devices. endpoints: of its processes. gloo keeps a group of devices in one order for ever, and with it connections.
+        order: its devices. endpoints: of its processes. gloo keeps a group with a given device order, and its connections, for ever.
         """
         with self._lock:
             self._others.update(tuple(endpoint) for endpoint in endpoints if endpoint is not None)
@@ -54,14 +54,14 @@ class Collectives:
             self._generation, self._order = generation, tuple(order)
 
     def cut_with(self, generation: int, cut: Callable[[], None]) -> None:
-        """Have a function called too when a generation is cut: beside collectives something else of it waits for other processes."""
+        """Also call `cut` when a mesh epoch is cut, for waits on other processes outside collectives."""
         with self._lock:
             self._beside = {generation: cut}
 
     def cut(self, generation: int) -> int:
-        """Close the connections of a generation, if it is the one of now, so that whatever waits in its collectives fails; give how many.
+        """Close the connections of a mesh epoch, if it is the current one, so that its collectives fail. Return how many were closed.
 
-        Those of other orders of the devices stay: they can be formed again.
+        Connections of other device orders stay open, because those groups can be used again.
         """
         with self._lock:
             beside = self._beside.pop(generation, None)
@@ -73,13 +73,13 @@ class Collectives:
             count, again = 0, self._of.get(self._order, set())
             for inode, connection in self._connections():
                 if inode not in self._seen or inode in again:
-                    with contextlib.suppress(OSError):  # it has gone by itself
+                    with contextlib.suppress(OSError):  # already closed
                         connection.shutdown(socket.SHUT_RDWR)
                         count += 1
             return count
 
     def _connections(self) -> Iterator[tuple[int, socket.socket]]:
-        """Those of gloo, with numbers that are theirs alone."""
+        """Yield gloo's connections with their inodes."""
         endpoint = self.endpoint
         if endpoint is None:
             return
@@ -98,12 +98,12 @@ def _listeners() -> Iterator[Endpoint]:
 
 
 def _sockets() -> Iterator[tuple[int, socket.socket]]:
-    """The process's TCP sockets, with their inodes; each is open under a further number while it is looked at."""
+    """Yield the process's TCP sockets with their inodes; each as a duplicate that is closed afterwards."""
     names = os.listdir(_SOCKETS) if os.path.isdir(_SOCKETS) else []
     for name in names:
         try:
             number = os.dup(int(name))
-        except OSError:  # it was closed meanwhile
+        except OSError:  # closed in the meantime
             continue
         status = os.fstat(number)
         if not stat.S_ISSOCK(status.st_mode):

@@ -14,7 +14,7 @@ import numpy as np
 from dsjax.errors import UserError
 
 _TRIES = 4096
-"""Orders that are tried for a mesh."""
+"""Number of orders to try for a mesh."""
 Group = tuple[int, ...]
 
 
@@ -85,8 +85,8 @@ def _blocks(device_ids: Sequence[int], tp: int, process_of: Mapping[int, int]) -
 def _order(blocks: list[list[list[int]]], attempt: int) -> list[int]:
     """Return the devices in the order with the number `attempt`.
 
-    First come the rotations of the processes (0 is the natural order), then random orders, which mix ever more: processes and their groups,
-    all groups, and from half of `_TRIES` on also the devices within a group.
+    First come the rotations of the processes (0 is the natural order), then random orders that shuffle more and more: processes and their
+    groups, all groups, and from half of `_TRIES` on also the devices within a group.
     """
     count, rng = len(blocks), random.Random(attempt)
     if attempt < count:

@@ -1,4 +1,4 @@
-"""What stands around the routed experts' products (``products.py``): rounds of sorted pairs, and the sum of each row's experts."""
+"""Helpers around the routed experts' matmuls (``products.py``): rounds of sorted pairs, and the weighted sum over each row's experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsjax.kernels.pallas.cost import KernelCost, hlo_dtype, power
 from dsjax.kernels.pallas.order import MESH, KernelOrder
 
 ROUND_PAIRS = 32_768
-"""Most pairs of a round; in DeepSeek-V3 a pair takes 33 kB of buffers."""
+"""Maximum number of pairs per round; in DeepSeek-V3 a pair takes 33 kB of buffers."""
 
 
 def combine(
@@ -25,16 +25,16 @@ def combine(
     *,
     interpret: bool = False,
 ) -> Float[Array, "N D"]:
-    """``out[n] = Σ_k weight[n, k] × y[place[n, k]]`` in float32, in the dtype of ``y_PD``; a place that is none of ``y_PD`` adds nothing.
+    """Return ``out[n] = Σ_k weight[n, k] × y[place[n, k]]``, summed in float32, in the dtype of ``y_PD``. Skip places outside ``y_PD``.
 
-    mean_pairs: how many places are some of ``y_PD`` under even routing. Nothing else of ``y_PD`` is read.
+    mean_pairs: number of places inside ``y_PD`` under even routing. Only those rows of ``y_PD`` are read.
     """
     (P, D), (N, K) = y_PD.shape, place_NK.shape
     rows, columns = 4, min(1024, power(D))
     moved = ((mean_pairs + N) * D) * y_PD.dtype.itemsize + place_NK.size * 8
     cost = KernelCost(0.0, moved, hlo_dtype(y_PD.dtype), assumed=True)
 
-    # One after the other, as they were chosen; but those of other devices are added elsewhere. One term alone is no sum.
+    # Terms are added in the order of the chosen experts, but other devices add theirs separately. A single term needs no sum.
     order = KernelOrder(exact=True) if K == 1 else KernelOrder({"terms": K}, (MESH,))
 
     def kernel(y_ref, place_ref, weight_ref, out_ref):
@@ -70,9 +70,9 @@ def combine(
 
 
 def round_pairs(mean_load: float, experts: int, most: int) -> int:
-    """Pairs of a round: what all experts of a device have on the mean and four standard deviations, in whole tiles of 128.
+    """Return the pairs per round: the mean over all experts of a device plus four standard deviations, in whole tiles of 128.
 
-    Under even routing a second round is then rare. most: pairs that can be at all.
+    This makes a second round rare under even routing. most: upper bound of the number of pairs.
     """
     mean = mean_load * experts
     enough = 128 * math.ceil((mean + 4 * mean**0.5) / 128)

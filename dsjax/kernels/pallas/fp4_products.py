@@ -1,13 +1,13 @@
-"""The routed experts' products with packed weights, read where they lie in the stack of layers (Triton, by Pallas).
+"""Routed experts' matmuls with packed weights, read in place from the stack of layers (Pallas, Triton backend).
 
-As ``products``, over pairs of (row, expert) that stand sorted by expert. A byte has two values of the depth, so that rows come apart, those
-at even places of the depth and those at odd ones, and each byte is multiplied with both: nothing is interleaved in registers. Values times
-block scales are exact in bfloat16, but INT4's, which are rounded to it; tensor cores multiply them with bfloat16 rows, and the tensor's
-scale multiplies the float32 sum. Rows in FP8 (W4A8) are widened to bfloat16, exactly, and each 128 of the depth are multiplied by the row's
-scale. Hopper has no FP4 product; Blackwell's is not used, since Triton's lowering here has none.
+Like ``products``, these run over (row, expert) pairs sorted by expert. A byte holds two values along the depth (K). The rows are therefore
+split into even and odd depths, and each byte's two values are multiplied with both, without interleaving in registers. Value × block scale
+is exact in bfloat16, except for INT4, which is rounded to it. Tensor cores multiply it with bfloat16 rows, and the tensor's scale
+multiplies the float32 sum. FP8 rows (W4A8) are widened to bfloat16, exactly, and each block of 128 along the depth is multiplied by its row
+scale. Hopper has no FP4 matmul; Blackwell's is not used, because Pallas' Triton lowering does not support it.
 
-A stack of 2³¹ to 2³² bytes, which Pallas does not address rightly, is read as 16-bit words of two columns; of a stack of scales that is as
-large, one layer is copied.
+Pallas does not address a stack of 2³¹ to 2³² bytes correctly, so it is read as 16-bit words of two columns. If the stack of scales is that
+large, one layer of it is copied.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def gate_up(
     interpret: bool = False,
     cores: Cores = Cores(),
 ) -> Float[Array, "P F"] | fp8.Quantised:
-    """``silu(x · gate) × (x · up)`` of each sorted pair in ``dtype``, of quantised rows quantised as well; rows as of ``products.gate_up``.
+    """Return ``silu(x · gate) × (x · up)`` of each sorted pair in ``dtype``, quantised if the rows are. Rows: see ``products.gate_up``.
 
-    arrays: ``weight [L, X, D/2, 2, F]``, ``scale [L, X, D/block, 2, F]`` and, where the format has it, ``global_scale [L, X, 2, 1]``.
+    arrays: ``weight [L, X, D/2, 2, F]``, ``scale [L, X, D/block, 2, F]`` and, if the format has it, ``global_scale [L, X, 2, 1]``.
     """
     return _product(
         arrays,
@@ -78,7 +78,7 @@ def down(
     interpret: bool = False,
     cores: Cores = Cores(),
 ) -> Float[Array, "P D"]:
-    """``hidden · down`` of each sorted pair in ``dtype``; arrays: ``weight [L, X, F/2, D]`` and the like."""
+    """Return ``hidden · down`` of each sorted pair in ``dtype``. arrays: as for ``gate_up``, with ``weight [L, X, F/2, D]``."""
     return _product(arrays, form, layer, hidden_PF, groups, fused=False, dtype=dtype, interpret=interpret, cores=cores)
 
 
@@ -88,9 +88,9 @@ def _product(
     quantised = isinstance(x, fp8.Quantised)
     tiles = ProductTiles.for_load(groups.mean_load)
     if quantised and fused:
-        tiles = replace(tiles, columns=BLOCK)  # results are quantised by whole blocks
+        tiles = replace(tiles, columns=BLOCK)  # results are quantised in whole blocks
     values = x.values if quantised else x
-    # A byte of two values and a scale for each of them.
+    # Per byte: two values and a scale for each of them.
     tiles = tiles.fitting(ProductBytes(1 + fused, values.dtype, dtype, stored=1), cores)
     weight = arrays["weight"]
     X, rows, K, N = weight.shape[1], values.shape[0], 2 * weight.shape[2], weight.shape[-1]
@@ -98,14 +98,14 @@ def _product(
     lanes = 1 if addressable(weight) else 2
     if lanes == 2:
         weight = lax.bitcast_convert_type(weight.reshape(*weight.shape[:-1], N // 2, 2), jnp.uint16)
-    # Whole tiles of the depth; halves of it: even places, then odd ones.
+    # Pad the depth to whole tiles, then split it into even and odd depths.
     values = jnp.pad(values[:, :K], ((0, 0), (0, -K % max(tiles.depth, BLOCK))))
     values = values.reshape(rows, -1, 2).swapaxes(1, 2)
-    # Triton has no FP8 constant to load in place of what is masked: scales are loaded as unsigned integers.
+    # Load scales as unsigned integers, because Triton has no FP8 constant for masked elements.
     scale, bits = arrays["scale"], {1: jnp.uint8, 2: jnp.uint16}[form.scale_bytes]
     scale = scale if scale.dtype == bits else lax.bitcast_convert_type(scale, bits)
     scales, scale_layer = addressable_layer({"scale": scale}, layer)
-    layers = jnp.stack([layer, scale_layer])  # in the stack of weights, and in that of scales
+    layers = jnp.stack([layer, scale_layer])  # layer index in the stack of weights, and in the stack of scales
     inputs = [array.astype(jnp.int32) for array in (layers, groups.start_X, groups.count_X)]
     inputs += [values, *([x.scales] if quantised else []), weight, scales["scale"]]
     inputs += [arrays["global_scale"]] if form.has_global else []
@@ -153,7 +153,7 @@ def _kernel(layer_ref, start_ref, count_ref, x_ref, *refs, form, fused, quantise
     halves = (0, 1) if fused else (None,)
 
     def weights(byte, half):
-        """The values of a tile, by lane of the columns: those of even places of the depth, and those of odd ones."""
+        """Return the weights of a tile for each column lane: those at even depths and those at odd depths."""
         middle = () if half is None else (half,)
         inside = (byte[:, None] < depth) & (columns[-1] < N)[None, :]
         at = (layer, expert, byte[:, None], *middle, word[None, :])
@@ -209,13 +209,13 @@ def _kernel(layer_ref, start_ref, count_ref, x_ref, *refs, form, fused, quantise
             plgpu.store(out_ref.at[row[:, None], n[None, :]], out.astype(out_ref.dtype), mask=inside)
         return tile
 
-    # Tile by tile: those of this program's share of the expert's pairs.
+    # Loop over the tiles in this program's share of the expert's pairs.
     turns = (pl.cdiv(count, tiles.rows) - spread + tiles.spread - 1) // tiles.spread
     lax.fori_loop(0, turns, lambda turn, _: one_tile(spread + turn * tiles.spread, _), 0)
 
 
 def _cost(x: Array, weight: Array, form: PackedFormat, mean_load: float, tiles: ProductTiles, dtype) -> KernelCost:
-    """Under even routing: rows of all tiles that are begun, and weights with their scales of every expert that has a pair, once."""
+    """Return the cost under even routing: rows of all started tiles, and one read of each active expert's weights and scales."""
     X, K, columns = weight.shape[1], 2 * weight.shape[2], math.prod(weight.shape[3:])
     rows = X * tiles.rows * expected_tiles(mean_load, tiles.rows)
     read = X * (1 - math.exp(-mean_load)) * K * columns * form.bytes_per_value

@@ -1,7 +1,7 @@
-"""Index scores of sparse attention over a paged cache of index keys (Triton, by Pallas).
+"""Index scores of sparse attention over a paged cache of index keys (Pallas, Triton backend).
 
-A program takes one query with all of its index heads, and a block of its row's positions, whose keys are read from their pages where they
-lie. Products of heads with keys stay in registers: written out, they would be as many times the scores as there are heads.
+A program takes one query with all of its index heads and a block of its row's positions, and reads their keys in place from the pages.
+Head × key products stay in registers; in memory they would take `heads` times the space of the scores.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dsjax.kernels.pallas.order import KernelOrder
 from sharding import fp8
 
 POSITIONS = 128
-"""Positions that a program scores."""
+"""Positions per program."""
 
 
 def takes(width: int, key_dtype: np.dtype, page_size: int) -> bool:
-    """Whether keys of so many values can be read: FP8 ones while they have one scale, in pages of any size."""
+    """Whether the kernel can read keys of this width: FP8 keys need exactly one scale; any page size works."""
     return np.dtype(key_dtype) != fp8.E4M3 or fp8.num_scales(width) == 1
 
 
@@ -42,10 +42,10 @@ def index_scores(
     *,
     interpret: bool = False,
 ) -> Float[Array, "R C S"]:
-    """Float32 scores of each query against its row's context; −inf where it sees nothing. S is whole blocks of ``POSITIONS``.
+    """Return float32 scores of each query against its row's context; −inf at masked positions. S is a multiple of ``POSITIONS``.
 
-    cache: ``index [L, P, G, A]``, whose bits mean ``key_dtype``; with FP8 ``index_scale [L, P, G, 1]`` beside it. filled: which slots of
-        the cache hold an entry; a query sees those and its own. None: all of them.
+    cache: ``index [L, P, G, A]``, with bits of ``key_dtype``; with FP8 also ``index_scale [L, P, G, 1]``. filled: which slots of the
+        cache hold an entry; a query sees those and its own. None: all of them.
     """
     R, C, I, A = query.shape
     cache, layer = addressable_layer(cache, layer)
@@ -71,7 +71,7 @@ def index_scores(
     whole = lambda array: pl.BlockSpec(array.shape, lambda q, b: (0,) * array.ndim)  # noqa: E731
     scalars = [array.astype(jnp.int32) for array in (jnp.reshape(layer, 1), positions.reshape(-1), tables)]
     cost = index_cost(R, C, I, A, pages * G, query.dtype, np.dtype(key_dtype))
-    order = KernelOrder({"depth": wide, "terms": heads})  # of the model: the same for every shape and mesh
+    order = KernelOrder({"depth": wide, "terms": heads})  # fixed by the model: the same for every shape and mesh
     out = pl.pallas_call(
         kernel,
         grid=(R * C, blocks),
@@ -111,7 +111,7 @@ def _kernel(
     mask = jnp.broadcast_to(visible[:, None], (POSITIONS, wide))
     if wide > width:
         mask, columns = mask & (columns < width), jnp.minimum(columns, width - 1)
-    # Triton has no FP8 zero to put where nothing is read.
+    # Triton has no FP8 zero for masked elements.
     other = {} if stored == fp8.E4M3 else {"other": 0}
     values = plgpu.load(keys_ref.at[where[:, None], columns[None, :]], mask=mask, **other)
     values = values if values.dtype == stored else lax.bitcast_convert_type(values, stored)
@@ -128,7 +128,7 @@ def _kernel(
 
 
 def index_cost(R: int, C: int, I: int, A: int, context: int, dtype, key_dtype: np.dtype) -> KernelCost:
-    """Cost of rows whose queries see the whole context; a row's keys are read once, as its queries follow one another."""
+    """Return the cost if all queries see the whole context. A row's keys count as read once, because its queries run consecutively."""
     blocks = -(-context // POSITIONS) * POSITIONS
     flops = 2.0 * R * C * blocks * power(I) * power(A)
     entry = fp8.row_bytes(A) if key_dtype == fp8.E4M3 else A * key_dtype.itemsize

@@ -1,10 +1,10 @@
-"""How much of a core's shared memory a Triton kernel asks for with given tiles, and tiles that a device has room for.
+"""Estimate the shared memory that a Triton kernel requests for given tiles, and choose tiles that fit a device.
 
-Triton keeps a tile's operands in shared memory, in as many copies as loads are under way, and refuses to compile a program that asks for
-more than a block may have. How many copies there are depends on the tensor cores' instruction. ``wgmma`` (compute capability 9) and
-``tcgen05`` (10, 11) read operands of at most 16 bits from shared memory while the next ones arrive, so that there is a copy for each stage;
-``mma``, which everything else is multiplied by, reads registers and needs one copy less. The formulas are upper bounds of what Triton in
-XLA of JAX 0.10.2 asks for, kernel by kernel (``tests/dsjax/kernels/test_shared_memory.py`` holds them to the compiler).
+Triton keeps one copy of a tile's operands in shared memory per load in flight, and refuses to compile a program that requests more than
+the limit per block. The number of copies depends on the tensor core instruction. ``wgmma`` (compute capability 9) and ``tcgen05`` (10, 11)
+read operands of at most 16 bits from shared memory while the next ones arrive, so each pipeline stage has a copy. ``mma``, which handles
+everything else, reads registers and needs one copy less. The formulas are upper bounds per kernel for Triton in the XLA of JAX 0.10.2
+(``tests/dsjax/kernels/test_shared_memory.py`` checks them against the compiler).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 _BARRIERS = {"mma": 512, "wgmma": 512, "tcgen05": 2048}
-"""Bytes beside tiles: barriers, row maxima and page numbers."""
+"""Bytes in addition to the tiles: barriers, row maxima and page numbers."""
 
 
 @dataclass(frozen=True)
 class Cores:
     """A GPU's streaming multiprocessors. The default is an H100 or H200.
 
-    shared_memory: most bytes that a block may ask for. capability: CUDA's compute capability. count: how many there are.
+    shared_memory: limit per block in bytes. capability: CUDA compute capability. count: number of SMs.
     """
 
     shared_memory: int = 232_448
@@ -32,7 +32,7 @@ class Cores:
 
     @classmethod
     def of(cls, device: Any) -> Cores:
-        """The cores of a JAX device, or of a described one; an H200's where the device does not say."""
+        """Return the cores of a JAX device or a device description; an H200's if the device does not report them."""
         found = getattr(device, "shared_memory_per_block_optin", None)
         major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
         if not found or not major.isdigit():
@@ -40,7 +40,7 @@ class Cores:
         return cls(int(found), (int(major), int(minor or 0)), int(device.core_count))
 
     def instruction(self, rows: int, operand: np.dtype) -> str:
-        """What multiplies a tile of so many rows: ``mma``, ``wgmma`` or ``tcgen05``; the last two take 64 rows and no float32."""
+        """Return the instruction for a tile: ``mma``, ``wgmma`` or ``tcgen05``; the last two need at least 64 rows and at most 16 bits."""
         if rows < 64 or np.dtype(operand).itemsize > 2 or not 9 <= self.capability[0] < 12:
             return "mma"
         return "wgmma" if self.capability[0] == 9 else "tcgen05"
@@ -48,10 +48,10 @@ class Cores:
 
 @dataclass(frozen=True)
 class ProductBytes:
-    """Dtypes of a product, which decide what its tiles take.
+    """Dtypes of a matmul, which determine the shared memory of its tiles.
 
-    matrices: that each row is multiplied with (2: gate and up). rows: dtype that rows lie in; operand: that they are multiplied in.
-    stored: bytes of a weight in shared memory, with its share of a packed block's scale where each value has its own there.
+    matrices: number of matrices per row (2: gate and up). rows: storage dtype of the rows. operand: dtype of the multiplication.
+    stored: bytes per weight in shared memory, including its scale in packed formats, where each value has its own copy there.
     """
 
     matrices: int
@@ -60,14 +60,14 @@ class ProductBytes:
     stored: int
 
     def of(self, tiles: Any, cores: Cores) -> int:
-        """Most bytes that a program asks for; ``tiles`` has ``rows``, ``columns``, ``depth`` and ``stages``."""
+        """Return the upper bound in bytes per program. ``tiles`` has ``rows``, ``columns``, ``depth`` and ``stages``."""
         instruction, operand = cores.instruction(tiles.rows, self.operand), np.dtype(self.operand).itemsize
         copies = max(1, tiles.stages - (instruction == "mma"))
         stage = (
             tiles.rows * tiles.depth * np.dtype(self.rows).itemsize
             + self.matrices * tiles.depth * tiles.columns * self.stored
         )
-        # Widened weights are written back where the instruction reads them; float32 ones always.
+        # Widened weights are written back to shared memory if the instruction reads them there; float32 ones always.
         widened = self.stored < operand and (instruction != "mma" or operand == 4)
         result = tiles.rows * tiles.columns * 4
         return max(copies * stage + widened * tiles.depth * tiles.columns * operand, result) + _BARRIERS[instruction]
@@ -75,10 +75,10 @@ class ProductBytes:
 
 @dataclass(frozen=True)
 class AttentionBytes:
-    """Sizes of absorbed attention, which decide what its tiles take.
+    """Sizes of absorbed attention, which determine the shared memory of its tiles.
 
-    latent, rope: padded widths of a cache entry. operand: dtype of queries; stored: of the cache, whose FP8 latents have scales and whose
-    rotary part is then bfloat16.
+    latent, rope: padded widths of a cache entry. operand: dtype of the queries. stored: dtype of the cache; FP8 latents have scales and a
+    bfloat16 rotary part.
     """
 
     latent: int
@@ -87,7 +87,7 @@ class AttentionBytes:
     stored: np.dtype
 
     def of(self, tiles: Any, cores: Cores) -> int:
-        """Most bytes that a program asks for; ``tiles`` has ``rows`` and ``positions``."""
+        """Return the upper bound in bytes per program. ``tiles`` has ``rows`` and ``positions``."""
         instruction, operand = cores.instruction(tiles.rows, self.operand), np.dtype(self.operand).itemsize
         queries = tiles.rows * (self.latent + self.rope) * operand
         weights = tiles.rows * tiles.positions * operand
@@ -97,7 +97,7 @@ class AttentionBytes:
             bytes_of = queries + block + tiles.positions * (entry + 2 * self.rope) + weights
         elif instruction == "mma":
             bytes_of = queries + block + weights
-        else:  # Latents are read twice a step, for scores and for sums; tcgen05 keeps those of the step before as well.
+        else:  # Each step reads latents twice, for scores and for sums; tcgen05 also keeps the previous step's.
             copies = 2 if instruction == "wgmma" else 3
             bytes_of = queries + copies * block
         result = tiles.rows * self.latent * 4 if instruction != "mma" else 0
@@ -112,7 +112,7 @@ T = TypeVar("T")
 
 
 def first_that_fits(candidates: Iterable[T], bytes_of: _Bytes, cores: Cores) -> T:
-    """The first tiles that a device has room for; the last ones, which the compiler will judge, where it has for none."""
+    """Return the first tiles that fit the device. If none fit, return the last ones, and the compiler decides."""
     found = None
     for found in candidates:
         if bytes_of.of(found, cores) <= cores.shared_memory:
@@ -121,7 +121,7 @@ def first_that_fits(candidates: Iterable[T], bytes_of: _Bytes, cores: Cores) -> 
 
 
 def shallower(tiles: T) -> Iterator[T]:
-    """A product's tiles, then with fewer loads under way, then with half the depth: what changes no more than it must."""
+    """Yield a matmul's tiles in order of increasing change: first with fewer loads in flight, then with half the depth."""
     for depth in (tiles.depth, tiles.depth // 2, tiles.depth // 4):
         if depth >= 16:
             yield from (replace(tiles, depth=depth, stages=stages) for stages in range(tiles.stages, 1, -1))

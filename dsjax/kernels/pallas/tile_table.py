@@ -1,4 +1,4 @@
-"""Tile sizes of products and of attention that were timed on a device: what ``dsjax tune`` writes and ``--kernel-config`` reads."""
+"""Tile sizes of matmuls and attention, tuned on a device; written by ``dsjax tune`` and read by ``--kernel-config``."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from dsjax.errors import UserError
 
 FORMAT = 1
 FARTHEST = 2.0
-"""An entry serves products of up to so many times its rows, or a part of them; others have the default sizes."""
+"""An entry applies to matmuls whose rows differ by at most this factor, up or down; others use the default sizes."""
 ATTENTION = "latent_attention"
-"""The kernel whose tiles have other fields than those of products."""
+"""Kernel whose tiles have other fields than a matmul's."""
 _POWERS = (16, 32, 64, 128)
 _OF_BOTH = {"rows": _POWERS, "warps": (1, 2, 4, 8, 16), "stages": tuple(range(1, 9))}
 SIZES = {**_OF_BOTH, "columns": _POWERS, "depth": _POWERS, "splits": tuple(range(1, 133))}
-"""What each field of a product's tile may be: powers of two that Triton takes and that divide a block of 128."""
+"""Allowed values of each field of a matmul's tile. Sizes are powers of two that Triton accepts and that divide 128."""
 ATTENTION_SIZES = {**_OF_BOTH, "positions": _POWERS}
-"""What each field of the attention kernel's tile may be."""
+"""Allowed values of each field of the attention kernel's tile."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product, or attention, as one device has it.
+    """Per-device sizes of a matmul or of attention.
 
-    kernel: its name in profiles (``dense``, ``experts_gate_up``, ``experts_down``; with FP8 rows ``…_fp8``). depth, columns: of its matrix.
-    weights: dtype that they are kept in. rows: of the product, or pairs of one expert on the mean.
+    kernel: name in profiles (``dense``, ``experts_gate_up``, ``experts_down``; with FP8 rows ``…_fp8``). depth, columns: of the matrix.
+    weights: storage dtype of the weights. rows: of the matmul, or mean pairs per expert.
 
-    Of ``latent_attention`` depth is the width of a cache entry, columns the (token, head) pairs of a row, weights the cache's dtype, and
-    rows those of the step.
+    For ``latent_attention``, depth is the width of a cache entry, columns the (token, head) pairs per row, weights the cache's dtype and
+    rows the rows of the step.
     """
 
     kernel: str
@@ -43,7 +43,7 @@ class Product:
 
     @property
     def title(self) -> str:
-        """For a progress bar."""
+        """Title in a progress bar."""
         if self.kernel == ATTENTION:
             return f"{self.kernel} of {self.columns} pairs over {self.depth} × {self.weights}, {self.rows:g} rows"
         return f"{self.kernel} {self.depth} × {self.columns}, {self.weights}, {self.rows:g} rows"
@@ -51,7 +51,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The fastest tile sizes of a product that were found, what it took with them, and with the default ones, in seconds."""
+    """Fastest tile sizes found for a matmul, and its times in seconds with these and with the default sizes."""
 
     product: Product
     tiles: tuple[tuple[str, int], ...]
@@ -59,20 +59,20 @@ class Tuned:
     default_seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """One entry of the file."""
+        """Return this entry as in the file."""
         times = {"seconds": self.seconds, "default_seconds": self.default_seconds}
         return {**asdict(self.product), "tiles": dict(self.tiles), **times}
 
 
 @dataclass(frozen=True)
 class TileTable:
-    """Tuned products of one kind of device. device: as JAX names it (``NVIDIA H200``)."""
+    """Tuned matmuls of one kind of device. device: JAX's name for it (``NVIDIA H200``)."""
 
     device: str
     entries: tuple[Tuned, ...] = ()
 
     def find(self, product: Product) -> Mapping[str, int] | None:
-        """Tile sizes for a product: those of the same matrix with the nearest rows, if these are near enough."""
+        """Return tile sizes for a matmul: those of the same matrix with the nearest number of rows, or None if that is too far."""
         same = [e for e in self.entries if (e.product.kernel, e.product.depth, e.product.columns, e.product.weights)
                 == (product.kernel, product.depth, product.columns, product.weights)]  # fmt: skip
         apart = lambda entry: abs(math.log(max(entry.product.rows, 1) / max(product.rows, 1)))  # noqa: E731
@@ -80,15 +80,15 @@ class TileTable:
         return dict(nearest.tiles) if nearest is not None and apart(nearest) <= math.log(FARTHEST) else None
 
     def with_entry(self, entry: Tuned) -> TileTable:
-        """A table that has this entry, in place of one of the same product."""
+        """Return a table with this entry, which replaces one for the same matmul."""
         return TileTable(self.device, (*(e for e in self.entries if e.product != entry.product), entry))
 
     def to_json(self) -> dict[str, Any]:
-        """The file's body."""
+        """Return the file's content."""
         return {"format": FORMAT, "device": self.device, "products": [entry.to_json() for entry in self.entries]}
 
     def write(self, path: Path) -> None:
-        """Write the file whole: one that is read meanwhile, or after an interrupt, is the one before or this one."""
+        """Write the file atomically: concurrent readers, or readers after an interrupt, see the old or the new file."""
         unfinished = path.with_name(path.name + ".unfinished")
         unfinished.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
         unfinished.replace(path)
@@ -98,7 +98,7 @@ class TileTable:
         """Read a file that ``dsjax tune`` wrote.
 
         Raises:
-            UserError: there is none, or it is no such file, naming the entry and what it should have.
+            UserError: the file is missing or invalid; the message names the entry and the expected values.
         """
         try:
             body = json.loads(Path(path).read_text(encoding="utf-8"))

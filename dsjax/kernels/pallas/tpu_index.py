@@ -1,9 +1,8 @@
-"""Index scores of sparse attention over a paged cache of index keys, on TPUs (Mosaic, by Pallas).
+"""Index scores of sparse attention over a paged cache of index keys, on TPUs (Pallas, Mosaic backend).
 
-A program takes up to eight queries of one row with all of their index heads, and a block of the row's positions. The keys' pages are copied
-into the core's own memory, those of the next program while this one multiplies. Products of heads with keys stay there: written out, they
-would be as many times the scores as there are heads. What a query does not see is masked behind the kernel, where XLA fuses it into what
-reads the scores.
+A program takes up to eight queries of one row with all of their index heads, and a block of the row's positions. It copies the keys' pages
+into VMEM and prefetches those of the next program while it multiplies. Head × key products stay in VMEM; in HBM they would take `heads`
+times the space of the scores. Masking happens after the kernel, where XLA fuses it into the consumer of the scores.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from dsjax.kernels.pallas.order import KernelOrder
 from dsjax.kernels.pallas.tpu_attention import LANES, MOST_TABLE_ENTRIES, widened
 
 QUERIES, POSITIONS, SUBLANES = 8, 512, 8
-"""Queries of a program, positions that it scores at once, and rows of a float32 register."""
+"""Maximum queries and positions per program, and rows of a float32 register."""
 
 
 def takes(width: int, key_dtype: np.dtype, page_size: int) -> bool:
-    """Whether keys of so many values can be read: whole registers, in pages that are whole tiles of the core's memory, and not FP8."""
+    """Whether the kernel can read these keys: width in whole registers, pages in whole VMEM tiles, not FP8."""
     itemsize = np.dtype(key_dtype).itemsize
     return width % LANES == 0 and itemsize > 1 and page_size % (32 // itemsize) == 0
 
@@ -44,9 +43,9 @@ def index_scores(
     *,
     interpret: bool = False,
 ) -> Float[Array, "R C S"]:
-    """Float32 scores of each query against its row's context; −inf where it sees nothing. S is whole blocks of at most ``POSITIONS``.
+    """Return float32 scores of each query against its row's context; −inf at masked positions. S is whole blocks of at most ``POSITIONS``.
 
-    cache: ``index [L, P, G, A]``, whose bits mean ``key_dtype``. filled: which slots of the cache hold an entry; a query sees those and its
+    cache: ``index [L, P, G, A]``, with bits of ``key_dtype``. filled: which slots of the cache hold an entry; a query sees those and its
         own. None: all of them.
     """
     (R, C, I, A), G, pages = query.shape, cache["index"].shape[2], tables.shape[1]
@@ -83,7 +82,7 @@ def index_scores(
     )
     of_tile = lambda width: pl.BlockSpec((None, None, rows, width), lambda r, t, b, *_: (r, t, 0, 0))  # noqa: E731
     cost = index_cost(R, C, I, A, end, query.dtype, np.dtype(key_dtype))
-    order = KernelOrder({"depth": A, "terms": heads})  # of the model: the same for every shape and mesh
+    order = KernelOrder({"depth": A, "terms": heads})  # fixed by the model: the same for every shape and mesh
     scores = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -118,7 +117,7 @@ def _kernel(
     place, dtype = lax.rem(number, 2), query_ref.dtype
 
     def pages_of(row, part, block):
-        """Pages of a program's block that one of its queries sees."""
+        """Return how many pages of a program's block at least one of its queries sees."""
         seen = pl.cdiv(seen_ref[row * grid[1] + part], page_slots)
         return jnp.clip(seen - block * block_pages, 0, block_pages)
 
@@ -167,7 +166,7 @@ def _kernel(
 
 
 def index_cost(R: int, C: int, I: int, A: int, context: int, dtype, key_dtype: np.dtype) -> KernelCost:
-    """Cost of rows whose queries see the whole context; its keys are read once for each ``QUERIES`` of a row."""
+    """Return the cost if all queries see the whole context. Its keys are read once per ``QUERIES`` queries of a row."""
     blocks, tiles = -(-context // POSITIONS) * POSITIONS, -(-C // QUERIES)
     heads = -(-I // SUBLANES) * SUBLANES
     flops = 2.0 * R * tiles * min(C, QUERIES) * blocks * heads * A

@@ -1,4 +1,4 @@
-"""`Agent`: NIXL's agent of this process, for memory that it registers and memory of other processes that it reads."""
+"""`Agent`: this process's NIXL agent, which registers local memory and reads memory of other processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsjax.engine.transfer.transport import FLAG
 from dsjax.errors import UserError
 
 HOST, DEVICE = "DRAM", "VRAM"
-"""Kinds of memory, in NIXL's words."""
+"""Kinds of memory, as NIXL names them."""
 
 _PLUGIN = "UCX"
 _PROGRESS_MICROSECONDS = 10_000
@@ -66,7 +66,7 @@ class Agent:
             self._agent = nixl.nixlAgent(self.name, config)
             parameters, _ = self._agent.getPluginParams(_PLUGIN)
             self._plugins = [self._agent.createBackend(_PLUGIN, parameters)]
-        except Exception as error:  # a library that is missing, or whatever NIXL's own code raises
+        except Exception as error:  # a missing library, or any exception of NIXL itself
             raise UserError(f"{FLAG} nixl cannot start NIXL's agent here: {type(error).__name__}: {error}") from error
         self._peers: dict[str, _Peer] = {}
         self._lock = threading.Lock()
@@ -154,7 +154,7 @@ def _load_bindings() -> Any:
     """Load NIXL.
 
     These are the bindings that its class `nixl_agent` wraps. That class has its progress thread poll without a pause, which costs a core.
-    The package `nixl` would choose among those for several versions of CUDA by PyTorch's; this is the one for JAX's (`dsjax[cuda]`).
+    The package `nixl` would choose the bindings by PyTorch's CUDA version; `nixl_cu13` matches JAX's (`dsjax[cuda]`).
     """
     from nixl_cu13 import _bindings
 

@@ -1,4 +1,4 @@
-"""`NixlTransport`: the process that needs a transfer chunk reads it out of a `RegisteredBuffer` of the process that keeps it."""
+"""`NixlTransport`: the receiving process reads a transfer chunk from a `RegisteredBuffer` of the owner process."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from dsjax.engine.transfer.transport import FLAG, Shapes, Transport, shapes_of
 from dsjax.errors import UserError
 
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm")
-"""Platforms whose memory NIXL reads and writes. Only `cpu` has been tried."""
+"""Platforms whose memory NIXL reads and writes. Only `cpu` has been tested."""
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """What a process needs to read a chunk.
+    """Everything a process needs to read a chunk.
 
     Attributes:
-        buffer: number of the buffer that it is in. descriptions: what NIXL must know of that buffer, once.
-        memory: where the arrays are, in the order of their names. mark: where the number of the published chunk is, as long as the
-            buffer has that chunk.
+        buffer: number of the chunk's buffer. descriptions: NIXL's descriptions of that buffer, needed once.
+        memory: location of the arrays, sorted by name. mark: location of the word that has the published chunk's number as long as
+            the buffer holds that chunk.
     """
 
     buffer: int
@@ -44,21 +44,21 @@ def _copied(arrays: Chunk) -> Chunk:
 
 @partial(jax.jit, donate_argnums=0)
 def _overwrite(arrays: Chunk, chunk: Chunk) -> Chunk:
-    """Copy a chunk to where the donated arrays are."""
+    """Copy a chunk into the donated arrays, in place."""
     return jax.tree.map(lambda array, new: array.at[...].set(new), arrays, chunk)
 
 
 class RegisteredBuffer:
-    """Arrays on one device that stay where they are, registered once: chunks are copied into them and out of them.
+    """Arrays on one device with fixed addresses, registered once; chunks are copied into and out of them.
 
-    JAX gives each chunk another address, and memory would have to be registered, and told of to the other side, for each chunk anew. The
-    arrays are written in place: by NIXL, or by a program that they are donated to. A mark in host memory, one word, says which chunk is in
-    them; 0: none. It is registered too.
+    JAX allocates each chunk at another address, so without this buffer each chunk would have to be registered and described to the peer.
+    The arrays are written in place: by NIXL, or by a program that they are donated to. A mark (one word in host memory, also registered)
+    holds the number of the chunk in them; 0: none.
 
     Attributes:
-        number: unique in the process. key: what buffers have alike of which each can stand for the others.
-        arrays: by name. mark: the word. memory, mark_memory: where both are.
-        descriptions: what other agents must know to read them.
+        number: unique in the process. key: device, shapes and dtypes; buffers with equal keys are interchangeable.
+        arrays: by name. mark: the word. memory, mark_memory: their locations.
+        descriptions: for other agents, to read both.
     """
 
     def __init__(self, agent: Agent, number: int, shapes: Shapes, device: jax.Device):
@@ -79,7 +79,7 @@ class RegisteredBuffer:
             raise
 
     def write(self, chunk: Chunk, mark: int) -> None:
-        """Copy a chunk into the arrays, and mark them as that chunk's."""
+        """Copy a chunk into the arrays and set the mark."""
         self.arrays = jax.block_until_ready(_overwrite(self.arrays, {name: chunk[name] for name in self.arrays}))
         if self._find() != self.memory:
             raise RuntimeError(
@@ -88,11 +88,11 @@ class RegisteredBuffer:
         self.mark[0] = mark
 
     def copied(self) -> Chunk:
-        """Copy the arrays; complete when this returns."""
+        """Return a complete copy of the arrays."""
         return jax.block_until_ready(_copied(self.arrays))
 
     def close(self) -> None:
-        """End the registration."""
+        """Deregister the memory."""
         for registered in self._registered:
             self._agent.deregister(registered)
 
@@ -104,14 +104,14 @@ class RegisteredBuffer:
 
 
 class BufferPool:
-    """Registered buffers of this process, used again and again: as many as were ever needed at the same time."""
+    """Reusable registered buffers of this process: as many as were ever in use at the same time."""
 
     def __init__(self, agent: Agent):
         self._agent, self._numbers, self._lock = agent, itertools.count(), threading.Lock()
         self._free: defaultdict[Any, list[RegisteredBuffer]] = defaultdict(list)
 
     def acquire(self, shapes: Shapes, device: jax.Device) -> RegisteredBuffer:
-        """Return a buffer for a chunk of these shapes on this device, for nobody else until it is released."""
+        """Return a buffer for a chunk of these shapes on this device, for exclusive use until it is released."""
         with self._lock:
             if free := self._free[_key(shapes, device)]:
                 return free.pop()
@@ -119,7 +119,7 @@ class BufferPool:
         return RegisteredBuffer(self._agent, number, shapes, device)
 
     def release(self, buffer: RegisteredBuffer) -> None:
-        """Let others use a buffer."""
+        """Return a buffer to the pool."""
         with self._lock:
             self._free[buffer.key].append(buffer)
 
@@ -129,15 +129,15 @@ def _key(shapes: Shapes, device: jax.Device) -> Any:
 
 
 class NixlTransport(Transport):
-    """Publishing copies a chunk into a buffer that NIXL knows; pulling reads that into a buffer here, and copies it out.
+    """Publishing copies a chunk into a registered buffer; pulling reads that buffer into a local one and copies the chunk out.
 
-    A reader takes nobody's time where the chunk is, so nothing stops it when the chunk is withdrawn. It therefore reads the buffer's mark
-    after the arrays: when that is still the chunk's, the arrays were the chunk's.
+    Reads are one-sided, so the owner cannot stop them when it withdraws the chunk. The reader therefore reads the buffer's mark after the
+    arrays: if the mark still has the chunk's number, the arrays held that chunk.
 
-    device: one of this process's. host: is not needed, for agents tell each other of all their ways.
+    device: one of this process. host: unused, because NIXL agents exchange their addresses themselves.
 
     Raises:
-        UserError: NIXL cannot run here, or not with this platform's memory.
+        UserError: NIXL cannot run here or does not support this platform's memory.
     """
 
     def __init__(self, device: jax.Device, host: str):
@@ -150,27 +150,27 @@ class NixlTransport(Transport):
         self._lock = threading.Lock()
 
     def publish(self, number: int, chunk: Chunk) -> bytes:
-        """Copy a chunk into a buffer that others may read."""
+        """Copy a chunk into a buffer that other processes may read."""
         [device] = next(iter(chunk.values())).devices()
         buffer = self._sends.acquire(shapes_of(chunk), device)
         try:
             buffer.write(chunk, number)
         except BaseException:
-            buffer.close()  # its arrays may have been given up to a program that failed
+            buffer.close()  # a failed program may have consumed its donated arrays
             raise
         with self._lock:
             self._published[number] = buffer
         return msgspec.msgpack.encode(Ticket(buffer.number, buffer.descriptions, buffer.memory, buffer.mark_memory))
 
     def withdraw(self, number: int, chunk: Chunk, *, pulled: bool) -> None:
-        """Let another chunk into the buffer."""
+        """Clear the mark and release the buffer."""
         with self._lock:
             buffer = self._published.pop(number)
         buffer.mark[0] = 0  # before anything else is written there
         self._sends.release(buffer)
 
     def pull(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: jax.Device) -> Chunk:
-        """Read a chunk, and return it on this device. `ConnectionError` and NIXL's own errors: it was withdrawn, or its process is gone."""
+        """Read a chunk and return it on this device. `ConnectionError` or NIXL's own errors: it was withdrawn, or its process is gone."""
         theirs = msgspec.msgpack.decode(ticket, type=Ticket)
         buffer = self._receives.acquire(shapes, device)
         try:
@@ -179,7 +179,7 @@ class NixlTransport(Transport):
                 self._agent.read(address, theirs.mark, buffer.mark_memory)
         except BaseException:
             try:
-                self.disconnect(address)  # before the memory is given back that its process's data may still come to
+                self.disconnect(address)  # before freeing memory that the read may still write to
             finally:
                 buffer.close()
             raise
@@ -191,5 +191,5 @@ class NixlTransport(Transport):
             self._receives.release(buffer)
 
     def disconnect(self, address: str) -> None:
-        """Know nothing of a process any more that has gone."""
+        """Forget a process that is gone."""
         self._agent.disconnect(address)
