@@ -8,7 +8,7 @@ from dsjax.options import Checked, OptionError, check_url, option
 
 @dataclass(frozen=True)
 class ListOptions(Checked):
-    """What is held against the server."""
+    """Criteria."""
 
     criteria: str = option("", "bundled name (configs/acceptance) or a TOML file; this or --recipe is required")
     recipe: str = option("", "JSON of dsjax plan recipe: its predicted rate, TPOT and TTFT, with their intervals")
@@ -33,7 +33,7 @@ class ListOptions(Checked):
 
 @dataclass(frozen=True)
 class TestBedOptions(Checked):
-    """What else can be measured."""
+    """Further measurements."""
 
     __test__ = False  # pytest takes classes that are called Test… for its own
 

@@ -26,7 +26,7 @@ _QUICK_TOKENS, _QUICK_CONTEXTS = "1,32,256", "128,1024"
 
 @dataclass(frozen=True)
 class ModelOptions(Checked):
-    """Which model, and how its numbers are kept."""
+    """Model and number formats."""
 
     model: str = option("deepseek-v3", "bundled name, or a directory with config.json; weights are not read")
     dtype: str = option("auto", "of computation; auto: as dsjax serve", choices=("auto", "float32", "bfloat16"))
@@ -45,7 +45,7 @@ class ModelOptions(Checked):
 
 @dataclass(frozen=True)
 class ModuleGrid(Checked):
-    """What is timed, at which sizes."""
+    """Modules and sizes."""
 
     only: str | None = option(None, f"modules, separated by commas: {', '.join(MODULES)}")
     tokens: str = option("1,8,64,512,4096", "tokens of a DP rank")
@@ -118,7 +118,7 @@ class ModuleGrid(Checked):
 
 @dataclass(frozen=True)
 class RunOptions(Checked):
-    """How long, and what is written."""
+    """Duration and output."""
 
     seconds: float | None = option(None, "sampling of a row at most; default 1, with --quick 0.2", above=0)
     row_limit: float = option(60.0, "skip rows that take longer than this at the device's ceilings", above=0)

@@ -12,7 +12,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @dataclass(frozen=True)
 class CollectiveGrid(Checked):
-    """What is timed, at which sizes."""
+    """Collectives and sizes."""
 
     mesh: str = option("dp=1", "devices, and the groups that serving would form of them; emulated on a CPU")
     sizes: str = option(
@@ -62,7 +62,7 @@ def _bytes(flag: str, text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class VerdictOptions(Checked):
-    """What it is held against, and where it is written."""
+    """Expectations and output."""
 
     cluster: str | None = option(
         None, "bundled name (configs/clusters) or a TOML file, whose links and [acceptance] say what is expected"

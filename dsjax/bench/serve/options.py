@@ -16,7 +16,7 @@ memory."""
 
 @dataclass(frozen=True)
 class ServerOptions(Checked):
-    """Which server, and how it is asked."""
+    """Server and API."""
 
     base_url: str = option("http://127.0.0.1:8000", "of the server, with or without /v1")
     endpoint: str = option("completions", "which of OpenAI's to call", choices=("completions", "chat"))
@@ -49,7 +49,7 @@ class ServerOptions(Checked):
 
 @dataclass(frozen=True)
 class WorkloadOptions(Checked):
-    """What is asked."""
+    """Workload."""
 
     dataset_name: str = option("random", "the workload", choices=("random", "sharegpt", "prefix-repetition", "trace"))
     dataset_path: str | None = option(None, "file of sharegpt or trace")
@@ -89,7 +89,7 @@ class WorkloadOptions(Checked):
 
 @dataclass(frozen=True)
 class LoadOptions(Checked):
-    """How hard."""
+    """Load."""
 
     request_rate: float | None = option(None, "requests a second; default: all at once", above=0)
     burstiness: float = option(1.0, "shape of the gamma distributed gaps; 1: Poisson, less: burstier", above=0)
@@ -158,7 +158,7 @@ class LoadOptions(Checked):
 
 @dataclass(frozen=True)
 class ReportOptions(Checked):
-    """What is told."""
+    """Results."""
 
     goodput: list[str] | None = option(
         None, "objectives in milliseconds: ttft:200 tpot:50 e2el:3000; tps:20 is tpot:50"
