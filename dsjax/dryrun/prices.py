@@ -67,7 +67,7 @@ class Assumed:
     host_turn: Figure
 
     @classmethod
-    @drawing(Draw())  # in which inputs are figures, with their ranges
+    @drawing(Draw())  # makes the inputs figures with ranges
     def of(cls, cluster: Cluster) -> Assumed:
         """Return the assumptions for a cluster's device and links."""
         chip, cuda = cluster.hardware, cluster.hardware.platform == "cuda"
