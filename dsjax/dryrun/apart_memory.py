@@ -1,4 +1,4 @@
-"""What a device of either side holds while a step runs whose attention and experts are apart. Exact, but for the compiler's temporaries."""
+"""Memory of a device of either side in a step with disaggregated attention and experts. Exact except for the compiler's temporaries."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dsjax.model.parameters import device_bytes
 class SideMemory:
     """Bytes of one device of a side.
 
-    weights: by component. cache, state, inputs: as of `DeviceMemory`; 0 where experts are. travelling: what a layer's programs hand each
-    other, of all micro-batches: rows to send, answers that have come. temporaries: of the most demanding program; outputs: what the
-    programs behind the layers give beside the cache.
+    weights: by component. cache, state, inputs: as in `DeviceMemory`; 0 on the expert side. travelling: buffers between a layer's programs
+    (rows to send and received answers), for all micro-batches. temporaries: of the most demanding program. outputs: of the programs
+    outside the layers, except the cache.
     """
 
     weights: Mapping[str, int]
@@ -33,18 +33,18 @@ class SideMemory:
 
     @property
     def weight_bytes(self) -> int:
-        """All weights."""
+        """Total bytes of the weights."""
         return sum(self.weights.values())
 
     @property
     def total(self) -> int:
-        """The most that the device holds at once."""
+        """Peak memory of the device."""
         held = self.weight_bytes + self.cache + self.state + self.inputs
         return held + self.temporaries + max(self.travelling, self.outputs)
 
 
 def attention_memory(compiled: ApartStep) -> SideMemory:
-    """Count the memory of a device with attention."""
+    """Return the memory of an attention device."""
     state = dataclasses.replace(compiled.state, cache={})
     arrays = {str(index): array for index, array in enumerate(jax.tree.leaves(state))}
     travelling = 0
@@ -54,7 +54,7 @@ def attention_memory(compiled: ApartStep) -> SideMemory:
             of_pass += _given(programs.attend) + _given(programs.share)
             between = programs.way.between
             of_pass += sum(_local(one) for one in between.described_returns)
-            if programs.further:  # terms of further rounds, and what they are before the first: held for every shape
+            if programs.further:  # terms of further rounds and their initial values, allocated for every shape
                 of_pass += 2 * _local(between.described_kept)
         travelling = max(travelling, of_pass)
     each = [programs for _, made in compiled.passes for programs in made.programs]
@@ -75,21 +75,21 @@ def attention_memory(compiled: ApartStep) -> SideMemory:
 
 
 def expert_memory(compiled: ApartStep) -> SideMemory:
-    """Count the memory of a device with experts."""
+    """Return the memory of an expert device."""
     side, travelling = compiled.experts, 0
     for _, made in compiled.passes:
         each = []
         for programs in made.programs:
             between, answers = programs.way.between, _given(programs.way.program)
             each.append(between.senders * between.capacity * between.wire.row_bytes + answers)
-        # In one process both micro-batches are under way; between two, calls follow each other.
+        # In one process, both micro-batches are in flight; between two processes, calls are sequential.
         travelling = max(travelling, sum(each) if compiled.one_process else max(each))
     programs = [programs.way.program for _, made in compiled.passes for programs in made.programs]
     return SideMemory(device_bytes(side.described()), 0, 0, 0, travelling, _temporaries(programs), 0)
 
 
 def _given(run: jax.stages.Compiled) -> int:
-    """Bytes of a program's results that do not take the place of an argument."""
+    """Return the bytes of a program's results that do not alias an argument."""
     stats = run.memory_analysis()
     return stats.output_size_in_bytes - stats.alias_size_in_bytes
 
@@ -103,7 +103,7 @@ def _local(array: jax.ShapeDtypeStruct) -> int:
 
 
 def program_bytes(program: CompiledProgram) -> dict[str, int]:
-    """Bytes of a device as the compiler counts them for one program."""
+    """Return one program's bytes on a device, as the compiler counts them."""
     stats = program.compiled.memory_analysis()
     return {
         "arguments": stats.argument_size_in_bytes,

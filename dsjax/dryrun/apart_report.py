@@ -1,4 +1,4 @@
-"""`ApartReport`: what a dry run of disaggregated attention and experts found, and the fields of its JSON."""
+"""`ApartReport`: the results of a dry run of disaggregated attention and experts, and the fields of its JSON."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from sharding.dispatch.between import Between
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes that travel between the sides in a step.
+    """Bytes sent between the sides in a step.
 
-    connections: from all processes with attention to all with experts, through the hosts' memory; 0 where rows and answers go from
-    device to device.
-    rows, capacity: of an attention device's rows, and of its room for one expert device, of the first pass. needed: the share of the rows
-    that even routing sends to an expert device. wires: format of rows (`bfloat16`, or what is computed in, and `fp8`) → bytes.
-    chosen: the format that was compiled.
+    connections: number of connections from all attention processes to all expert processes, through host memory; 0 where rows and answers
+    go from device to device.
+    rows, capacity: an attention device's rows in the first pass, and its room for rows to one expert device. needed: fraction of the rows
+    that even routing sends to one expert device. wires: row format (`bfloat16` or another compute dtype, and `fp8`) → bytes.
+    chosen: the compiled format.
     """
 
     connections: int
@@ -37,7 +37,7 @@ class Links:
 
     @classmethod
     def of(cls, compiled: ApartStep, connections: int) -> Links:
-        """Read the exchanges of all passes."""
+        """Add up the exchanges of all passes."""
         step, exchanges = compiled.step, []
         for passes, made in compiled.passes:
             exchanges += [(one.way.between, passes[0].layers) for one in made.programs]
@@ -58,12 +58,12 @@ class Links:
 
 
 def needed_share(between: Between) -> float:
-    """The share of a device's rows that even routing sends to one expert device."""
+    """Return the fraction of a device's rows that even routing sends to one expert device."""
     return 1 - (1 - 1 / between.group.size) ** between.wire.top_k
 
 
 def exchange_bytes(between: Between, fp8: bool, connections: int) -> dict[str, int]:
-    """Bytes of one exchange: of a device each way, and of each connection, on which no empty rows travel, under even routing."""
+    """Return the bytes of one exchange per device and direction, and per connection (no empty rows; even routing)."""
     wire = dataclasses.replace(between.wire, fp8=fp8)
     row, answer = wire.row_bytes, between.columns * wire.width * jnp.dtype(wire.dtype).itemsize
     senders, receivers, cells = between.senders, between.group.size, between.capacity
@@ -81,11 +81,11 @@ def exchange_bytes(between: Between, fp8: bool, connections: int) -> dict[str, i
 
 @dataclass(frozen=True, kw_only=True)
 class ApartReport:
-    """All figures of one dry run. Bytes and operations are one device's.
+    """All figures of one dry run. Bytes and operations are per device.
 
-    request: what was compiled, with defaults filled in. hardware: of the two sides; None on the CPU target. attention, experts: memory of a
-    device of each side. cache_tokens: usable slots of a DP rank's cache. programs: all of a step, of both sides. timeline: both sides
-    played in turn; None where it was not asked for.
+    request: the compiled options, with defaults filled in. hardware: of the two sides; None on the CPU target. attention, experts: memory
+    of a device of each side. cache_tokens: usable slots of a DP rank's cache. programs: all programs of a step, on both sides. timeline:
+    the simulated step of both sides; None if not requested.
     """
 
     request: dict[str, Any]
@@ -104,15 +104,15 @@ class ApartReport:
     def to_json(self) -> dict[str, Any]:
         """Fields of `dsjax dryrun --attention-mesh … --expert-mesh … --json`.
 
-        The options come first, as resolved: `dispatch` is `apart`; `processes` is 1, or the number on both sides; `micro_batches`;
-        `capacity` is the rows of an attention device to an expert device in a round, `answers_of_a_row` the answers of an expert device
-        to a row. Then:
+        The resolved options come first: `dispatch` is `apart`; `processes` is 1, or the number on both sides; `micro_batches`;
+        `capacity` is the number of rows from an attention device to an expert device in a round, `answers_of_a_row` the number of answers
+        that an expert device returns per row. Then:
 
         - `parameters`, `cache_tokens`, `assumptions`, `notes`, `seconds`: as in `DryRunReport.to_json`
         - `device_bytes`: `attention` and `experts`, each with the fields of `SideMemory`, `weights_total`, `total` and `memory`
         - `programs`: `SideProgram.to_json`
-        - `links`: `Links`; each format in `wires` has the bytes of a step that a device of either side sends and receives, and those of
-          each connection, `connection_there` and `connection_back`
+        - `links`: `Links`; each format in `wires` has the bytes that a device of either side sends and receives in a step, and the bytes
+          per connection, `connection_there` and `connection_back`
         - `timeline`: `ApartTimeline.to_json`, or null
         """
         sides = zip(("attention", "experts"), (self.attention, self.experts), self.hardware, strict=True)

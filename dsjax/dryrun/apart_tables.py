@@ -1,4 +1,4 @@
-"""A report of attention and experts apart as tables in the terminal. Only here are numbers rounded."""
+"""Terminal tables for a report of disaggregated attention and experts. Numbers are rounded only here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LINKS = {
 
 
 def show_apart(console: Console, report: ApartReport) -> None:
-    """Print all of a report."""
+    """Print the whole report."""
     r = report.request
     console.print(
         f"[bold]{r['model']}[/bold]  attention {r['attention_mesh']}, experts {r['expert_mesh']} = {r['devices']} devices  targets "

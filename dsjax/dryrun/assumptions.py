@@ -1,4 +1,4 @@
-"""What a dry run takes for granted where a loop's length hangs on the requests or on the routing."""
+"""Assumptions of a dry run about loops whose trip count depends on the requests or the routing."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ TEXT = {
 class EvenExperts:
     """The expert product of a device under even routing.
 
-    platform: where it runs, which chooses the implementation. mean_load: pairs of one of its physical experts; count: how many
-    it has. kernels: whether the Pallas kernels compute it.
+    platform: selects the implementation. mean_load: (token, expert) pairs per physical expert. count: number of physical experts
+    on the device. kernels: whether the Pallas kernels compute the product.
     """
 
     platform: str
@@ -35,7 +35,7 @@ class EvenExperts:
     kernels: bool = False
 
     def turns(self) -> float:
-        """Turns of the product's loop: expected tiles in use, or rounds beyond the first."""
+        """Return the trip count of the product's loop: expected tiles in use, or rounds beyond the first."""
         if self.kernels:
             pairs = self.mean_load * self.count
             return max(0, math.ceil(pairs / round_pairs(self.mean_load, self.count, ROUND_PAIRS)) - 1)
@@ -46,14 +46,14 @@ class EvenExperts:
 
 
 def trip_counts(attention: Mapping[str, int], experts: EvenExperts | None = None) -> TripCount:
-    """Trip counts of the step's loops that XLA cannot know, told apart by the scopes that the model names.
+    """Return the trip counts of the step's loops that XLA cannot determine. The model's name scopes identify the loops.
 
-    attention: as ``AttentionFamily.turns``; experts: None for a model without any.
+    attention: as returned by ``AttentionFamily.turns``. experts: None for a model without experts.
     """
 
     def count(loop: Operation) -> float | None:
         scopes = re.findall(r"\w+", loop.op_name)
-        if any(scope.startswith("attend_") for scope in scopes):  # the innermost that is known
+        if any(scope.startswith("attend_") for scope in scopes):  # the innermost known scope
             return next((attention[scope] for scope in reversed(scopes) if scope in attention), max(attention.values()))
         if experts and loop.op_name.endswith("/experts/while"):
             return experts.turns()
@@ -63,7 +63,7 @@ def trip_counts(attention: Mapping[str, int], experts: EvenExperts | None = None
 
 
 def drafting_trip_counts(passes: Mapping[int, TripCount]) -> TripCount:
-    """Trip counts of the program that drafts, of each of its passes by the tokens of a DP rank: the MTP module's scopes name them."""
+    """Return the trip counts of the drafting program. passes: tokens per DP rank, as named in the MTP module's scopes → trip counts."""
 
     def count(loop: Operation) -> float | None:
         named = re.search(r"/mtp_(\d+)/", loop.op_name)

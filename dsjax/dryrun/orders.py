@@ -1,4 +1,4 @@
-"""`OrderReport`: the sums of a step whose order of additions could depend on the layout or the batch, and which of them are explained."""
+"""`OrderReport`: sums of a step whose order of additions could depend on the layout or the batch, and their known explanations."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Sums = Mapping[str, Sequence[Reduction]]
 
 @dataclass(frozen=True)
 class OrderedSum:
-    """One way in which a program makes a sum, at one place of the model, however often.
+    """Identical sums of a program at one place in the model.
 
-    program: `step`, or `drafts` of the module's passes after it. place: the model's scopes and the traced operation. sum: one of
-    those that are alike. times: of all of them in one run. compared: whether the step was compiled otherwise too;
-    otherwise: label of a compilation that makes it otherwise → how, as far as that is not told of another sum of this place.
-    known: the entry of the list that explains it; None where none does.
+    program: `step`, or `drafts` for the MTP module's passes after the step. place: the model's scopes and the traced operation. sum: one
+    of the identical sums. times: runs of all of them in one run of the program. compared: whether another compilation has this program.
+    otherwise: label of a compilation that sums differently → its signatures at this place that the step lacks.
+    known: the entry of `KNOWN_ORDERS` that explains the order; None if there is none.
     """
 
     program: str
@@ -39,24 +39,24 @@ class OrderedSum:
 
     @property
     def could_depend(self) -> bool:
-        """Whether the order could be another one in another layout or batch, as far as the programs tell."""
+        """Whether the order could differ in another layout or batch, as far as the programs show."""
         if self.otherwise or set(self.sum.depends) - {COMPILER}:
             return True
-        # What the compiler chose for this shape, it has chosen alike for the others.
+        # The compiler's choice is the same in all compilations if they were compared and the text gives the full order.
         return COMPILER in self.sum.depends and not (self.compared and self.sum.told)
 
     @property
     def unexplained(self) -> bool:
-        """Whether it could depend on them and no entry says why that is so."""
+        """Whether the order could depend on the layout or the batch and no known entry explains why."""
         return self.could_depend and self.known is None
 
     def to_json(self) -> dict[str, Any]:
         """Fields of a sum.
 
-        `program`: `step` or `drafts`. `place`: scopes of the model and the traced operation. `carrier`, `what`: what makes the sum.
-        `axes`: mesh axes of a collective. `depth`: terms of an element, null where unknown. `times`: in a step; 0 where only another
+        `program`: `step` or `drafts`. `place`: scopes of the model and the traced operation. `carrier`, `what`: what computes the sum.
+        `axes`: mesh axes of a collective. `depth`: terms per element, null if unknown. `times`: runs per step; 0 if only another
         compilation has the sum. `depends`: `mesh`, `rows`, `compiler`, `library`, `timing`, `values`, and `why`. `otherwise`: label of
-        another compilation → how it makes the sum, where that differs. `known`: the entry of the list that explains it, or null.
+        another compilation → its different order. `known`: the entry of the list that explains the order, or null.
         """
         one = self.sum
         return {
@@ -80,18 +80,18 @@ class OrderedSum:
 
 @dataclass(frozen=True)
 class OrderReport:
-    """The sums of a step's programs. against: labels of what the step was compiled as too."""
+    """Sums of a step's programs. against: labels of the other compilations."""
 
     sums: tuple[OrderedSum, ...]
     against: tuple[str, ...]
 
     @property
     def unexplained(self) -> tuple[OrderedSum, ...]:
-        """Those that could depend on the layout or the batch and are not on the list."""
+        """Sums that could depend on the layout or the batch and are not on the list."""
         return tuple(one for one in self.sums if one.unexplained)
 
     def check(self) -> None:
-        """Raise a `UserError` that names the sums that are unexplained."""
+        """Raise a `UserError` that names the unexplained sums."""
         missing = self.unexplained
         if missing:
             named = "; ".join(f"{one.place} of the {one.program} ({one.sum.signature})" for one in missing[:5])
@@ -112,9 +112,9 @@ class OrderReport:
 
 
 def order_report(found: Sums, others: Mapping[str, Sums], known: Sequence[KnownOrder] = KNOWN_ORDERS) -> OrderReport:
-    """Compare a step with the same one compiled otherwise. others: label → its sums.
+    """Compare a step's sums with those of other compilations. others: label → sums of that compilation.
 
-    A place that only another compilation has a sum at is reported with that compilation's sum.
+    If only another compilation has a sum at some place, report that sum.
     """
     rows = []
     for program, reductions in found.items():
@@ -144,8 +144,8 @@ def order_report(found: Sums, others: Mapping[str, Sums], known: Sequence[KnownO
 
 
 def place_of(reduction: Reduction) -> str:
-    """The model's scopes and the traced operation: ``mla_project/dense/pallas_call``. Numbers that scopes end in are left out, as the
-    module's passes are named by their tokens."""
+    """Return the model's scopes and the traced operation: ``mla_project/dense/pallas_call``. Drop numeric suffixes of scopes, because
+    the scopes of the MTP module's passes end in their number of tokens."""
     if not reduction.op_name:
         return f"({reduction.what})"
     part, operation = model_part(reduction.op_name), reduction.op_name.rpartition("/")[2]
@@ -154,16 +154,16 @@ def place_of(reduction: Reduction) -> str:
 
 
 def variant(args: DryRunArgs, text: str) -> DryRunArgs:
-    """Change one thing of a dry run: ``batch=1``, ``mesh=dp=4,tp=8``, ``step=prefill`` or ``context=8192``.
+    """Return a dry run with one option changed: ``batch=1``, ``mesh=dp=4,tp=8``, ``step=prefill`` or ``context=8192``.
 
     Raises:
-        UserError: another word, or a value that cannot be.
+        UserError: unknown option or invalid value.
     """
     name, _, value = text.partition("=")
     if name == "mesh" and value:
         return dataclasses.replace(args, engine=dataclasses.replace(args.engine, mesh=value))
     if name == "step" and value in STEPS:
-        # The rows of one kind of step say nothing of another's.
+        # A batch size for one kind of step does not apply to another.
         return dataclasses.replace(args, step=value, batch=None)
     if name in ("batch", "context") and value.isdecimal():
         return dataclasses.replace(args, **{name: int(value)})

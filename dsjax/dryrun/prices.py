@@ -1,4 +1,4 @@
-"""Seconds of the operations and collectives of a compiled program on a target: its rooflines, what its links carry, and what is assumed."""
+"""Seconds of a compiled program's operations and collectives on a target, from rooflines, link bandwidths and assumptions."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from dsjax.plan.network import collective_start, network_latency, torus_hops
 INSIDE, BETWEEN = "network inside", "network between"
 
 COPIES = "copies"
-"""The thread of asynchronous copies, which move memory beside the compute thread."""
+"""Thread of asynchronous copies, which run beside the compute thread."""
 FigureEnd = Literal["low", "value", "high"]
 
 
 def carried_bytes(one: ProgramCollective) -> tuple[float, float, int]:
-    """``(bytes over a device's scale-up link, bytes through its share of the network, latencies one after another)``.
+    """Return ``(bytes over a device's scale-up link, bytes through its share of the network, number of sequential latencies)``.
 
-    Exchanges send every row straight to where it belongs. A gather brings each row to a host once, through one of its cards, and
-    on over the fast links; scattered sums go the other way; an all-reduce is one after the other. This is what rings over
-    hosts come to (NCCL's algorithms for many ranks), where a direct exchange would send each row to every rank of a host.
+    An all-to-all sends every row directly to its destination. An all-gather sends each row to a host once, through one of its NICs, and
+    forwards it over the scale-up links; a reduce-scatter does the reverse; an all-reduce is both in sequence. These are the bytes of
+    rings over hosts (NCCL's algorithms for many ranks); a direct exchange would send each row to every rank of a host.
     """
     n, h = one.ranks, one.neighbours
     hosts = -(-n // h)
@@ -45,10 +45,10 @@ def carried_bytes(one: ProgramCollective) -> tuple[float, float, int]:
 
 @dataclass(frozen=True)
 class Assumed:
-    """Everything that a price is made of beside bytes and operations of the program; shares are of the ceilings."""
+    """All inputs of a price except the program's bytes and operations. Shares are fractions of the ceilings."""
 
     peaks: Mapping[int, Figure]
-    """By the bits of what is multiplied, those of `dsjax.hardware.description.UNITS`."""
+    """Peak operations per second by bits of the operands, the keys of `dsjax.hardware.description.UNITS`."""
     f32_flops: Figure
     memory_bandwidth: Figure
     scale_up_bandwidth: Figure
@@ -67,9 +67,9 @@ class Assumed:
     host_turn: Figure
 
     @classmethod
-    @drawing(Draw())  # in which inputs are figures, with their ranges
+    @drawing(Draw())  # makes the inputs figures with ranges
     def of(cls, cluster: Cluster) -> Assumed:
-        """Assume what holds for a cluster's device and its links."""
+        """Return the assumptions for a cluster's device and links."""
         chip, cuda = cluster.hardware, cluster.hardware.platform == "cuda"
         ceiling = chip.sources
         return cls(
@@ -128,19 +128,19 @@ def _named(figure: float, name: str) -> Figure:
 
 
 def _ceiling(value: float, name: str, source: str) -> Figure:
-    """A ceiling with its source, which for networks is often an assumption."""
+    """Return a ceiling with its source, which is often an assumption for networks."""
     kind = Kind.ASSUMPTION if source.startswith("assumption") else Kind.EXACT
     return Figure(value, kinds=kind, name=name, source=source)
 
 
 @dataclass(frozen=True)
 class TargetPrices:
-    """Prices of one target, at the fast end, the middle or the slow end of everything assumed.
+    """Prices of one target, at the fast end, the middle or the slow end of all assumptions.
 
-    An operation takes the longer of its operations ÷ peak and its bytes ÷ bandwidth, and a launch. A collective takes, on each
-    link that it uses, a fixed part and its bytes ÷ bandwidth; between hosts also a latency for each that lies on the way.
+    An operation takes max(operations ÷ peak, bytes ÷ bandwidth) plus a launch. A collective takes, on each link that it uses, a fixed
+    time plus bytes ÷ bandwidth, and between hosts one latency per crossing.
 
-    ragged_share: part of a ragged exchange's most that even routing sends.
+    ragged_share: fraction of a ragged all-to-all's maximum that even routing sends.
     """
 
     assumed: Assumed
@@ -148,7 +148,7 @@ class TargetPrices:
     ragged_share: float = 1.0
 
     def operation(self, program: Program, computation: Computation, operation: Operation) -> OperationCost:
-        """An operation of the compute thread."""
+        """Return the cost of an operation on the compute thread."""
         flops = compute = 0.0
         for dtype, count in products(program, computation, operation):
             flops += count
@@ -161,7 +161,7 @@ class TargetPrices:
         return OperationCost(max(compute, memory) + launch, flops, size, bound)
 
     def copy(self, computation: Computation, operation: Operation) -> Mapping[str, OperationCost]:
-        """An asynchronous copy: its result, read and written; or what the host computes, of which the result comes over its link."""
+        """Return the cost of an asynchronous copy (its result read and written) or of a host computation (its result transferred)."""
         if operation.opcode == "custom-call-start":
             size = max((shape.nbytes for shape in operation.shapes if not shape.space), default=0)
             seconds = size / self._rate(self.assumed.host_link) + self._time(self.assumed.host_turn)
@@ -170,17 +170,17 @@ class TargetPrices:
         return {COPIES: OperationCost(size / self._memory + self._time(self.assumed.launch), 0.0, size, "memory")}
 
     def turn(self, loop: Operation, known: bool) -> OperationCost:
-        """Nothing where the length is known before."""
+        """Return the overhead of a loop iteration: 0 if the trip count is known in advance."""
         return OperationCost(0.0 if known else self._time(self.assumed.turn), bound="host")
 
     def transfer(self, collective: ProgramCollective) -> Mapping[str, OperationCost]:
-        """Inside the scale-up domain, between domains, or both at once."""
+        """Return a collective's cost inside the scale-up domain, between domains, or both at once."""
         share = self.ragged_share if collective.kind == "ragged-all-to-all" else 1.0
         inside, between, crossings = carried_bytes(collective)
         return self.links(share * inside, share * between, crossings)
 
     def links(self, inside: float, between: float, crossings: int) -> dict[str, OperationCost]:
-        """Bytes over a device's scale-up link, bytes through its share of the network, and latencies on the way between hosts."""
+        """Return the cost of bytes over a device's scale-up link, and of bytes and latencies over its share of the network."""
         costs, a = {}, self.assumed
         if inside:
             moving = inside * self._time(a.hops) / (self._rate(a.scale_up_bandwidth) * self._rate(a.link_share))
@@ -193,7 +193,7 @@ class TargetPrices:
         return costs
 
     def copied(self, size: float) -> float:
-        """Seconds in which so many bytes are read and written again on the device, with a launch."""
+        """Return the seconds to read and write ``size`` bytes on the device, including a launch."""
         return 2 * size / self._memory + self._time(self.assumed.launch)
 
     @property
@@ -209,17 +209,17 @@ class TargetPrices:
         return getattr(figure, self.end)
 
     def _rate(self, figure: Figure) -> float:
-        """A rate's high end makes a time's low one."""
+        """Return the rate for ``end``; the high end of a rate gives the low end of a time."""
         return getattr(figure, {"low": "high", "value": "value", "high": "low"}[self.end])
 
 
 def even_ragged_share(ranks: int, top_k: int) -> float:
-    """Rows that a token sends under even routing ÷ the most that it can: one to each rank that has one of its experts."""
+    """Return a token's rows under even routing ÷ its maximum. A token sends one row to each rank with one of its experts."""
     return ranks * (1 - (1 - 1 / ranks) ** top_k) / min(ranks, top_k)
 
 
 def default_cluster(hardware: Hardware, devices: int) -> Cluster:
-    """Describe as many hosts of a device as a mesh needs, with the network that the hardware's own file assumes."""
+    """Return a cluster with enough hosts for ``devices``, and the network that the hardware file assumes."""
     hosts = math.ceil(devices / hardware.devices_per_host)
     return Cluster(
         name=f"{hardware.key} × {devices}",

@@ -1,4 +1,4 @@
-"""`ExpertMoves`: what moving experts while serving needs and takes: bytes, exchanges, steps, predicted seconds."""
+"""`ExpertMoves`: cost of moving experts while serving: bytes, exchanges, steps, predicted seconds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sharding.placement import Placement
 
 
 class Exchange(NamedTuple):
-    """One `StageExperts`: experts that the busiest rank gets or gives, from within its scale-up domain and from outside."""
+    """One `StageExperts`: experts that the busiest rank sends or receives, inside its scale-up domain and between domains."""
 
     inside: int
     between: int
@@ -31,11 +31,11 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True)
 class Moves:
-    """What a rebalance of all layers moves. Numbers are means over the layers that were drawn.
+    """Moves of a rebalance of all layers. Numbers are means over the drawn layers.
 
-    experts: slots of a layer, over all ranks, that get another expert. received: experts that the rank which gets most in a layer gets.
-    exchanges: commands in which a layer's experts are sent. seconds: of a layer, its exchanges and what writes the experts into their
-    slots; None without a target's figures.
+    experts: slots of a layer, over all ranks, that get another expert. received: most experts that one rank receives in a layer.
+    exchanges: commands that send a layer's experts. seconds: of a layer's exchanges and of writing its experts into their slots; None
+    without a target's figures.
     """
 
     experts: float
@@ -46,12 +46,12 @@ class Moves:
 
 @dataclass(frozen=True)
 class ExpertMoves:
-    """Experts that move, with `--enable-eplb`. Bytes are one device's.
+    """Cost of moving experts with `--enable-eplb`. Bytes are per device.
 
-    expert_bytes: one expert, or its part where its width is split. staging_bytes: the buffer, one layer's slots.
-    experts_per_exchange: that a rank gets between two steps, at most, under `max_bytes_per_step`. sent_bytes: what the compiled exchange
-    puts in on each rank. exchange_temporaries: of the larger of the two programs. layers: that have experts. first: from the
-    placement at the start, which knows no load. next: from one window to the next, whose load has drifted.
+    expert_bytes: of one expert, or of the device's part if experts are split along their width. staging_bytes: of the buffer, which holds
+    one layer's slots. experts_per_exchange: maximum that a rank receives between two steps, limited by `max_bytes_per_step`. sent_bytes:
+    input of the compiled exchange per rank. exchange_temporaries: of the larger of the two programs. layers: number of layers with experts.
+    first: from the initial placement, which knows no load. next: from one window to the next, whose load has drifted.
     """
 
     policy: str
@@ -66,13 +66,13 @@ class ExpertMoves:
     next: Moves
 
     def steps(self, moves: Moves) -> int:
-        """Steps that a rebalance of all layers takes: between two of them goes one exchange, or one layer's writing."""
+        """Return the steps that a rebalance of all layers takes, with one exchange or one layer's write between two steps."""
         return round(self.layers * (moves.exchanges + 1))
 
     def to_json(self) -> dict[str, Any]:
         """The fields of `ExpertMoves`; `first` and `next` have the fields of `Moves`.
 
-        Each has also `received_bytes` of the rank that gets most in a layer, `layer_seconds`, and `steps` that all layers take.
+        Each also has `received_bytes` of the rank that receives most in a layer, `layer_seconds`, and `steps` for all layers.
         """
         body = {name: value for name, value in vars(self).items() if not isinstance(value, Moves)}
         for name in ("first", "next"):
@@ -89,7 +89,7 @@ class ExpertMoves:
 
 
 def read_rebalance(compiled: CompiledStep, config: EplbConfig, machines: Cluster | None) -> ExpertMoves:
-    """Read the programs that move experts, and run the policy on the loads that the planner assumes. machines: None on the CPU target."""
+    """Read the programs that move experts, and run the policy on the planner's assumed loads. machines: None on the CPU target."""
     step, exchange = compiled.step, compiled.exchange
     ranks, physical = step.spec.ep_size, step.placement.n_physical
     each = machines.devices_per_host if machines else ranks
@@ -164,8 +164,8 @@ def _moves(
 
 
 def _busiest(moves: Iterable[tuple[int, int]], each: int, ranks: int, domain: int) -> Exchange:
-    """Experts of one exchange on the rank that has most to do, on each kind of link by itself."""
-    counts = np.zeros((2, 2, ranks), int)  # between domains or not; given or got
+    """Return the experts of one exchange on the busiest rank, for each kind of link separately."""
+    counts = np.zeros((2, 2, ranks), int)  # inside or between domains; sent or received
     for source, slot in moves:
         start, end = source // each, slot // each
         if start != end:
@@ -176,7 +176,7 @@ def _busiest(moves: Iterable[tuple[int, int]], each: int, ranks: int, domain: in
 
 
 def _seconds(prices: TargetPrices, exchanges: Iterable[Exchange], received: int, size: int) -> float:
-    """Seconds of a layer: rows are gathered, sent and written where they are staged; and staged rows are written into their slots."""
+    """Return a layer's seconds: gather and send the experts, write them to the staging buffer, and copy them into their slots."""
     seconds = prices.copied(received * size)
     for one in exchanges:
         links = prices.links(one.inside * size, one.between * size, 1 if one.between else 0)

@@ -1,4 +1,4 @@
-"""`DryRunReport`: what a dry run found, and the fields of its JSON (`dsjax dryrun --json`)."""
+"""`DryRunReport`: the results of a dry run, and the fields of its JSON (`dsjax dryrun --json`)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dsjax.hardware import Hardware
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramReport:
-    """What one run of a program does on one device.
+    """Costs of one run of a program on one device.
 
-    expert_flops: what the routed experts must compute under even routing, by arithmetic. timeline: the schedule played through; None
-    where it was not asked for.
+    expert_flops: FLOPs that the routed experts need under even routing, by arithmetic. timeline: the simulated schedule; None if not
+    requested.
     """
 
     collectives: tuple[ProgramCollective, ...]
@@ -39,15 +39,14 @@ class ProgramReport:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRunReport(ProgramReport):
-    """All figures of one dry run: those of the step's program, and what goes with it. Bytes and operations are one device's, in
-    one run of the step.
+    """All figures of one dry run. Bytes and operations are per device, in one run of the step.
 
-    request: what was compiled, with defaults filled in. hardware: None for the CPU target. cache_tokens: usable slots of a DP
-    rank's cache. drafts: the program of the MTP module's passes after the step; None where nothing is drafted.
-    orders: sums whose order matters; None where they were not asked for. rebalance: what moving experts takes; None where they
-    stay where they are. fit: the largest that fits; None where it was not searched.
-    assumptions: what loops of unknown length were taken for. notes: which figures not to trust, and why.
-    compiled: the programs themselves.
+    request: the compiled options, with defaults filled in. hardware: None for the CPU target. cache_tokens: usable slots of a DP
+    rank's cache. drafts: the program of the MTP module's passes after the step; None without drafting.
+    orders: sums whose order matters; None if not requested. rebalance: cost of moving experts; None if experts do not move.
+    fit: the largest batch, context and cache that fit; None if not searched.
+    assumptions: about loops of unknown trip count. notes: which figures not to trust, and why.
+    compiled: the compiled programs.
     """
 
     request: dict[str, Any]
@@ -65,22 +64,22 @@ class DryRunReport(ProgramReport):
     compiled: CompiledStep = dataclasses.field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Fields of `dsjax dryrun --json`. Bytes and operations are one device's, in one run of the step.
+        """Fields of `dsjax dryrun --json`. Bytes and operations are per device, in one run of the step.
 
-        The options come first, as resolved: `groups` has `rows`, `chunk` and `mla` of each row group, of which `batch`, `chunk` and `mla`
-        repeat the first; `halves` is whether the step is computed in two; `dispatch` is what `auto` came to (`local`: one device holds all
+        The resolved options come first: `groups` has `rows`, `chunk` and `mla` of each row group; `batch`, `chunk` and `mla` repeat the
+        first group's; `halves` is whether two-batch overlap is used; `dispatch` is the resolved `auto` (`local`: one device holds all
         experts); `kernels` maps operation to implementation. Then:
 
-        - `parameters`: component → numbers, and `total`
+        - `parameters`: component → number of parameters, and `total`
         - `device_bytes`: the fields of `DeviceMemory`, with `weights_total`, `total`, and `memory` of the hardware file (null: CPU target)
         - `cache_tokens`: usable slots of a DP rank's cache, without page 0
-        - `collectives`, `costs`: `ProgramCollective`, `ProgramCosts`; `expert_flops` is what routed experts must compute
+        - `collectives`, `costs`: `ProgramCollective`, `ProgramCosts`; `expert_flops` is the FLOPs that the routed experts need
         - `timeline`: `Timeline.to_json`, null without `--timeline`
-        - `drafts`: `collectives`, `costs` and `timeline` of the program that drafts, or null
+        - `drafts`: `collectives`, `costs` and `timeline` of the drafting program, or null
         - `rebalance`: `ExpertMoves.to_json`, null without `--enable-eplb`
         - `reductions`: `OrderReport.to_json`, null without `--reductions`
         - `fit`: `Fit`, null without `--fit`
-        - `assumptions`, `notes`: words; `seconds`: of `lower`, `compile` and `read`
+        - `assumptions`, `notes`: text; `seconds`: of `lower`, `compile` and `read`
         """
         memory = self.memory
         return {
@@ -106,7 +105,7 @@ class DryRunReport(ProgramReport):
 
 @dataclass(frozen=True)
 class StagesReport:
-    """The figures of a model in stages: of each stage those of its own step, on one of its devices.
+    """Figures of a pipeline-parallel model: a report of each stage's step.
 
     mesh, devices: of all stages together.
     """
@@ -118,8 +117,8 @@ class StagesReport:
     def to_json(self) -> dict[str, Any]:
         """`mesh`, `devices` and `stages`: `DryRunReport.to_json` of each stage.
 
-        Each stage also has `stage`, `layers` (its first and last layer, numbered in the whole model), and `hidden_bytes`, which a DP rank
-        sends to the next stage in a step.
+        Each stage also has `stage`, `layers` (its first and last layer, numbered in the whole model), and `hidden_bytes`, the bytes that a
+        DP rank sends to the next stage in a step.
         """
         return {"mesh": self.mesh, "devices": self.devices, "stages": [stage.to_json() for stage in self.stages]}
 

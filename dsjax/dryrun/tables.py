@@ -1,4 +1,4 @@
-"""A dry run's report as tables in the terminal. Only here are numbers rounded."""
+"""Terminal tables for a dry run's report. Numbers are rounded only here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dsjax.plan.figure import Figure, Kind
 
 
 def show_stages(console: Console, report: StagesReport) -> None:
-    """Print all of a report of stages: each by itself, and then side by side."""
+    """Print the report of each stage, then all stages side by side."""
     for stage in report.stages:
         first, last = stage.request["layers"]
         console.rule(f"stage {stage.request['stage']}: layers {first} to {last}")
@@ -52,7 +52,7 @@ def _side_by_side(report: StagesReport) -> Table:
 
 
 def show(console: Console, report: DryRunReport) -> None:
-    """Print all of a report."""
+    """Print the whole report."""
     r = report.request
     attention = {kind.attention for kind, _ in kinds_of(report.compiled.step.config.layer_runs)}
     form = f"MLA {r['mla']}" if attention == {"mla"} else f"attention {', '.join(sorted(attention))}"
@@ -93,7 +93,7 @@ def show(console: Console, report: DryRunReport) -> None:
 
 
 def table_of(title: str, *columns: str) -> Table:
-    """A table with a title, whose first column is aligned to the left and all others to the right."""
+    """Return a table with a title. The first column is left-aligned, all others are right-aligned."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left")
@@ -177,7 +177,7 @@ def _collectives(program: ProgramReport, name: str) -> Table:
 
 
 def size_text(count: float) -> str:
-    """Bytes in the decimal unit that leaves one to three digits before the point."""
+    """Format bytes in the decimal unit that leaves one to three digits before the point."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -200,7 +200,7 @@ def _costs(program: ProgramReport, name: str) -> Table:
 
 
 def _orders(orders: OrderReport) -> Iterator[Table]:
-    """The sums that could depend on the layout or the batch, and those that do not."""
+    """Yield two tables: sums that could depend on the layout or the batch, and sums that do not."""
     compared = f"compared with {', '.join(orders.against)}" if orders.against else "compared with no other program"
     open_ = table_of(
         f"sums whose order could depend on the layout or the batch; {compared}",

@@ -1,4 +1,4 @@
-"""`Timeline`: a compiled step played through on a target, by parts of the model: what it predicts, and what the time is made of."""
+"""`Timeline`: a compiled step simulated on a target: predicted time, and its breakdown by parts of the model."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from dsjax.plan.figure import Figure, Kind
 
 _MADE_BY_JAX = ("while", "body", "closed_call", "shard_map", "jit(", "eval_jaxpr", "cond", "branch", "checkpoint")
 _FAR = 6
-"""Operations between one without a name and the one that it takes its name from, at most."""
+"""Maximum number of steps from an unnamed operation to the operation that gives it its name."""
 
 
 def model_part(op_name: str) -> str:
-    """The model's own scopes in a path: ``jit(run)/while/body/closed_call/mla_output/dot_general`` → ``mla_output``.
+    """Return the model's own scopes in a path: ``jit(run)/while/body/closed_call/mla_output/dot_general`` → ``mla_output``.
 
-    An operation outside all scopes is known by its primitive: ``(dynamic_slice)``.
+    For an operation outside all scopes, return its primitive: ``(dynamic_slice)``.
     """
     parts = [p for p in op_name.split("/")[:-1] if not p.startswith(_MADE_BY_JAX) and "->" not in p]
     return "/".join(parts) or f"({op_name.split('/')[-1]})"
 
 
 def parts_of(program: Program) -> Mapping[Operation, str]:
-    """Operation → part of the model.
+    """Map each operation to a part of the model.
 
-    An operation that XLA made up belongs to what it takes its operands from, or else to what uses it; between a part and a
-    part of that part, to the whole. ``(copy)`` and the like where neither tells.
+    An operation that XLA created belongs to the part of its producer, or else of its user; if the producer's part is nested in the
+    user's, to the user's. Without either it belongs to its opcode, such as ``(copy)``.
     """
     parts: dict[Operation, str] = {}
     for computation in program.computations.values():
@@ -43,7 +43,7 @@ def parts_of(program: Program) -> Mapping[Operation, str]:
 
 
 def _inside(program: Program, operation: Operation) -> str:
-    """The path of a fusion's own operations, its result's first."""
+    """Return the first path among a fusion's own operations, starting with its root."""
     names = _fused(program, operation)
     return next((name for name in names if "/" in name), "")
 
@@ -72,7 +72,7 @@ def _beside(program: Program, computation: Computation, operation: Operation) ->
 
 
 def _first_named(operation: Operation, step: Callable[[Operation], Operation | None]) -> Operation | None:
-    """The nearest operation with a path, going from one to the next."""
+    """Return the nearest operation with a path that repeated ``step`` calls reach."""
     at = step(operation)
     for _ in range(_FAR):
         if at is None or "/" in at.op_name:
@@ -83,7 +83,7 @@ def _first_named(operation: Operation, step: Callable[[Operation], Operation | N
 
 @dataclass(frozen=True)
 class Share:
-    """What a part of the model takes: seconds of the compute thread, of the links, and of the critical path."""
+    """Cost of a part of the model: seconds on the compute thread, on the links, and on the critical path."""
 
     compute: float
     network: float
@@ -94,10 +94,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A collective of the program on the timeline: how long it is under way in the whole step, and how much of that is hidden.
+    """A collective on the timeline: its duration in the whole step, and how much of it compute hides.
 
-    part: of the model. runs: how often it happens. seconds: from each one's begin to its end, while its turn on the links lasts;
-    beside_compute: of these, seconds in which the compute thread works.
+    part: of the model. runs: number of runs. seconds: total time on the links; beside_compute: seconds of it during which the
+    compute thread works.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Exchange:
 
     @property
     def hidden(self) -> float:
-        """Share of its time that runs beside compute."""
+        """Fraction of the time that overlaps with compute."""
         return self.beside_compute / self.seconds if self.seconds else 1.0
 
 
@@ -116,8 +116,8 @@ class Exchange:
 class Timeline:
     """A step on one device of a cluster.
 
-    schedule: at the middle of everything assumed; step: its seconds, with the ends at which everything assumed is at its
-    most and least favourable. assumed: what operations and bytes were turned into seconds with. parts: operation → part of the model.
+    schedule: with all assumptions at their middle; step: its seconds, and an interval whose ends have all assumptions at their most and
+    least favourable. assumed: converts operations and bytes to seconds. parts: operation → part of the model.
     """
 
     cluster: Cluster
@@ -135,7 +135,7 @@ class Timeline:
         trip_count: TripCount,
         ragged_share: float = 1.0,
     ) -> Timeline:
-        """Play the program through three times; the first is kept."""
+        """Simulate the program at the middle and both ends of the assumptions; keep the schedule of the middle."""
         assumed = Assumed.of(cluster)
         played = {
             end: play(program, TargetPrices(assumed, end, ragged_share), collectives, trip_count)
@@ -147,12 +147,12 @@ class Timeline:
 
     @property
     def compute(self) -> float:
-        """Seconds in which the compute thread works."""
+        """Seconds during which the compute thread works."""
         return sum(span.seconds for span in self.schedule.spans if span.thread == COMPUTE)
 
     @property
     def exposed_copies(self) -> float:
-        """Seconds in which the compute thread waits for memory that is copied, or for the host, and no link is busy."""
+        """Seconds during which the compute thread waits for memory copies or the host, and no link is busy."""
         if not self.network(COPIES):
             return 0.0
         others = [(span.begin, span.end) for span in self.schedule.spans if span.thread != COPIES]
@@ -160,20 +160,20 @@ class Timeline:
 
     @property
     def exposed_network(self) -> float:
-        """Seconds in which the compute thread waits for a link."""
+        """Seconds during which the compute thread waits for a link."""
         return self.schedule.seconds - self.compute - self.exposed_copies
 
     def network(self, link: str) -> float:
-        """Seconds in which a link is busy."""
+        """Return the seconds during which a link is busy."""
         return sum(span.seconds for span in self.schedule.spans if span.thread == link)
 
     @property
     def critical_path(self) -> tuple[Span, ...]:
-        """The spans that determine the time, in order; their seconds add up to the step's."""
+        """Spans that determine the step's time, in order; their durations add up to it."""
         return tuple(self.schedule.spans[index] for index in self.schedule.critical_path())
 
     def critical_by_bound(self) -> dict[str, float]:
-        """Seconds of the critical path by what bounds them: ``operations``, ``memory``, ``launch``, ``host``, or a link's
+        """Return the critical path's seconds by bound: ``operations``, ``memory``, ``launch``, ``host``, or a link's
         ``bandwidth`` or ``latency``."""
         seconds: dict[str, float] = {}
         for span, times in _leaves(self.critical_path):
@@ -182,7 +182,7 @@ class Timeline:
         return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
     def by_scope(self) -> dict[str, Share]:
-        """Part of the model → what it takes, those with most of the critical path first."""
+        """Return the cost of each part of the model, sorted by time on the critical path, longest first."""
         sums: dict[str, list[float]] = {}
         critical = set(self.schedule.critical_path())
         for index, span in enumerate(self.schedule.spans):
@@ -196,7 +196,7 @@ class Timeline:
         return {name: Share(*entry) for name, entry in sorted(sums.items(), key=lambda item: -item[1][2])}
 
     def exchanges(self) -> list[Exchange]:
-        """The collectives, those first that are under way longest."""
+        """Return the collectives, longest first."""
         intervals: dict[Operation, list[tuple[float, float]]] = {}
         for span in self.schedule.spans:
             if span.thread in (INSIDE, BETWEEN):
@@ -205,14 +205,14 @@ class Timeline:
         begins = [begin for begin, _ in computed]
         found = []
         for operation, own in intervals.items():
-            own = _united(own)  # one over both links is one
+            own = _united(own)  # a collective over both links counts once
             beside = sum(_shared(one, computed, begins) for one in own)
             seconds = sum(end - begin for begin, end in own)
             found.append(Exchange(operation.name, self.parts[operation], len(own), seconds, beside))
         return sorted(found, key=lambda one: -one.seconds)
 
     def layer(self) -> Turn | None:
-        """A turn in the middle of the loop that takes longest: one layer of those that there are most of."""
+        """Return the middle iteration of the longest loop: a layer of the most frequent kind."""
         totals: dict[str, float] = {}
         for turn in self.schedule.turns:
             if turn.depth == 0:
@@ -225,9 +225,9 @@ class Timeline:
     def to_json(self) -> dict[str, Any]:
         """Fields of `timeline` in `dsjax dryrun --json`; times in seconds.
 
-        - `step_seconds`, `step`: the time of the step, and with its interval
-        - `compute`, `exposed_network`, `exposed_copies`: computing, waiting for links, waiting for copies of memory and the host; their sum
-          is the step
+        - `step_seconds`, `step`: the time of the step, without and with its interval
+        - `compute`, `exposed_network`, `exposed_copies`: computing, waiting for links, waiting for memory copies and the host; their sum
+          is the step's time
         - `network`: link → busy seconds; `layer_seconds`: one layer in the middle of the longest loop
         - `exchanges`: `Exchange` of each collective, longest first
         - `critical_path`: its `spans`, and seconds `by_bound`
@@ -259,7 +259,7 @@ def _leaves(spans: Iterable[Span]) -> Iterable[tuple[Span, float]]:
 
 
 def _united(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """In order, those that overlap as one."""
+    """Sort the intervals and merge those that overlap."""
     united: list[tuple[float, float]] = []
     for begin, end in sorted(intervals):
         if united and begin < united[-1][1]:
@@ -270,7 +270,7 @@ def _united(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float
 
 
 def _shared(one: tuple[float, float], others: list[tuple[float, float]], begins: list[float]) -> float:
-    """Seconds that an interval has in common with disjoint others, which are in order. begins: theirs."""
+    """Return the seconds that an interval shares with ``others``, which are disjoint and sorted. begins: of ``others``."""
     seconds = 0.0
     for begin, end in others[max(0, bisect.bisect_right(begins, one[0]) - 1) :]:
         if begin >= one[1]:

@@ -1,4 +1,4 @@
-"""A timeline as a picture: the whole step and one layer of it, by part of the model, with the critical path marked."""
+"""A plot of a timeline: the whole step and one layer, coloured by part of the model, with the critical path marked."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Bar = tuple[float, float, str]
 
 
 def draw(timeline: Timeline, file: Path, title: str) -> None:
-    """Write the picture, in the format that the file's name asks for.
+    """Write the plot in the format of the file's extension.
 
     Raises:
-        UserError: matplotlib is not installed, or does not know the format.
+        UserError: matplotlib is not installed or does not support the format, or the file cannot be written.
     """
     try:
         import matplotlib
@@ -59,7 +59,7 @@ def draw(timeline: Timeline, file: Path, title: str) -> None:
 
 
 def _palette(timeline: Timeline, colours) -> dict[str, str]:
-    """The parts with most of the critical path get a colour each, the others share grey."""
+    """Return the colour of each part: the parts with most of the critical path get their own, all others are grey."""
     names = list(timeline.by_scope())
     return {name: colours(i) if i < _COLOURS else _REST for i, name in enumerate(names)}
 
@@ -78,7 +78,7 @@ def _panel(axes, timeline: Timeline, begin: float, end: float, colours: dict[str
         bars = _merged((bar for _, span in inside for bar in _bars(timeline, span)), smallest)
         pieces = [((start - begin) * scale, (stop - start) * scale) for start, stop, _ in bars]
         shades = [colours[part] for _, _, part in bars]
-        # A hair's line around each, or a bar thinner than a pixel would not be there at all.
+        # Without a thin outline, bars narrower than a pixel would be invisible.
         axes.broken_barh(pieces, (row - 0.3, 0.6), facecolors=shades, edgecolors=shades, lw=0.6, snap=False)
         marks = _merged(((s.begin, s.end, "") for i, s in inside if i in critical), smallest)
         pieces = [((start - begin) * scale, (stop - start) * scale) for start, stop, _ in marks]
@@ -92,7 +92,7 @@ def _panel(axes, timeline: Timeline, begin: float, end: float, colours: dict[str
 
 
 def _bars(timeline: Timeline, span: Span) -> Iterator[Bar]:
-    """A span as bars: a loop, whose turns would be too small to be seen, as its parts' shares, one after the other."""
+    """Yield a span's bars. A loop, whose iterations would be too narrow to see, becomes one bar per part of the model."""
     if not span.body:
         yield span.begin, span.end, timeline.parts[span.operation]
         return
@@ -107,7 +107,7 @@ def _bars(timeline: Timeline, span: Span) -> Iterator[Bar]:
 
 
 def _merged(bars, smallest: float) -> list[Bar]:
-    """Bars in order, neighbours of one part joined where the gap between them could not be seen."""
+    """Merge adjacent bars of the same part if the gap between them is too small to see."""
     merged: list[Bar] = []
     for begin, end, part in bars:
         if merged and merged[-1][2] == part and begin - merged[-1][1] < smallest:

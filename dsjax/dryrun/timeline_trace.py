@@ -1,8 +1,8 @@
-"""A timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open: the Trace Event Format, as JSON.
+"""A timeline as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing: JSON in the Trace Event Format.
 
-One process, the device. Its threads: the compute thread, each link, and the critical path once more by itself. Complete
-events (``X``) hold the operations, loops and layers around them; flow events (``s``, ``f``) lead from the operation that lets a
-transfer start to it, and from it to what waits for it.
+The device is the only process. Its threads are the compute thread, each link, and a copy of the critical path. Complete events
+(``X``) are operations and the loops and layers around them; flow events (``s``, ``f``) lead from the operation that lets a
+transfer start to the transfer, and from the transfer to the operation that waits for it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dsjax.dryrun.program import COMPUTE, Span
 from dsjax.dryrun.timeline import Timeline
 
 MOST_EVENTS = 200_000
-"""Operations of loops are drawn turn by turn up to so many events; beyond them, a loop shows one turn."""
+"""Maximum number of events for which loops show every iteration; beyond it, a loop shows one iteration."""
 _PROCESS = 1
 _PATH = "critical path"
 THREADS = (COMPUTE, INSIDE, BETWEEN, COPIES, _PATH)
 
 
 def write_trace(timeline: Timeline, file: Path, title: str) -> None:
-    """Write the trace; compressed where the file's name ends in ``.gz``, which Perfetto also opens."""
+    """Write the trace, compressed if the file's name ends in ``.gz``, which Perfetto also opens."""
     text = json.dumps(trace(timeline, title), separators=(",", ":"))
     if file.suffix == ".gz":
         file.write_bytes(gzip.compress(text.encode(), mtime=0))
@@ -34,7 +34,7 @@ def write_trace(timeline: Timeline, file: Path, title: str) -> None:
 
 
 def trace(timeline: Timeline, title: str) -> dict[str, Any]:
-    """The trace as plain data. Times are microseconds, whole nanoseconds, from the step's begin."""
+    """Return the trace as plain data. Times are microseconds from the step's begin, rounded to nanoseconds."""
     spans, path = timeline.schedule.spans, timeline.schedule.critical_path()
     used = {span.thread for span in spans}
     events: list[dict[str, Any]] = [_event("M", None, "process_name", args={"name": title})]
@@ -61,7 +61,7 @@ def trace(timeline: Timeline, title: str) -> dict[str, Any]:
 
 
 def _expanded(span: Span, begin: float, every_turn: bool) -> Iterator[tuple[Span, float, float]]:
-    """A span and what is in it: ``(span, begin, end)``; of loops every turn, or only the first."""
+    """Yield ``(span, begin, end)`` of a span and of its contents; of loops every iteration, or only the first."""
     yield span, begin, begin + span.seconds
     if not span.body:
         return
@@ -90,18 +90,18 @@ def _complete(thread: str, name: str, begin: float, end: float, args: dict[str, 
 
 
 def _flows(spans: tuple[Span, ...]) -> Iterable[dict[str, Any]]:
-    """Arrows between threads, wherever the cause of a span ran on another."""
+    """Yield an arrow for each span whose cause ran on another thread."""
     for index, span in enumerate(spans):
         if span.cause is None or spans[span.cause].thread == span.thread:
             continue
         cause = spans[span.cause]
-        # Slices of a thread touch: an arrow has to leave from inside its own.
+        # Slices of a thread touch, so an arrow has to start inside its slice.
         yield _event("s", cause.thread, "waits", cause.end - min(cause.seconds / 2, 1e-9), cat="waits", id=index)
         yield _event("f", span.thread, "waits", span.begin, cat="waits", id=index, bp="e")
 
 
 def _event(phase: str, thread: str | None, name: str, at: float = 0.0, **more: Any) -> dict[str, Any]:
-    """An event of the format. thread: None for one of the process; at: seconds from the step's begin."""
+    """Return an event in the Trace Event Format. thread: None for a process event. at: seconds from the step's begin."""
     number = 0 if thread is None else THREADS.index(thread) + 1
     return {"name": name, "ph": phase, "pid": _PROCESS, "tid": number, "ts": _nanoseconds(at) / 1000, **more}
 

@@ -1,4 +1,4 @@
-"""Devices to compile for: emulated ones of the host's CPU, or a description of accelerators that are not there."""
+"""Devices to compile for: emulated CPU devices, or descriptions of accelerators that this machine does not have."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from dsjax.hardware import Hardware
 from sharding import MeshError
 from sharding.mesh import advice_on_emulation
 
-# Equal for Hopper and Blackwell (CUDA programming guide, compute capabilities 9.0 and 10.0), which the fields of _OWN are not elsewhere.
+# Equal for Hopper and Blackwell (CUDA programming guide, compute capabilities 9.0 and 10.0).
 _CUDA_LIMITS = """threads_per_block_limit: 1024 threads_per_warp: 32 fpus_per_core: 128
   shared_memory_per_block: 49152
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64"""
 _OWN = {"shared_memory_per_core": 233_472, "shared_memory_per_block_optin": 232_448, "threads_per_core_limit": 2048}
-"""Figures that a file's [xla] section may have; left out, they are Hopper's and Blackwell's."""
+"""Optional fields of a hardware file's [xla] section; the defaults are for Hopper and Blackwell and differ on other GPUs."""
 _NEEDED = {
     "cuda": ("device_name", "core_count", "clock_rate_ghz", "l2_cache_bytes", "compute_capability"),
     "tpu": ("generation",),
 }
-"""What a file's [xla] section must have, by platform."""
+"""Required fields of a hardware file's [xla] section, by platform."""
 
 
 def target_devices(hardware: Hardware | None, count: int) -> Sequence[jax.Device]:
-    """At least ``count`` devices to build a mesh from. None stands for the host's own CPU devices.
+    """Return at least ``count`` devices to build a mesh from. hardware: None for the host's own CPU devices.
 
     Raises:
-        UserError: the compiler for the target is not installed, or refuses the description; or the hardware's file has none for it.
+        UserError: the target's compiler is not installed or rejects the description, or the hardware file has no description.
         MeshError: too few CPU devices were emulated before JAX started.
     """
     if hardware is None:
@@ -52,7 +52,7 @@ def target_devices(hardware: Hardware | None, count: int) -> Sequence[jax.Device
                 target_config=cuda_target(hardware),
                 topology="x".join(map(str, cuda_shape(hardware, count))),
             ).devices
-        # No device is used, so that the file by which libtpu keeps a second process from a TPU is nothing to wait for.
+        # No device is used, so libtpu's lock file, which keeps a second process from a TPU, can be ignored.
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         generation, shape = told_to_xla(hardware)["generation"], torus(count)
         return topologies.get_topology_desc(
@@ -67,7 +67,7 @@ def target_devices(hardware: Hardware | None, count: int) -> Sequence[jax.Device
 
 
 def cuda_shape(hardware: Hardware, count: int) -> tuple[int, int, int]:
-    """Scale-up domains × hosts of each × devices of a host, the least of equal parts that hold ``count`` devices."""
+    """Return the smallest (scale-up domains, hosts per domain, devices per host) that holds ``count`` devices."""
     if count <= hardware.devices_per_host:
         return 1, 1, count
     hosts = -(-count // hardware.devices_per_host)
@@ -78,7 +78,7 @@ def cuda_shape(hardware: Hardware, count: int) -> tuple[int, int, int]:
 
 
 def torus(count: int) -> tuple[int, int]:
-    """The squarest 2-D slice of a TPU pod (powers of two, up to 16 × 16) that holds ``count`` chips."""
+    """Return the squarest 2-D slice of a TPU pod (powers of two, up to 16 × 16) that holds ``count`` chips."""
     side = 0
     while 1 << side < count:
         side += 1
@@ -86,10 +86,10 @@ def torus(count: int) -> tuple[int, int]:
 
 
 def told_to_xla(hardware: Hardware) -> Mapping[str, Any]:
-    """The [xla] section of a hardware's file.
+    """Return the [xla] section of a hardware file.
 
     Raises:
-        UserError: it lacks something that the compiler of this platform is told.
+        UserError: a field that this platform's compiler requires is missing.
     """
     missing = [name for name in _NEEDED[hardware.platform] if name not in hardware.xla]
     if missing:
@@ -102,7 +102,7 @@ def told_to_xla(hardware: Hardware) -> Mapping[str, Any]:
 
 
 def cuda_target(hardware: Hardware) -> str:
-    """XLA's ``GpuTargetConfigProto`` as text: the figures that its cost model and its kernels' tiling ask for."""
+    """Return XLA's ``GpuTargetConfigProto`` as text: the inputs of its cost model and of its kernels' tiling."""
     xla = told_to_xla(hardware)
     major, dot, minor = (capability := str(xla["compute_capability"])).partition(".")
     if not (dot and major.isdecimal() and minor.isdecimal()):

@@ -1,4 +1,4 @@
-"""The command line of a worker of NVIDIA Dynamo: its own options, the engine's, and those of Dynamo's runtime as Dynamo defines them."""
+"""Command line of an NVIDIA Dynamo worker: its own options, the engine's options, and the options of Dynamo's runtime."""
 
 import argparse
 import math
@@ -31,21 +31,21 @@ TOOL_CALL_PARSERS = {
     "deepseek_v4": "deepseek_v4",
     "kimi_k2": "kimi_k2",
 }
-"""From our name of a form of tool calls to Dynamo's."""
+"""dsjax's name of a tool-call format → Dynamo's."""
 REASONING_PARSER = "deepseek_r1"
 COMPONENT, PREFILL, ENDPOINT = "backend", "prefill", "generate"
-"""Where workers are found, those that only compute prompts apart, unless `--endpoint` says otherwise."""
+"""Default component names of workers and of prefill workers, and default endpoint name; `--endpoint` overrides them."""
 DEADLINE, DRAIN = "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", "DYN_PREFILL_DRAIN_TIMEOUT_S"
-"""Dynamo's variables: seconds after which it ends a process that shuts down, and that a prefill worker's pages wait to be taken."""
+"""Dynamo's variables: seconds until it ends a process that shuts down, and seconds that a prefill worker's pages wait to be fetched."""
 CLEANUP_SECONDS = 20
-"""An engine's end, behind its last request: a group's other processes have 10 s to follow."""
+"""Time for the engine's shutdown after its last request; a group's other processes have 10 s to follow."""
 
 
 class DynamoCommand(PanelledCommand):
-    """A command that leaves options it does not know to Dynamo, and lists those under a title of their own."""
+    """A command that passes unknown options on to Dynamo, and lists Dynamo's options in a section of their own."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the sections."""
+        """Write the help's sections."""
         super().format_options(ctx, formatter)
         with formatter.section("Dynamo"):
             try:
@@ -57,21 +57,21 @@ class DynamoCommand(PanelledCommand):
 
 
 def _described(option: argparse.Action) -> tuple[str, str]:
-    """Make a row of the help: other names of an option stand in its text, since two of the long ones do not fit into 80 columns."""
+    """Return an option's help row. Aliases go into the text, because two long names do not fit into 80 columns."""
     name, *others = option.option_strings
     aliases = [f"(or {other})" for other in others]
     return name, " ".join([*(option.help or "").split(), *aliases])
 
 
 class Prepared(NamedTuple):
-    """What a worker is told, and what Dynamo is to do with it."""
+    """A worker's options, and Dynamo's configuration of the worker."""
 
     options: "Options"
     worker: "WorkerConfig"
 
 
 def make_app(then: Callable[[Prepared], None]) -> typer.Typer:
-    """Make the command, which does `then` with what it has read, unless this process follows the first one of a group."""
+    """Return the command. It calls `then` with the parsed options, unless this process follows the leader of a group."""
     app = typer.Typer(
         **PLAIN
         | {"context_settings": PLAIN["context_settings"] | {"ignore_unknown_options": True, "allow_extra_args": True}}
@@ -122,10 +122,10 @@ def make_app(then: Callable[[Prepared], None]) -> typer.Typer:
 
 
 def parse(argv: list[str] | None) -> Prepared:
-    """Read a command line as `python -m dsjax.dynamo` does, or this process's own; for Dynamo's launchers.
+    """Parse a command line (None: this process's own) as `python -m dsjax.dynamo` does; for Dynamo's launchers.
 
     Raises:
-        SystemExit: no engine is to be made: `--help` was asked for, or this process has followed a group's first one to its end.
+        SystemExit: there is no engine to create: `--help` was given, or this process has followed its group's leader to the end.
     """
     read: list[Prepared] = []
     typer.main.get_command(make_app(read.append)).main(argv, "dsjax dynamo", standalone_mode=False)
@@ -135,10 +135,10 @@ def parse(argv: list[str] | None) -> Prepared:
 
 
 def allow_shutdown(variables: MutableMapping[str, str], shutdown_timeout: float) -> None:
-    """Have Dynamo give a worker as long to end as `--shutdown-timeout` promises its requests; by default it ends the process after 30 s.
+    """Make Dynamo wait as long for a worker's shutdown as `--shutdown-timeout` requires; by default it ends the process after 30 s.
 
     Raises:
-        UserError: the variables allow less, or the time has no end.
+        UserError: the variables allow less time, or the timeout is not finite.
     """
     if not math.isfinite(shutdown_timeout):
         raise UserError(
@@ -156,13 +156,13 @@ def allow_shutdown(variables: MutableMapping[str, str], shutdown_timeout: float)
 
 
 def runtime_parser() -> argparse.ArgumentParser:
-    """Dynamo's own parser for its runtime's options, which may also be given as environment variables.
+    """Return Dynamo's own parser for its runtime options, which environment variables can also set.
 
     Raises:
         UserError: Dynamo is not installed.
     """
     try:
-        import dynamo.common.backend  # the contract; an older release has none
+        import dynamo.common.backend  # the worker interface, which older releases lack
         from dynamo.common.configuration.groups.runtime_args import DynamoRuntimeArgGroup
     except ImportError as error:
         raise UserError(
@@ -176,10 +176,10 @@ def runtime_parser() -> argparse.ArgumentParser:
 
 
 def runtime_config(arguments: Sequence[str], component: str = "backend") -> Any:
-    """Dynamo's `DynamoRuntimeConfig`, from what of the command line is not ours. component: where no `--endpoint` says it.
+    """Return Dynamo's `DynamoRuntimeConfig` from the arguments that dsjax does not know. component: default without `--endpoint`.
 
     Raises:
-        UserError: Dynamo is not installed, or an option is unknown or has a value that cannot be.
+        UserError: Dynamo is not installed, or an option is unknown or has an invalid value.
     """
     parser = runtime_parser()
     from dynamo.common.configuration.groups.runtime_args import DynamoRuntimeConfig
@@ -208,7 +208,7 @@ def _prepare(
     step_timeout: float,
     bootstrap: bool,
 ) -> Prepared:
-    """Say what the worker is to do. The model is found first, so that a wrong one is known at once."""
+    """Prepare the worker. Resolve the model first, so that a wrong model fails at once."""
     from dynamo.common.backend import WorkerConfig
     from dynamo.common.constants import DisaggregationMode
 
@@ -223,7 +223,7 @@ def _prepare(
             raise UserError(f"{flag} is for dsjax serve; Dynamo's frontend has the tokenizer, and writes the prompts")
     directory = resolve(args.model, revision=args.revision)
     choose_parsers(runtime, Tokenizer.from_directory(directory))
-    # Frontends read the tokenizer and the template: from the same path, or from the hub where the model came from there.
+    # Frontends read the tokenizer and the template from the same path, or from the hub if the model came from there.
     here = args.model in bundled_models() or Path(os.path.expanduser(args.model)).is_dir() or args.revision is not None
     model = str(directory.resolve()) if here else args.model
     options = Options(args, names, model, step_timeout, shutdown_timeout, bootstrap)
@@ -235,7 +235,7 @@ def _prepare(
 
 
 def choose_parsers(runtime: Any, tokenizer: "Tokenizer") -> None:
-    """Choose the frontend's parsers by the model's template, as `dsjax serve` does, where none is asked for."""
+    """Choose the frontend's parsers by the model's template, as `dsjax serve` does, unless options set them."""
     from dsjax.serve.message_parser import ReasoningParser
     from dsjax.serve.tool_formats import choose_tool_format
 
@@ -247,12 +247,12 @@ def choose_parsers(runtime: Any, tokenizer: "Tokenizer") -> None:
 
 
 def _follow(args: EngineArgs, group: "HostOptions", http: ServeOptions, allow_unauthenticated: bool) -> None:
-    """Be a process of a group other than its first: no requests come here.
+    """Run a process of a group other than its leader; it receives no requests.
 
-    Probes find it at Dynamo's system port, where one is set. Where none is, nobody looks for it, and it listens on loopback.
+    Listen at Dynamo's system port for probes; if the port is not set, there are no probes, and the process listens on loopback.
 
     Raises:
-        UserError: the system port is open to other machines, and there is no key for `/metrics`.
+        UserError: the system port is open to other machines, and `/metrics` has no key.
     """
     from rich.console import Console
 
@@ -267,7 +267,7 @@ def _follow(args: EngineArgs, group: "HostOptions", http: ServeOptions, allow_un
 
 
 class _Parser(argparse.ArgumentParser):
-    """Tells of a wrong option as the rest of the command line does."""
+    """A parser that reports a wrong option like the rest of the command line."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; dsjax dynamo --help-all lists all options")

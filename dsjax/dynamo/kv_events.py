@@ -1,4 +1,4 @@
-"""`KvEvents`: the engine's pages as Dynamo's router knows them. Nothing here imports Dynamo."""
+"""`KvEvents`: the engine's page events in the form of Dynamo's router. Nothing here imports Dynamo."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -9,18 +9,18 @@ from dsjax.engine.schedule.page_events import AllBlocksCleared, BlockRemoved, Bl
 
 
 class Publisher(Protocol):
-    """What is needed of Dynamo's `KvEventPublisher`: one DP rank's way to the router."""
+    """The part of Dynamo's `KvEventPublisher` that is used here: it sends one DP rank's events to the router."""
 
     def publish_batch(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Send these, in this order; returns at once."""
+        """Send the events in order; return at once."""
 
 
 class KvEvents:
-    """An `EventSink` that tells each DP rank's publisher which pages can be found there.
+    """An `EventSink` that tells each DP rank's publisher which pages the rank has cached.
 
     Dynamo's blocks are the engine's pages; a block's hash is the last 64 bits of the page's name as a signed integer. The interface has
-    no tiers, so a page counts as cached from when it is first stored in any tier of a rank until it has left the last one: wherever it is,
-    it need not be computed. Used by the engine's thread, except for `connect`.
+    no tiers, so a page counts as cached from its first store in any tier of a rank until it has left the last tier: in any tier, it
+    needs no recomputation. The engine's thread calls all methods except `connect`.
     """
 
     def __init__(self):
@@ -28,11 +28,11 @@ class KvEvents:
         self._ranks: dict[int, _Rank] = {}
 
     def connect(self, rank: int, publisher: Publisher) -> None:
-        """Tell this publisher of a DP rank's pages from now on. Before, and of ranks without one, nobody is told."""
+        """Send a DP rank's events to this publisher from now on. Events of ranks without a publisher are dropped."""
         self._publishers[rank] = publisher
 
     def publish(self, rank: int, events: Sequence[Event]) -> None:
-        """Translate a rank's events, and send what they change."""
+        """Translate a rank's events, and send the changes."""
         publisher = self._publishers.get(rank)
         if publisher is not None:
             changes = self._ranks.setdefault(rank, _Rank()).apply(events)
@@ -40,28 +40,26 @@ class KvEvents:
                 publisher.publish_batch(changes)
 
     def close(self) -> None:
-        """Tell nobody any more; the publishers are Dynamo's to end."""
+        """Stop sending events. Dynamo closes the publishers."""
         self._publishers = {}
 
 
 class _Rank:
-    """What the router knows of one rank, and what it may not be told yet.
+    """Blocks of one rank that the router knows, and blocks that wait for their parent.
 
-    A page that goes from one tier to another may be nowhere in between, and pages leave a tier last page first: they come to the next one
-    before those that they follow. The router has no place for a block whose parent it does not know, so such a block waits for its parent.
+    A page that moves to another tier may be in no tier in between, and pages leave a tier last page first, so they reach the next tier
+    before their parents. The router cannot place a block with an unknown parent, so such a block waits for its parent.
     """
 
     def __init__(self):
-        self._places: dict[int, set[str | None]] = {}  # by block: the tiers that have it
+        self._places: dict[int, set[str | None]] = {}  # block → the tiers that have it
         self._salts: dict[int, str] = {}
         self._published: set[int] = set()
-        self._waiting: dict[
-            int, dict[int, BlockStored]
-        ] = {}  # by unknown parent, then by block: the event of that one block
-        self._parents: dict[int, int] = {}  # of each block that waits, the parent that it waits for
+        self._waiting: dict[int, dict[int, BlockStored]] = {}  # unknown parent → block → the event of that block
+        self._parents: dict[int, int] = {}  # waiting block → the parent that it waits for
 
     def apply(self, events: Sequence[Event]) -> list[dict[str, Any]]:
-        """Make what the router is to be told: what several events come to together, new blocks before those that have gone."""
+        """Return the changes for the router: the net effect of the events, stored blocks before removed ones."""
         changes: list[dict[str, Any]] = []
         left: list[int] = []
         for event in events:
@@ -122,7 +120,7 @@ class _Rank:
             if not held:
                 del self._places[block]
                 parent = self._parents.pop(block, None)
-                if parent is not None:  # the parent may never come
+                if parent is not None:  # the parent may never arrive
                     del self._waiting[parent][block]
                     if not self._waiting[parent]:
                         del self._waiting[parent]
@@ -132,12 +130,12 @@ class _Rank:
 
 
 def signed(block_hash: int) -> int:
-    """An unsigned 64-bit hash as the signed one of the same bits."""
+    """Reinterpret an unsigned 64-bit hash as a signed integer."""
     return block_hash - 2**64 if block_hash >= 2**63 else block_hash
 
 
 def _blocks(event: BlockStored) -> list[BlockStored]:
-    """Split an event of several blocks into one for each."""
+    """Split an event of several blocks into one event per block."""
     parents = [event.parent_block_hash, *event.block_hashes]
     size = event.block_size
     return [

@@ -1,4 +1,4 @@
-"""`DsjaxPrefillEngine`: a Dynamo worker that computes prompts for decode workers, and makes no text."""
+"""`DsjaxPrefillEngine`: a Dynamo worker that computes prompts for decode workers and generates no text."""
 
 import asyncio
 import logging
@@ -29,14 +29,14 @@ _log = logging.getLogger(__name__)
 
 
 class DsjaxPrefillEngine(Worker):
-    """Answers each request at once with where its pages can be had, while they are computed; decode workers take them as they come."""
+    """Answers each request at once with the location of its pages, while they are computed. Decode workers fetch each page once ready."""
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[Worker, WorkerConfig]:
-        """Make the prefill engine for a command line. Errors: those of `parse`, and:
+        """Create the prefill engine for a command line. Raises the errors of `parse`, and:
 
         Raises:
-            UserError: the command line does not say `--disaggregation-mode prefill`.
+            UserError: `--disaggregation-mode` is not `prefill`.
         """
         options, worker = parse(argv)
         if options.args.disaggregation_mode != "prefill":
@@ -55,7 +55,7 @@ class DsjaxPrefillEngine(Worker):
         self._loads = PrefillLoads(engine.core)
         engine.core.attachments.append(self._loads)
         engine.on_death = self._die
-        # Decode workers see the connection end: nobody else is to be told.
+        # Decode workers see the connection close; there are no other clients to notify.
         self._watchdog = Watchdog(self._options.step_timeout, {"the engine": engine.core}, notify_clients=lambda: None)
         self._watchdog.start()
         config = registration(self._options, engine.core.executor.limits, engine.core.scheduler.config)
@@ -75,7 +75,7 @@ class DsjaxPrefillEngine(Worker):
         console.print(_reached_at(self._server.address), highlight=False)
 
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[Chunk]:
-        """Begin to compute a prompt, and say where its pages can be had."""
+        """Start to compute a prompt, and yield the location of its pages."""
         server = self._server
         if server is None:
             raise EngineShutdown("this worker ends")
@@ -87,7 +87,7 @@ class DsjaxPrefillEngine(Worker):
             self._check(read.token_ids)
         except (UserError, TypeError) as error:
             raise InvalidArgument(str(error)) from error
-        # Another reason would tell the frontend that the answer is whole, and no decode worker would be asked.
+        # With another finish reason, the frontend would consider the answer complete and not call a decode worker.
         last = {**Chunks(len(read.token_ids)).cancelled(), "finish_reason": "length"}
         if is_probe(request):
             yield last
@@ -109,13 +109,13 @@ class DsjaxPrefillEngine(Worker):
             raise UserError(f"the prompt has token ids outside the vocabulary, which ends at {limits.vocab_size - 1}")
 
     async def is_quiescent(self) -> bool:
-        """Say whether no prompt is computed any more and no page waits to be taken, or none ever will be."""
+        """Return whether no prompt is being computed and no page waits to be fetched, or the engine has ended or failed."""
         if self._server is None or self._server.engine.error is not None:
             return True
         return not (self._server.engine.num_jobs or self._server.engine.buffers.num_kept)
 
     async def cleanup(self) -> None:
-        """End. Dynamo has waited until nothing is left, `DYN_PREFILL_DRAIN_TIMEOUT_S` at most. Also after a failed start, and twice."""
+        """Shut down, after Dynamo has drained for up to `DYN_PREFILL_DRAIN_TIMEOUT_S`. Can be called after a failed start, and twice."""
         server = self._server
         if server is None:
             return
@@ -128,18 +128,18 @@ class DsjaxPrefillEngine(Worker):
         await asyncio.to_thread(server.shutdown)
 
     async def register_prometheus(self, metrics: Any) -> None:
-        """Show the prefill engine's metrics beside Dynamo's own."""
+        """Export the prefill engine's metrics with Dynamo's own."""
         registry = Registry(model_name=self._options.names[0])
         add_prefill_metrics(registry, [self._server.engine])
         add_background_metrics(registry)
         metrics.register_prometheus_expfmt_callback(lambda: exposition(registry.families).decode())
 
     def attach_snapshot_publisher(self, publisher: Any) -> None:
-        """Tell this publisher of each rank's pages."""
+        """Report each rank's used pages to this publisher."""
         self._loads.publisher = publisher
 
     async def health_check_payload(self) -> dict[str, Any]:
-        """Send a prompt of one token, for which nothing is computed."""
+        """Return a probe with a prompt of one token, which is not computed."""
         return build_health_check_payload(0)
 
     def _die(self) -> None:
@@ -148,10 +148,10 @@ class DsjaxPrefillEngine(Worker):
 
 
 class PrefillLoads(LoadReports, Attachment):
-    """Tells Dynamo how many pages each DP rank holds, before and after each step, and when something was said to the engine.
+    """Reports each DP rank's used pages to Dynamo, before and after each step, and after a message to the engine.
 
-    Pages that found no room in send buffers go there without a step, when decode has taken others: a router would avoid a worker for ever
-    that seems to be full.
+    Pages that did not fit into the send buffers move there without a step once decode workers have fetched other pages. If that were not
+    reported, routers would avoid a seemingly full worker forever.
     """
 
     def __init__(self, core: EngineCore):
@@ -159,16 +159,16 @@ class PrefillLoads(LoadReports, Attachment):
         self.scheduled(core.scheduler)
 
     def begin_step(self, now: float) -> None:
-        """Tell what has changed without a step."""
+        """Report what changed without a step."""
         self.publish(self.scheduler.loads())
 
     def after_step(self, seconds: float, plan: StepPlan, updates: list[Update]) -> None:
-        """Tell what a step has changed."""
+        """Report what a step changed."""
         self.publish(self.scheduler.loads())
 
 
 def _reached_at(address: str) -> str:
-    """Say where decode workers reach a prefill worker, and what to do where those of other hosts do not."""
+    """Describe where decode workers reach a prefill worker, with advice if workers on other hosts cannot reach it."""
     text = f"computes prompts for decode workers, which reach it at {address}"
     if not is_loopback(split_address(address)[0]):
         return text

@@ -1,7 +1,7 @@
-"""Dynamo's requests as the engine's, and the engine's outputs as Dynamo's chunks. Nothing here imports Dynamo.
+"""Translates Dynamo's requests to the engine's, and the engine's outputs to Dynamo's chunks. Nothing here imports Dynamo.
 
 A request is a dictionary with `token_ids`, `sampling_options`, `stop_conditions`, `output_options`, `routing` and `extra_args`. The
-frontend has tokenised the prompt, writes the text itself, and looks for stop strings in it: the engine sees tokens alone.
+frontend tokenises the prompt, detokenises the output, and checks it for stop strings: the engine sees only tokens.
 """
 
 import array
@@ -19,21 +19,21 @@ Chunk = dict[str, Any]
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 _PASSED_THROUGH = ("logit_bias", "allowed_token_ids", "bad_words")
-"""Fields of `extra_args.sampling_options`, which is what clients give beyond the frontend's own fields."""
+"""Fields of `extra_args.sampling_options`, which has the client's options beyond the frontend's own fields."""
 _FRONTENDS = ("include_stop_str_in_output", "guided_decoding", "n", "best_of", "use_beam_search", "length_penalty")
-"""Read below, or the frontend's own."""
+"""Options that are read below or handled by the frontend."""
 _FORMS = ("json", "regex", "choice", "grammar")
 
 
 @dataclass(frozen=True)
 class ThinkingTokens:
-    """The ids of the tokens that begin and end a model's reasoning; `begin` is None where the template writes it as text."""
+    """Ids of the tokens that begin and end a model's reasoning; `begin` is None if the template writes it as text."""
 
     begin: int | None
     end: int
 
     def is_open(self, token_ids: list[int]) -> bool:
-        """Say whether a prompt ends within reasoning."""
+        """Return whether a prompt ends within reasoning."""
         for token_id in reversed(token_ids):
             if token_id in (self.begin, self.end):
                 return token_id == self.begin
@@ -45,9 +45,9 @@ class Translated:
     """A request as `AsyncEngine.submit` takes it.
 
     Attributes:
-        options: the DP rank that the router has chosen, if any, the priority and the salt, and who computes the prompt where a prefill
-            worker does.
-        room: the number by which both sides know a request that was sent to both at once.
+        options: the DP rank that the router has chosen, if any; the priority; the salt; and the prefill worker that computes the
+            prompt, if any.
+        room: the number that identifies the request on both sides if the frontend sent it to both at once.
     """
 
     token_ids: list[int]
@@ -57,13 +57,13 @@ class Translated:
 
 
 def translate(request: Mapping[str, Any], thinking: ThinkingTokens | None = None) -> Translated:
-    """Read a request.
+    """Translate a request.
 
     Args:
-        thinking: the model's tokens for reasoning; a structured output of a prompt that ends within it binds behind its end.
+        thinking: the model's reasoning tokens; if the prompt ends within reasoning, the structured output starts after the reasoning.
 
     Raises:
-        SamplingError: a value that cannot be, or an option that this engine has not; none is silently ignored.
+        SamplingError: invalid value, or an option that this engine does not support; no option is silently ignored.
     """
     token_ids = _token_ids(request.get("token_ids"))
     options = _given(request, "sampling_options")
@@ -92,11 +92,11 @@ def translate(request: Mapping[str, Any], thinking: ThinkingTokens | None = None
         output_kind=OutputKind.DELTA,
     )
     salt = routing.get("cache_salt") or _given(extra, "nvext").get("cache_salt")
-    # The engine's thread hashes it, and an error there would end all requests.
+    # The engine's thread hashes the salt, and an error there would end all requests.
     if not isinstance(salt, str | None):
         raise SamplingError("cache_salt", f"found {salt!r}, expected text")
     rank = routing.get("dp_rank")
-    # Dynamo runs the highest first, and dsjax, like vLLM, the lowest.
+    # Dynamo runs the highest priority first; dsjax, like vLLM, the lowest.
     priority, rank = -int(routing.get("priority", 0)), None if rank is None else int(rank)
     bootstrap = _given(request, "bootstrap_info")
     return Translated(
@@ -108,7 +108,7 @@ def translate(request: Mapping[str, Any], thinking: ThinkingTokens | None = None
 
 
 class Chunks:
-    """Makes the chunks of one request's answer, which is one completion, and counts its tokens."""
+    """Makes the chunks of one request's answer, which has one completion, and counts its tokens."""
 
     def __init__(self, num_prompt_tokens: int):
         self._num_prompt_tokens = num_prompt_tokens
@@ -117,10 +117,10 @@ class Chunks:
         self._prompt_logprobs: list[dict[str, Any] | None] | None = None
 
     def of(self, output: RequestOutput) -> Iterator[Chunk]:
-        """Make the chunk of an output, if it tells of anything.
+        """Yield the chunk of an output that has new tokens or is finished.
 
         Raises:
-            CompletionError: it has failed.
+            CompletionError: the completion has failed.
         """
         self._num_cached = output.num_cached_tokens
         if output.prompt_logprobs is not None:
@@ -133,7 +133,7 @@ class Chunks:
                 yield self._chunk(completion)
 
     def cancelled(self) -> Chunk:
-        """Make the last chunk of an answer that nobody waits for."""
+        """Return the last chunk of a cancelled answer."""
         return {"token_ids": [], "index": 0, "finish_reason": "cancelled", "completion_usage": self._usage()}
 
     def _chunk(self, completion: CompletionOutput) -> Chunk:
@@ -164,17 +164,17 @@ class Chunks:
 
 
 class CompletionError(Exception):
-    """A completion has ended with an error that is not the client's."""
+    """A completion ended with an error that the client did not cause."""
 
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "cancelled"}
 
 
 def _given(holder: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Keep of a group of options what has a value: the frontend writes null for all others.
+    """Return the options of a group that have a value; the frontend writes null for all others.
 
     Raises:
-        SamplingError: it is no object; what is in `extra_args` may come as a client has written it.
+        SamplingError: the group is not an object; `extra_args` may contain unvalidated client input.
     """
     options = holder.get(name)
     if not isinstance(options, Mapping | None):
@@ -183,7 +183,7 @@ def _given(holder: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _token_ids(given: Any) -> list[int]:
-    """A list, or packed as little-endian 32-bit integers, as the request plane may hand it on."""
+    """Return the token ids of a list or of packed little-endian 32-bit integers, which the request plane may pass on."""
     if isinstance(given, bytes | bytearray | memoryview):
         packed = array.array("i")
         packed.frombytes(bytes(given))
@@ -198,7 +198,7 @@ def _refuse_unknown(options: Mapping[str, Any]) -> None:
         if name not in (*_SAMPLING, *_PENALTIES, *_PASSED_THROUGH, *_FRONTENDS):
             raise SamplingError(name, "this engine has no such sampling option; leave it out")
     if options.get("n", 1) != 1 or options.get("best_of", 1) != 1:
-        # What Dynamo calls a terminal chunk is the first with a finish reason, whichever completion it is of.
+        # Dynamo's terminal chunk is the first one with a finish reason, whichever completion it belongs to.
         raise SamplingError(
             "n", "found more than 1, and Dynamo ends an answer with its first completion; send several requests"
         )
@@ -216,8 +216,8 @@ def _logit_bias(given: Any) -> dict[int, float] | None:
 def _form(
     request: Mapping[str, Any], guided: Mapping[str, Any], token_ids: list[int], thinking: ThinkingTokens | None
 ) -> StructuredOutputs | None:
-    """`guided_decoding`: one of the forms. `backend` and `whitespace_pattern` choose among vLLM's libraries."""
-    # An empty schema is a form too: any JSON.
+    """Read `guided_decoding`: one of `_FORMS`. Not read: `backend` and `whitespace_pattern`, which choose among vLLM's libraries."""
+    # An empty schema is valid: it allows any JSON.
     forms = {name: guided[name] for name in _FORMS if guided.get(name) not in (None, "", [])}
     if "structural_tag" in guided:
         raise SamplingError(
@@ -230,7 +230,7 @@ def _form(
 
 
 def _prefill(request: Mapping[str, Any], bootstrap: Mapping[str, Any]) -> dict[str, str] | None:
-    """Read where a prompt is computed: as its prefill worker has said, or as the frontend has told both sides."""
+    """Return where the prompt is computed, according to its prefill worker, or to the frontend if it has sent the request to both sides."""
     params = _given(_given(request, "prefill_result"), "disaggregated_params")
     if {"address", "transfer"} <= params.keys():
         return {"address": params["address"], "transfer": params["transfer"]}
@@ -245,7 +245,7 @@ def _prefill(request: Mapping[str, Any], bootstrap: Mapping[str, Any]) -> dict[s
 
 
 def _top(entry: TokenLogprobs) -> list[dict[str, Any]]:
-    """List the token taken, then the most probable ones. The frontend writes their texts: it has the tokenizer."""
+    """Return the sampled token, then the most probable ones. The frontend adds their text, as it has the tokenizer."""
     return [
         {"rank": one.rank or 0, "token_id": token_id, "token": one.decoded_token, "logprob": one.logprob}
         for token_id, one in entry.items()
@@ -253,7 +253,7 @@ def _top(entry: TokenLogprobs) -> list[dict[str, Any]]:
 
 
 def _prompt_entry(entry: TokenLogprobs) -> dict[str, Any]:
-    """Describe one position of a prompt; the ids are text, as in JSON."""
+    """Return the logprobs of one prompt position; token ids are strings, as in JSON."""
     return {
         str(token_id): {"logprob": one.logprob} | ({} if one.rank is None else {"rank": one.rank})
         for token_id, one in entry.items()

@@ -1,4 +1,4 @@
-"""`Worker`: what all dsjax workers of Dynamo have in common, and what Dynamo is told of them."""
+"""`Worker`: base class of dsjax's Dynamo workers, and their registration and load reports."""
 
 import asyncio
 import os
@@ -27,20 +27,20 @@ from dsjax.hosts.group import HostGroup
 from dsjax.serve.watchdog import Watchdog
 
 _FLUSH_SECONDS = 1.0
-"""After the engine has failed, answers get this long to tell of it, before the process ends."""
+"""Time for answers to report an engine failure before the process ends."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a worker is told.
+    """Options of a worker.
 
     Attributes:
         args: the engine's options.
-        names: for clients; the first is the main one.
-        model: what frontends load the tokenizer and the template from: a directory, or a Hugging Face repository.
-        step_timeout: seconds after which a step is taken for a hang, which ends the process; 0: never.
-        shutdown_timeout: seconds that running requests get to finish when the worker ends.
-        bootstrap: of a prefill worker, whether frontends send a request to both sides at once.
+        names: model names for clients; the first is the main one.
+        model: directory or Hugging Face repository from which frontends load the tokenizer and the template.
+        step_timeout: seconds after which a step counts as hung and the process ends; 0: never.
+        shutdown_timeout: seconds for running requests to finish when the worker ends.
+        bootstrap: for a prefill worker: whether frontends send a request to both sides at once.
     """
 
     args: EngineArgs
@@ -54,9 +54,9 @@ class Options:
 def registration(
     options: Options, limits: ExecutorLimits, config: SchedulerConfig, facts: EngineFacts | None = None
 ) -> EngineConfig:
-    """Make what Dynamo is told of an engine. All of its DP ranks are one worker's; page 0 of each is never given out.
+    """Return an engine's registration with Dynamo. All its DP ranks belong to one worker; page 0 of each is never allocated.
 
-    facts: of the loaded model, which name the mesh that makes tokens also where another one computes prompts.
+    facts: of the loaded model; they name the mesh that generates tokens even if another mesh computes prompts.
     """
     return EngineConfig(
         model=options.model,
@@ -76,10 +76,10 @@ def registration(
 
 
 class Worker(LLMEngine):
-    """A kind of worker loads its engine in `_load`, in a thread, and then begins to serve in `_begin`.
+    """Base class of workers. A subclass loads its engine in `_load`, in a thread, and then starts to serve in `_begin`.
 
     Attributes:
-        mistake: why the start failed, where that is the user's to mend.
+        mistake: the user error that made the start fail, if any.
     """
 
     def __init__(self, options: Options):
@@ -92,24 +92,24 @@ class Worker(LLMEngine):
         self.mistake: ValueError | None = None
 
     async def start(self, worker_id: int) -> EngineConfig:
-        """Load the model, compile every shape, and say what this worker is. What fails is told in one line, for the user's mistakes."""
+        """Load the model, compile every shape, and return this worker's registration. Report a user error in one line."""
         try:
             await asyncio.to_thread(self._join_and_load)
             config = self._begin()
             self._num_ranks = config.llm.data_parallel_size
             return config
-        except ValueError as error:  # a `UserError` or a `MeshError`: Dynamo would make a traceback of it
+        except ValueError as error:  # a `UserError` or a `MeshError`: Dynamo would print a traceback
             self.mistake = error
             raise InvalidArgument(str(error)) from error
         finally:
             self._starting = False
 
     def handle_signals(self) -> None:
-        """End the process at SIGTERM or SIGINT while it starts. To be called in the main thread, before Dynamo's own handlers are set.
+        """End the process at SIGTERM or SIGINT during startup. Call in the main thread, before Dynamo sets its own handlers.
 
-        Dynamo would wait for the start, and after `DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT` call C's `exit`, which destroys what XLA's
-        threads are working with: a compilation under way then can end in a segmentation fault. Its handlers call those that were there
-        before, so that both hear of each signal; from the end of the start on Dynamo's alone act.
+        Dynamo would wait for the start, and after `DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT` call C's `exit`, which destroys objects that
+        XLA's threads use, so a running compilation could end in a segmentation fault. Dynamo's handlers call the previous handlers, so
+        both receive each signal; after startup, only Dynamo's act.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
@@ -117,7 +117,7 @@ class Worker(LLMEngine):
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._starting:
             return
-        if self._signalled:  # the second one does not wait for the other processes
+        if self._signalled:  # a second signal does not wait for the other processes
             os._exit(0)
         self._signalled = True
         try:
@@ -127,7 +127,7 @@ class Worker(LLMEngine):
             os.write(2, f"{name} before this worker was ready: it ends now, and has served nothing\n".encode())
             if self._group is not None:
                 self._group.leave()
-        finally:  # whatever the interrupted thread was in the middle of
+        finally:  # whatever the interrupted thread was doing
             os._exit(0)
 
     def _join_and_load(self) -> None:
@@ -135,7 +135,7 @@ class Worker(LLMEngine):
         self._load()
 
     async def kv_event_sources(self) -> list[KvEventSource]:
-        """Make a source of page events for each DP rank; none without a prefix cache, where there is nothing to find."""
+        """Return a source of page events for each DP rank; none without prefix caching."""
         if not self._args.enable_prefix_caching:
             return []
         return [
@@ -144,19 +144,19 @@ class Worker(LLMEngine):
         ]
 
     def component_metrics_dp_ranks(self) -> list[int]:
-        """Return all ranks of the mesh of the start."""
+        """Return all ranks of the initial mesh."""
         return list(range(self._num_ranks))
 
     @abstractmethod
     def _load(self) -> None:
-        """Load the model and compile every shape; it runs in a thread."""
+        """Load the model and compile every shape. Runs in a thread."""
 
     @abstractmethod
     def _begin(self) -> EngineConfig:
-        """Begin to serve, and say what this worker is."""
+        """Start to serve, and return this worker's registration."""
 
     def _end_process(self) -> None:
-        """The engine has failed: end the process, so that the frontend forgets it and Kubernetes starts another."""
+        """End the process after an engine failure, so that the frontend drops this worker and Kubernetes starts another."""
         if self._group is not None:
             self._group.leave("its engine has failed")
         timer = threading.Timer(_FLUSH_SECONDS, os._exit, (1,))
@@ -165,14 +165,14 @@ class Worker(LLMEngine):
 
 
 _GONE = (0,)
-"""What is noted as published of a rank that is gone: it holds no pages that anybody waits for."""
+"""Last report of a removed rank in `LoadReports`; the rank counts as holding no pages."""
 
 
 class LoadReports:
-    """Tells Dynamo how many pages each DP rank holds, where that has changed.
+    """Reports each DP rank's used pages to Dynamo when they have changed.
 
     Attributes:
-        publisher: Dynamo's `SnapshotPublisher`, which is told from now on; None: nobody is.
+        publisher: Dynamo's `SnapshotPublisher`; None: no reports.
     """
 
     def __init__(self, num_ranks: int):
@@ -181,13 +181,13 @@ class LoadReports:
 
     @property
     def holds_pages(self) -> bool:
-        """Whether a rank held pages when Dynamo was told of it last."""
+        """Whether any rank held pages in its last report."""
         return any(published and published[0] for published in self._published)
 
     def publish(self, loads: Sequence[RankLoad]) -> None:
-        """Tell what has changed of the ranks that were registered.
+        """Report the changes of the registered ranks.
 
-        loads: of all ranks of the mesh. One that a smaller mesh has not any more is told as full, so that routers take others.
+        loads: of all ranks of the mesh. Ranks that a smaller mesh no longer has are reported as full, so that routers choose others.
         """
         publisher = self.publisher
         if publisher is None:
@@ -206,12 +206,12 @@ class LoadReports:
 
 
 def full_snapshot(rank: int, pages: int) -> ComponentSnapshot:
-    """Say that a rank has no page left, in Dynamo's words."""
+    """Return Dynamo's snapshot of a rank without free pages."""
     return ComponentSnapshot(kv_used_blocks=pages, kv_total_blocks=pages, gpu_cache_usage=1.0, dp_rank=rank)
 
 
 def snapshot(load: RankLoad) -> ComponentSnapshot:
-    """Put a rank's load into Dynamo's words. The hit rate is that of all prompts so far, in tokens; None before the first."""
+    """Return Dynamo's snapshot of a rank's load. The hit rate is over the tokens of all prompts so far; None before the first."""
     return ComponentSnapshot(
         kv_used_blocks=load.used_pages,
         kv_total_blocks=load.usable_pages,

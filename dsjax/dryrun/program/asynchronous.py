@@ -1,8 +1,8 @@
-"""Starts and dones: the pairs in which a schedule writes what runs beside it, as GPU programs and as TPU programs do.
+"""Start/done pairs of asynchronous operations in the schedules of GPU and TPU programs.
 
-GPU: ``all-gather-start`` and ``all-gather-done``, or ``async-start`` of a computation. TPU: a fusion around the collective and a
-custom call ``AsyncCollectiveStart``, one with ``AsyncCollectiveDone``, and between them fusions that compute while they move the
-collective on, each with a copy of it under the same channel.
+GPU: ``all-gather-start`` and ``all-gather-done``, or ``async-start`` of a computation. TPU: a fusion with the collective and a
+custom call ``AsyncCollectiveStart``, a fusion with ``AsyncCollectiveDone``, and between them fusions that compute while they advance
+the collective, each with a copy of it that has the same channel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BETWEEN = "async_collective_fusion"
 
 
 def collective_of(program: Program, operation: Operation) -> tuple[str, Operation] | None:
-    """``(kind, the operation with its groups)`` of what starts a collective, or runs one; None for its done, and for all else."""
+    """Return ``(kind, the operation with the groups)`` if the operation starts or runs a collective, else None (also for a done)."""
     name = operation.opcode.removesuffix("-start")
     if name in KINDS:
         return name, operation
@@ -39,17 +39,17 @@ def collective_of(program: Program, operation: Operation) -> tuple[str, Operatio
 
 
 def is_start(program: Program, operation: Operation) -> bool:
-    """Whether the operation starts something that a later ``done`` waits for."""
+    """Return whether a later ``done`` waits for the operation."""
     return operation.opcode.endswith("-start") or _calls(program, operation, _START)
 
 
 def is_done(program: Program, operation: Operation) -> bool:
-    """Whether the operation waits for what a ``start`` began."""
+    """Return whether the operation waits for an earlier ``start``."""
     return operation.opcode.endswith("-done") or _calls(program, operation, _DONE)
 
 
 def start_of(program: Program, computation: Computation, done: Operation) -> str:
-    """The name of the ``start`` in the same computation that a ``done`` waits for; without one, the name of its operand."""
+    """Return the name of the ``start`` in the same computation that a ``done`` waits for; without one, the name of its operand."""
     if done.opcode == "fusion":
         channel = _channel(program, done)
         for operation in computation.operations.values():

@@ -1,4 +1,4 @@
-"""Sums that a loop carries from turn to turn: ``total = total + part`` for each block, round or layer."""
+"""Sums that a loop carries from iteration to iteration: ``total = total + part`` for each block, round or layer."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _LINEAR = {
     "bitcast", "bitcast-convert", "broadcast", "convert", "copy", "copy-done", "copy-start", "divide", "dynamic-slice", "multiply",
     "negate", "opt-barrier", "reduce-precision", "reshape", "select", "slice", "transpose",
 }  # fmt: skip
-"""Operations through which a carried value goes on as itself, or as a multiple or a part of itself."""
+"""Operations that pass on a carried value unchanged, scaled or in part."""
 
 _Paths = frozenset[bool]
-"""The ways on which an element comes from a carried value: True with an addition on the way, False without."""
+"""Paths from a carried value to an element: True for a path with an addition, False for one without."""
 _NONE: _Paths = frozenset()
 
 
 def carried_sums(program: Program, loop: Operation) -> tuple[Operation, ...]:
-    """Find the operations that add, in floating point, to elements of a ``while``'s tuple, one for each such element."""
+    """Return the operations that add, in floating point, to elements of a ``while``'s tuple, one per element."""
     body = program.computations[loop.computation("body")]
     root = body.root
     if root.opcode != "tuple":
@@ -41,7 +41,7 @@ def carried_sums(program: Program, loop: Operation) -> tuple[Operation, ...]:
 
 
 def is_float(dtype: str) -> bool:
-    """Whether sums of the dtype are rounded, so that their order matters."""
+    """Return whether sums of the dtype are rounded, so that their order matters."""
     return dtype.startswith(("f", "bf", "c"))
 
 
@@ -54,7 +54,7 @@ def _paths(
 ) -> _Paths:
     if name in known:
         return known[name]
-    known[name] = _NONE  # while it is looked at
+    known[name] = _NONE  # during the visit
     operation = computation.operations.get(name)
     result = _NONE
     if operation is not None:
@@ -85,7 +85,7 @@ def _of(program, computation, operation, leaf, known) -> _Paths:
 
 
 def _inside(program, computation, fusion, result: int, leaf, known: Mapping[str, _Paths]) -> _Paths:
-    """Follow one result of a fusion, whose parameters are the operands outside."""
+    """Follow one result of a fusion through the fusion's parameters to its operands."""
     inner = program.computations[fusion.computation("calls")]
     root = inner.root
     name = root.operands[result] if root.opcode == "tuple" else root.name

@@ -1,4 +1,4 @@
-"""Every collective of a compiled program: what it is, along which mesh axes, how many bytes, how often, and whether it overlaps."""
+"""Collectives of a compiled program: kind, mesh axes, bytes, number of runs, and overlap with other operations."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from dsjax.dryrun.program.walk import Executed, TripCount, executed
 class ProgramCollective:
     """One collective operation of a program, on one device.
 
-    kind: HLO's name. axes: mesh axes it runs along, None where its groups follow none; ranks: how many devices meet;
-        neighbours: how many of them are on one host, the device itself among them.
-    operand: the arrays it is given, in the dtype in which they were meant to travel (see ``true_dtypes``).
+    kind: HLO's name. axes: mesh axes it runs along, None if its groups follow no axes; ranks: devices in a group;
+        neighbours: how many of them are on one host, including the device itself.
+    operand: its input arrays, in the dtype before the backend widened them (see ``true_dtypes``).
     times: runs in one run of the program; data_dependent: see ``Executed``.
-    bytes_inside, bytes_between: what a device sends each time to devices of its own host and to others, the most of any device.
-        Every device sends to every other directly; a ring sends as much in all. Of ``ragged-all-to-all`` the most that it can
-        be on the mean over devices.
-    asynchronous: whether it is a start / done pair of the schedule; beside: scheduled operations between the two.
-    op_name: the scopes of the model it belongs to; empty where XLA made it up.
+    bytes_inside, bytes_between: bytes per run that a device sends to its own host and to other hosts, the maximum over devices.
+        Every device sends directly to every other; a ring sends as many bytes in total. For ``ragged-all-to-all``: the upper
+        bound of the mean over devices.
+    asynchronous: whether it is a start / done pair of the schedule; beside: operations scheduled between the two.
+    op_name: the model's scopes; empty if XLA created the operation.
     """
 
     name: str
@@ -42,7 +42,7 @@ class ProgramCollective:
 
     @property
     def meeting(self) -> str:
-        """Who meets, in words: the mesh axes; or how many ranks, where those of a host or one of each are part of an axis."""
+        """Participants in words: the mesh axes, or else the number of ranks if all are on one host or each is on another host."""
         if self.axes is not None:
             return "×".join(self.axes)
         if not (self.bytes_inside and self.bytes_between):
@@ -51,12 +51,12 @@ class ProgramCollective:
 
     @property
     def operand_bytes(self) -> int:
-        """Bytes that a device puts in."""
+        """Bytes of a device's operands."""
         return sum(shape.nbytes for shape in self.operand)
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that leave a device each time."""
+        """Bytes that a device sends per run."""
         return self.bytes_inside + self.bytes_between
 
 
@@ -68,10 +68,10 @@ def program_collectives(
     dtypes: TrueDtypes | None = None,
     trip_count: TripCount = lambda loop: None,
 ) -> tuple[ProgramCollective, ...]:
-    """The collectives in the order of the schedule.
+    """Return the collectives in schedule order.
 
-    mesh: axis → size, major first. host_devices: how many neighbours in the flattened mesh share a host's fast links.
-    dtypes: what the arrays were before the backend widened them (``true_dtypes``).
+    mesh: axis → size, major first. host_devices: number of consecutive devices in the flattened mesh that share a host's fast links.
+    dtypes: of the arrays before the backend widened them (``true_dtypes``).
     """
     devices = 1
     for size in mesh.values():
@@ -117,9 +117,9 @@ TrueDtypes = Mapping[tuple[str, int, int], str]
 
 
 def true_dtypes(partitioned: Program) -> TrueDtypes:
-    """The dtypes of the collectives in a program as partitioning left it, before a backend widens 16- and 8-bit floats.
+    """Return the collectives' dtypes in a partitioned program, before a backend widens 16- and 8-bit floats.
 
-    Passes keep a collective's kind and channel, and its number of elements unless they combine several.
+    Compiler passes keep a collective's kind and channel, and its number of elements unless they combine collectives.
     """
     dtypes: dict[tuple[str, int, int], str] = {}
     ambiguous = set()
@@ -134,7 +134,7 @@ def true_dtypes(partitioned: Program) -> TrueDtypes:
 
 
 def _operand(one: Executed, inner: Operation, kind: str, dtypes: TrueDtypes | None) -> tuple[Shape, ...]:
-    """The arrays put in, sizes read from the operands, dtypes from before the backend's changes where they are known."""
+    """Return the input arrays, with sizes from the operands, and dtypes from before the backend's changes where known."""
     known = one.computation.operations
     names = one.operation.operands[:1] if kind == "ragged-all-to-all" else one.operation.operands
     shapes = tuple(shape for name in names for shape in known[name].shapes)
@@ -145,10 +145,10 @@ def _operand(one: Executed, inner: Operation, kind: str, dtypes: TrueDtypes | No
 
 
 def _travelling(one: Executed, kind: str, operand: tuple[Shape, ...]) -> int:
-    """Bytes of the operand that can be on their way, the part for the device itself included.
+    """Return the bytes of the operand that can be sent, including the device's part for itself.
 
-    A ragged exchange has buffers for the worst case. All devices together send what they receive, so that on the mean over
-    devices no more can be sent than the smaller of the two buffers holds.
+    A ragged exchange has buffers for the worst case. In total, devices send as much as they receive, so the mean over devices is at
+    most the smaller of the two buffers.
     """
     size = sum(shape.nbytes for shape in operand)
     if kind != "ragged-all-to-all":
@@ -161,7 +161,7 @@ def _elements(operation: Operation) -> int:
 
 
 def _most_sent(kind: str, groups: Groups, operand: int, host_devices: int) -> tuple[int, int]:
-    """Bytes to the own host and to others, of the device that sends most to others."""
+    """Return the bytes to the same host and to other hosts, for the device that sends most to other hosts."""
 
     def host(device: int) -> int:
         return device // host_devices
@@ -184,7 +184,7 @@ def _most_sent(kind: str, groups: Groups, operand: int, host_devices: int) -> tu
 
 
 def _neighbours(groups: Groups, host_devices: int) -> int:
-    """Members of a group that share a host, where they are fewest: whose cards have most to carry for each."""
+    """Return the fewest members of a group on one host: that host's NICs carry the most per member."""
     fewest = []
     for group in groups:
         hosts = [device // host_devices for device in group]
@@ -193,7 +193,7 @@ def _neighbours(groups: Groups, host_devices: int) -> int:
 
 
 def _permutation_axes(pairs: Groups, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The axes whose index a permutation changes."""
+    """Return the axes whose index a permutation changes."""
     changed = set()
     for source, target in pairs:
         for axis in reversed(mesh):
@@ -204,7 +204,7 @@ def _permutation_axes(pairs: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]
 
 
 def _beside(program: Program, one: Executed) -> tuple[str, ...] | None:
-    """Names of what is scheduled between a start and its done; None for a synchronous collective."""
+    """Return the names of the operations scheduled between a start and its done; None for a synchronous collective."""
     if not is_start(program, one.operation):
         return None
     between: list[str] = []

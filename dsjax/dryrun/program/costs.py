@@ -1,7 +1,7 @@
-"""Costs of a compiled program on one device: operations of its matrix products and bytes of memory, loops multiplied out.
+"""Costs of a compiled program on one device: FLOPs of matrix products and bytes of memory traffic, multiplied by trip counts.
 
-A fusion moves its parameters and its result; a parameter of which only slices are read counts those slices, and a result that updates
-only a part of a parameter counts that part. This follows XLA's ``HloCostAnalysis``, which counts a loop's body once.
+A fusion reads its parameters and writes its result. If it only slices a parameter, only the slices count; if its result updates part of
+a parameter, only that part counts. XLA's ``HloCostAnalysis`` counts the same, but a loop's body only once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FREE = {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "while",
     "conditional", "call", "iota", "domain", "opt-barrier",
 }  # fmt: skip
-"""Operations that only name, pass on or order values. Computations that they call count by themselves."""
+"""Operations that only name, pass on or order values. Computations that they call are counted separately."""
 ORDERING = {
     "AllocateBuffer",
     "ConcatBitcast",
@@ -38,9 +38,9 @@ _UPDATES = ("dynamic-update-slice", "scatter")
 class ProgramCosts:
     """Costs of one device in one run of the program.
 
-    flops: of matrix products, two for a multiply-add. flops_by_dtype: the same by the dtype of the operands. bytes: read and written by
-    scheduled operations. flops_assumed, bytes_assumed: the part in loops whose trip count was assumed. uncounted: runs of each custom call
-    whose operations the text does not show.
+    flops: of matrix products, two for a multiply-add. flops_by_dtype: the same by operand dtype. bytes: read and written by scheduled
+    operations. flops_assumed, bytes_assumed: the part in loops whose trip count was assumed. uncounted: custom calls whose operations the
+    text does not show → number of runs.
     """
 
     flops: float
@@ -75,7 +75,7 @@ def program_costs(program: Program, *, trip_count: TripCount = lambda loop: None
 
 
 def bytes_moved(program: Program, computation: Computation, operation: Operation) -> int:
-    """Bytes of main memory that one scheduled operation reads and writes; 0 for those that only name things, and for collectives."""
+    """Return the bytes of main memory that one scheduled operation reads and writes; 0 for ``FREE`` operations and collectives."""
     opcode = operation.opcode
     if opcode in FREE or opcode.endswith(("-start", "-done", "-update")) or opcode in KINDS:
         return 0
@@ -98,7 +98,7 @@ def bytes_moved(program: Program, computation: Computation, operation: Operation
 
 
 def _read(program: Program, inner: Computation, parameter: Operation) -> int:
-    """Bytes that a fusion reads of a parameter: those of its slices, if it is only sliced."""
+    """Return the bytes that a fusion reads of a parameter: only the slices, if it is only sliced."""
     read, pending = 0, [parameter]
     while pending:
         value = pending.pop()
@@ -107,7 +107,7 @@ def _read(program: Program, inner: Computation, parameter: Operation) -> int:
             if user.opcode in _SLICES and first:
                 read += user.nbytes
             elif user.opcode in _UPDATES and first:
-                continue  # updated in place: what is written is counted there
+                continue  # updated in place: ``_written`` counts the update
             elif user.opcode in _RENAMES:
                 pending.append(user)
             elif user.opcode == "fusion":
@@ -138,7 +138,7 @@ def _written(inner: Computation, fusion: Operation) -> int:
 
 
 def products(program: Program, computation: Computation, operation: Operation) -> Iterator[tuple[str, int]]:
-    """``(dtype of the left operand, operations)`` of the matrix products in one scheduled operation."""
+    """Yield ``(dtype of the left operand, FLOPs)`` of the matrix products in one scheduled operation."""
     if operation.opcode == "fusion":
         inner = program.computations[operation.computation("calls")]
         for one in inner.operations.values():
@@ -167,9 +167,9 @@ def products(program: Program, computation: Computation, operation: Operation) -
 
 @dataclass(frozen=True)
 class ToldCost:
-    """Costs in a custom call's metadata: operations of its products, dtype of their operands, bytes of main memory.
+    """Costs in a custom call's metadata: FLOPs of its products, dtype of their operands, bytes of main memory.
 
-    assumed: whether the figures depend on values, and are assumptions.
+    assumed: whether the figures depend on values and are therefore assumptions.
     """
 
     flops: float
@@ -185,7 +185,7 @@ def told_cost(operation: Operation) -> ToldCost | None:
     """
     if operation.opcode != "custom-call" or "cost_flops" not in operation.attributes:
         return None
-    # For GPUs XLA prints the quotation marks of the JSON in it as \22, for TPUs as they are.
+    # XLA escapes the quotation marks of the metadata's JSON as \22 for GPUs, and leaves them unescaped for TPUs.
     fields = dict(re.findall(r'cost_(\w+)(?:\\22|"): ?(?:\\22|")([\w.]+)', operation.attributes))
     return ToldCost(float(fields["flops"]), float(fields["bytes"]), fields["dtype"], fields["assumed"] == "1")
 
@@ -197,7 +197,7 @@ def call_target(operation: Operation) -> str:
 
 
 def gemm_dimensions(computation: Computation, operation: Operation) -> tuple[int, ...] | None:
-    """Return the contracted dimensions of the left operand of a custom call that is a matrix product; else None."""
+    """Return the contracted dimensions of the left operand of a GEMM custom call; None for other operations."""
     if operation.opcode == "custom-call" and call_target(operation) == "__cudnn$blockScaledDot":
         return (len(computation.operations[operation.operands[0]].shapes[0].dims) - 1,)
     dimensions = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', operation.attributes)

@@ -1,4 +1,4 @@
-"""Replica groups: which devices a collective joins, in each of the ways in which XLA prints them, and along which mesh axes."""
+"""Replica groups of collectives, parsed from every format that XLA prints, and the mesh axes along which they run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 Groups = tuple[tuple[int, ...], ...]
-"""Devices that meet, by their place in the mesh; one tuple for each meeting."""
+"""Groups of devices, by their index in the flattened mesh; one tuple per group."""
 
 _LISTS = re.compile(r"replica_groups={(({[\d,]*},?)*)}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -18,7 +18,7 @@ _PAIRS = re.compile(r"source_target_pairs={(({\d+,\d+},?)*)}")
 
 
 def replica_groups(attributes: str, devices: int) -> Groups:
-    """The groups of a collective, out of its attributes; no groups given means all ``devices`` together."""
+    """Return a collective's groups from its attributes; without any, all ``devices`` form one group."""
     if match := _MESH.search(attributes):
         axes = re.findall(r"'?([\w\-.]+)'?=(\d+)", match.group(1))
         names, sizes = [name for name, _ in axes], [int(size) for _, size in axes]
@@ -33,17 +33,17 @@ def replica_groups(attributes: str, devices: int) -> Groups:
 
 
 def source_target_pairs(attributes: str) -> Groups:
-    """``(from, to)`` of a permutation."""
+    """Return the ``(source, target)`` pairs of a permutation."""
     match = _PAIRS.search(attributes)
     pairs = re.findall(r"{(\d+),(\d+)}", match.group(1)) if match else []
     return tuple((int(a), int(b)) for a, b in pairs)
 
 
 def mesh_axes(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The mesh axes along which the groups run, in the mesh's order; None where they follow no axes.
+    """Return the mesh axes along which the groups run, in the mesh's order; None if they follow no axes.
 
-    mesh: axis → size, major axis first; device ``i`` of a group is the ``i``-th of the flattened mesh. Axes of size 1 are
-    never named.
+    mesh: axis → size, major axis first; ``i`` in a group is the ``i``-th device of the flattened mesh. Axes of size 1 are
+    never returned.
     """
     real = [axis for axis, size in mesh.items() if size > 1]
     ids = np.arange(int(np.prod([*mesh.values(), 1]))).reshape(list(mesh.values()))
@@ -62,7 +62,7 @@ def _iota(sizes: str, permutation: str | None) -> np.ndarray:
 
 
 def _along(ids: np.ndarray, axes: Sequence[int]) -> Groups:
-    """Groups of the ids that differ only along ``axes``, the first of them slowest."""
+    """Return the groups of ids that differ only along ``axes``, the first axis slowest."""
     others = [axis for axis in range(ids.ndim) if axis not in axes]
     size = int(np.prod([ids.shape[axis] for axis in axes]))
     return _rows(ids.transpose([*others, *axes]).reshape(-1, size))

@@ -1,8 +1,8 @@
-"""When each operation of a compiled program runs: its schedule played through at prices that the caller names.
+"""Simulation of a compiled program's schedule: when each operation runs, given the caller's prices.
 
-The text of a compiled program is in schedule order. One device has a compute thread, which runs operations one after the
-other, and links, each of which carries one transfer at a time. A start hands a transfer to its links as soon as the compute
-thread comes to it and the links are free; what stands between start and done runs meanwhile; the done waits.
+The text of a compiled program is in schedule order. A device has a compute thread, which runs operations sequentially, and
+links, each of which carries one transfer at a time. A start issues its transfer as soon as the compute thread reaches it and
+the links are free; the operations between start and done run meanwhile; the done waits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True)
 class OperationCost:
-    """What one run of an operation costs: seconds, and what they are made of. bound: which of its costs is the largest."""
+    """Cost of one run of an operation: seconds, and the work behind them. bound: the largest component, such as ``memory``."""
 
     seconds: float
     flops: float = 0.0
@@ -32,28 +32,28 @@ class OperationCost:
 
 
 class Prices(Protocol):
-    """Seconds of everything that a schedule is made of."""
+    """Costs of all parts of a schedule."""
 
     def operation(self, program: Program, computation: Computation, operation: Operation) -> OperationCost:
-        """An operation of the compute thread."""
+        """Return the cost of an operation on the compute thread."""
 
     def transfer(self, collective: ProgramCollective) -> Mapping[str, OperationCost]:
-        """A collective: link → work; it ends when the last of its links does."""
+        """Return a collective's cost by link; the collective ends with its last link."""
 
     def copy(self, computation: Computation, operation: Operation) -> Mapping[str, OperationCost]:
-        """The start of anything else that is asynchronous."""
+        """Return the cost by link of any other asynchronous start."""
 
     def turn(self, loop: Operation, known: bool) -> OperationCost:
-        """What one turn of a loop costs beside the operations in it. known: whether the number of turns is known before it runs."""
+        """Return the overhead of one loop iteration, without its operations. known: whether the trip count is known in advance."""
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """One run of an operation, or all runs of a loop in which nothing is asynchronous.
+    """One run of an operation, or all iterations of a loop without transfers.
 
-    thread: ``COMPUTE`` or a link. begin, end: seconds; inside a ``body``, from the beginning of one turn. cause: the
-    index in ``Schedule.spans`` of the span whose end let this one begin; None for what begins the program, and inside bodies.
-    body: of a loop, one turn; times: how many turns.
+    thread: ``COMPUTE`` or a link. begin, end: seconds; inside a ``body``, from the start of the iteration. cause: index in
+    ``Schedule.spans`` of the span whose end let this one begin; None at the start of the program and inside bodies.
+    body: one iteration of a loop; times: number of iterations.
     """
 
     operation: Operation
@@ -67,11 +67,11 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """From begin to end."""
+        """Duration."""
         return self.end - self.begin
 
     def leaves(self, times: float = 1.0) -> Iterator[tuple[Span, float]]:
-        """The operations in it, each with how often it runs."""
+        """Yield the operations in the span, each with its number of runs."""
         if not self.body:
             yield self, times
         for inner in self.body:
@@ -80,7 +80,7 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """One turn of a loop whose turns were played one by one. depth: loops around it."""
+    """One iteration of a loop whose iterations were simulated one by one. depth: number of enclosing loops."""
 
     loop: Operation
     index: int
@@ -92,9 +92,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A program that was played through. spans: in order of issue. turns: of loops with transfers in them.
+    """A simulated program. spans: in order of issue. turns: iterations of the loops with transfers.
 
-    last: the span that ends last; None where nothing takes time.
+    last: index of the span that ends last; None if nothing takes time.
     """
 
     spans: tuple[Span, ...]
@@ -103,11 +103,11 @@ class Schedule:
 
     @property
     def seconds(self) -> float:
-        """From the first operation's begin to the last one's end."""
+        """Duration from the begin of the first operation to the end of the last."""
         return 0.0 if self.last is None else self.spans[self.last].end
 
     def critical_path(self) -> tuple[int, ...]:
-        """Indices of the spans that determine the time: each begins when the one before it ends, the first at 0."""
+        """Return the indices of the spans that determine the duration: each begins when the previous one ends, the first at 0."""
         path, at = [], self.last
         while at is not None:
             path.append(at)
@@ -121,10 +121,10 @@ def play(
     collectives: Sequence[ProgramCollective] = (),
     trip_count: TripCount = lambda loop: None,
 ) -> Schedule:
-    """Play the program through once.
+    """Simulate one run of the program.
 
-    collectives: those of ``program_collectives``, with the same ``trip_count``; a collective that is not among them
-    (because its groups have one member) takes no time. Of a conditional the longest branch runs.
+    collectives: from ``program_collectives`` with the same ``trip_count``; a collective that is not listed
+    (because its groups have one member) takes no time. A conditional runs its longest branch.
     """
     builder = _Builder(program, prices, {one.name: one for one in collectives}, trip_count)
     run = _Run()
@@ -159,7 +159,7 @@ class _Loop:
 
     @property
     def alone(self) -> bool:
-        """Nothing in it is asynchronous, so that all turns are alike."""
+        """Whether the loop has no transfers, so that all iterations are alike."""
         return all(isinstance(i, _Compute) or (isinstance(i, _Loop) and i.alone) for i in self.items)
 
 
@@ -168,7 +168,7 @@ _Item = _Compute | _Transfer | _Wait | _Loop
 
 @dataclass(frozen=True)
 class _Builder:
-    """Computations as lists of priced items, loops and branches resolved."""
+    """Converts computations to lists of priced items, with loops and branches resolved."""
 
     program: Program
     prices: Prices
@@ -212,7 +212,7 @@ class _Builder:
             return []
         turn = self.prices.turn(operation, known is not None)
         items = self.items(self.program.computations[operation.computation("body")])
-        if known is None:  # otherwise nothing has to be looked at to go on
+        if known is None:  # a loop with a known trip count needs no condition
             items = self.items(self.program.computations[operation.computation("condition")]) + items
         if turn.seconds > 0:
             items = (_Compute(operation, turn), *items)
@@ -226,14 +226,14 @@ def _alone_seconds(items: tuple[_Item, ...]) -> float:
 
 
 class _Run:
-    """The clocks of the compute thread and of the links, and what was recorded."""
+    """Clocks of the compute thread and the links, and the recorded spans."""
 
     def __init__(self):
         self.spans: list[Span] = []
         self.turns: list[Turn] = []
         self.now = 0.0
-        self.last: int | None = None  # whose end is `now`
-        self.links: dict[str, tuple[float, int]] = {}  # free from when, after which span
+        self.last: int | None = None  # the span that ends at `now`
+        self.links: dict[str, tuple[float, int]] = {}  # when it is free, and after which span
 
     def play(self, items: tuple[_Item, ...], started: dict[str, list[int]], depth: int) -> None:
         for item in items:
@@ -246,7 +246,7 @@ class _Run:
                 else:
                     self._wait(transfer)
             elif isinstance(item, _Wait):
-                # A done whose start stands in another computation waits for all that is on its way.
+                # A done whose start is in another computation waits for all transfers in flight.
                 self._wait(started.pop(item.start, [index for _, index in self.links.values()]))
             elif item.alone:
                 body, seconds = _one_turn(item)
@@ -257,7 +257,7 @@ class _Run:
                 self._turns(item, depth)
 
     def _turns(self, loop: _Loop, depth: int) -> None:
-        """Turn by turn: transfers from before the loop may still be on the links in the first ones."""
+        """Simulate each iteration: transfers from before the loop may still occupy the links during the first ones."""
         times = round(loop.times)
         for index in range(times):
             begin = self.now

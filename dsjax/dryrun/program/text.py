@@ -25,15 +25,15 @@ _METADATA_LINES = re.compile(r'\n(?="|\}\})')
 
 
 class ProgramTextError(ValueError):
-    """Text that is not a program as XLA prints it."""
+    """The text is not a program in XLA's format."""
 
 
 @dataclass(frozen=True)
 class Shape:
     """One array: XLA's name of its dtype (``bf16``, ``f8e4m3fn``, ``pred``) and its dimensions.
 
-    space: the memory it lies in: 0 is the device's main memory, others are a TPU core's own. layout: the dimensions from the one whose
-    neighbours are closest in memory to the one whose are farthest; empty where the text does not tell.
+    space: memory space: 0 is the device's main memory, others are a TPU core's own. layout: the dimensions from minor to major; empty if
+    the text does not give a layout.
     """
 
     dtype: str
@@ -51,7 +51,7 @@ class Shape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes, without any padding of a layout."""
+        """Bytes, without layout padding."""
         return -(-self.size * item_bits(self.dtype) // 8)
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ def item_bits(dtype: str) -> int:
 @dataclass(frozen=True, eq=False)
 class Operation:
     """One line of a computation. shapes: the result's arrays, in order (several for a tuple). operands: names in the same
-    computation. attributes: the rest of the line, as it is printed."""
+    computation. attributes: the rest of the line, as printed."""
 
     name: str
     opcode: str
@@ -89,32 +89,32 @@ class Operation:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the result that lie in the device's main memory."""
+        """Bytes of the result in the device's main memory."""
         return sum(shape.nbytes for shape in self.shapes if not shape.space)
 
     @cached_property
     def op_name(self) -> str:
-        """Where JAX traced it: the path of named scopes and transformations; empty where XLA made it up."""
+        """Path of named scopes and transformations from JAX's trace; empty if XLA created the operation."""
         match = re.search(r'op_name="([^"]*)"', self.attributes)
         return match.group(1) if match else ""
 
     @property
     def channel(self) -> int | None:
-        """The number that ties a collective's parts together, which passes keep."""
+        """Channel id, which the parts of a collective share and compiler passes keep."""
         return self.number("channel_id")
 
     def number(self, attribute: str) -> int | None:
-        """An integer attribute."""
+        """Return an integer attribute, or None."""
         match = re.search(rf"\b{attribute}=(\d+)", self.attributes)
         return int(match.group(1)) if match else None
 
     def integers(self, attribute: str) -> tuple[int, ...]:
-        """A list attribute such as ``dimensions={0,1}``; empty where it is not given."""
+        """Return a list attribute such as ``dimensions={0,1}``; empty if missing."""
         match = re.search(rf"\b{attribute}={{([\d,]*)}}", self.attributes)
         return tuple(int(part) for part in match.group(1).split(",") if part) if match else ()
 
     def computation(self, attribute: str) -> str | None:
-        """The name of a called computation: ``calls``, ``to_apply``, ``body``, ``condition``."""
+        """Return the name of a called computation: ``calls``, ``to_apply``, ``body``, ``condition``."""
         match = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
         return match.group(1) if match else None
 
@@ -129,14 +129,14 @@ class Operation:
 
     @property
     def trip_count(self) -> int | None:
-        """How often a ``while`` runs its body, where XLA has found out."""
+        """Trip count of a ``while``, if XLA has determined it."""
         match = re.search(r'"known_trip_count":\s*{"n":"(\d+)"', self.attributes)
         return int(match.group(1)) if match else None
 
 
 @dataclass(frozen=True, eq=False)
 class Computation:
-    """Operations by name, in the order in which they are printed: that of the schedule in a compiled program."""
+    """Operations by name, in printed order, which is the schedule order in a compiled program."""
 
     name: str
     operations: Mapping[str, Operation]
@@ -165,17 +165,17 @@ class Computation:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A compiled program, as its text tells it."""
+    """A compiled program, parsed from its text."""
 
     computations: Mapping[str, Computation]
     entry: Computation
 
     @classmethod
     def parse(cls, text: str) -> Program:
-        """Read ``Compiled.as_text()``.
+        """Parse ``Compiled.as_text()``.
 
         Raises:
-            ProgramTextError: no entry computation, or a line that is none of XLA's.
+            ProgramTextError: no entry computation, or a line that is not in XLA's format.
         """
         computations, entry, name, operations = {}, None, None, {}
         for line in _METADATA_LINES.sub(" ", text).splitlines():
@@ -228,7 +228,7 @@ def _shapes(text: str) -> tuple[Shape, ...]:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the parenthesis that opens at ``start`` closes; strings may hold others."""
+    """Return the index of the parenthesis that closes the one at ``start``, ignoring those in strings."""
     depth, quoted = 0, False
     for at in range(start, len(text)):
         char = text[at]

@@ -1,4 +1,4 @@
-"""What a compiled program tells of how the compiler laid out the sums of a fusion."""
+"""The compiler's tiling of a fusion's sums, as far as the text of a compiled program shows it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass, field, replace
 from dsjax.dryrun.program.text import Computation, Operation, Program, Shape
 
 SEQUENCE = "in sequence"
-"""The order of a sum that one thread makes, term after term."""
+"""Order of a sum that one thread computes term by term."""
 _REGISTER = (128, 8)
-"""Numbers of a TPU's register along the closest dimension in memory and along the next; windows count registers."""
+"""Elements of a TPU register along the minor dimension and the next one; window sizes are in registers."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """The layout of a fusion's sums. whole: what is told of the fusion as a whole; told: whether that is enough to say that equal words are
-    equal orders; sequence: whether one thread sums each element, in order; windows: of a TPU's fusion, in registers."""
+    """Layout of a fusion's sums. whole: description of the whole fusion; told: whether equal descriptions imply equal orders;
+    sequence: whether one thread sums each element, in order; windows: of a TPU fusion, in registers."""
 
     whole: str = ""
     told: bool = False
@@ -25,7 +25,7 @@ class Tiling:
     windows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def words(self, computation: Computation, operation: Operation) -> str:
-        """Say how one operation in the fusion is tiled; empty where nothing is told."""
+        """Describe how one operation in the fusion is tiled; empty if unknown."""
         if self.sequence:
             return SEQUENCE
         if self.windows:
@@ -35,7 +35,7 @@ class Tiling:
         return self.whole + depth
 
     def around(self, fusion: Operation) -> Tiling:
-        """Give the tiling of what lies in a fusion within this one."""
+        """Return the tiling of the operations in a nested fusion."""
         inner = _triton_words(fusion)
         return replace(self, whole=", ".join(part for part in (self.whole, inner) if part))
 
@@ -44,11 +44,11 @@ NO_TILING = Tiling()
 
 
 def tiling_of(program: Program, fusion: Operation, platform: str) -> Tiling:
-    """The tiling of a scheduled fusion.
+    """Return the tiling of a scheduled fusion.
 
-    GPU: a fusion of kind ``kLoop`` computes each element in one thread, and so does one whose result is scattered; one that Triton
-    compiles has its tiles and warps written down; one of kind ``kInput`` is laid out when code is made for it. TPU: windows of the
-    operands and the result are written down.
+    GPU: a fusion of kind ``kLoop`` computes each element in one thread, and so does a fusion with a scatter; the text of a Triton
+    fusion has its tiles and warps; a fusion of kind ``kInput`` is laid out during code generation. TPU: the text has the windows of
+    the operands and the result.
     """
     kind = re.search(r"\bkind=(\w+)", fusion.attributes)
     kind = kind.group(1) if kind else ""
@@ -68,7 +68,7 @@ def tiling_of(program: Program, fusion: Operation, platform: str) -> Tiling:
 
 
 def _triton_words(fusion: Operation) -> str:
-    """Tiles and warps of a fusion that Triton compiles: ``tile 16×128, 4 warps``; of the older form of products all its sizes."""
+    """Return the tiles and warps of a Triton fusion: ``tile 16×128, 4 warps``; for the older form of matrix products, all its sizes."""
     if '"kind":"__triton' not in fusion.attributes:
         return ""
     words = [
@@ -89,7 +89,7 @@ def _sizes(text: str) -> str:
 def _depth_of_window(
     computation: Computation, operation: Operation, windows: Mapping[str, tuple[int, ...]], emitter: str
 ) -> str:
-    """How much of the depth one window of a TPU's fusion takes; rows and columns of a window order nothing."""
+    """Return how much of the depth one window of a TPU fusion covers; a window's rows and columns do not affect the order."""
     source = computation.operations.get(operation.operands[0])
     if source is None or not source.shapes:
         return ""
@@ -104,13 +104,13 @@ def _depth_of_window(
         )
     sizes = _in_elements(shape, window)
     if not sizes or not axes:
-        return ""  # the windows are another operation's
+        return ""  # the windows belong to another operation
     depth = "×".join(str(sizes[axis]) for axis in axes)
     return f"depth {depth}" + (f", {emitter}" if emitter else "")
 
 
 def _in_elements(shape: Shape, window: tuple[int, ...]) -> tuple[int, ...]:
-    """A window, whose sizes stand in the order of memory, as elements of each dimension; empty where it is of another array."""
+    """Convert a window, with sizes in memory order, to elements per dimension; empty if it belongs to another array."""
     if len(window) != len(shape.dims) or len(shape.layout) != len(shape.dims):
         return ()
     sizes = [0] * len(window)

@@ -1,4 +1,4 @@
-"""``ExpertSide``: devices of this process with routed experts and nothing else."""
+"""``ExpertSide``: devices of this process that hold only routed experts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sharding.mesh import advice_on_emulation, device_order
 
 
 def build_both(attention: MeshSpec, experts: MeshSpec) -> tuple[Mesh, Mesh]:
-    """The meshes of the two sides: the first devices, and those behind them; a `MeshError` where there are too few."""
+    """Return the meshes of the two sides: attention on the first devices, experts on the next. Raise `MeshError` if there are too few."""
     devices, first = sorted(jax.devices(), key=device_order), attention.num_devices
     wanted = first + experts.num_devices
     if len(devices) < wanted:
@@ -41,13 +41,13 @@ def build_both(attention: MeshSpec, experts: MeshSpec) -> tuple[Mesh, Mesh]:
 
 
 class ExpertSide(Side):
-    """Experts on devices of this process: on all of the expert devices, or on a run of them.
+    """Experts on devices of this process: all expert devices, or a contiguous range of them.
 
-    apart: as the step has it. mesh: of the devices. first: number of the first of them among all expert devices.
+    apart: the step's `ExpertsApart`. mesh: of the devices. first: index of the mesh's first device among all expert devices.
 
     Attributes:
-        local: the mesh as numbers. slots: physical experts of a layer that are here; window: the same, of parameters.
-        infos, rules: of the parameters here. params: these by path, assigned when they are loaded.
+        local: the mesh's spec. slots: a layer's physical experts on these devices; window: the slots as a parameter window.
+        infos, rules: of the parameters on these devices. params: the parameters by path, set when loaded.
     """
 
     def __init__(self, apart: ExpertsApart, mesh: Mesh, first: int = 0):
@@ -61,19 +61,19 @@ class ExpertSide(Side):
         self.params: dict[str, Array] = {}
 
     def described(self) -> dict[str, Described]:
-        """Every parameter as a shape, its storage dtype and its sharding."""
+        """Return every parameter's shape, storage dtype and sharding."""
         return describe(self.infos, self.rules, self.mesh)
 
     def half(self, step: ModelStep) -> ExpertHalf:
-        """The exchange's half on these devices."""
+        """Return these devices' half of the exchange."""
         per_device = step.placement.n_physical // self.spec.ep_size
         apart = sums_by_choice(step) and self.spec.ep_size > 1
         return ExpertHalf(self.local, self.mesh, self.first, per_device, wire_of(step), apart)
 
     def compile(self, step: ModelStep, stack: str, tokens: int, senders: int, cells: int) -> Compiled:
-        """Compile ``(params, arrivals, layer) -> answers`` of a stack of layers.
+        """Compile ``(params, arrivals, layer) -> answers`` for a stack of layers.
 
-        tokens: of a step. senders: arrays that arrive, each with ``cells`` rows for each device.
+        tokens: of a step. senders: number of arriving arrays, each with ``cells`` rows for each device.
         """
         half, index = self.half(step), Described((), np.int32, sharding=NamedSharding(self.mesh, P()))
         experts = StackExperts(step, stack, half, self.rules, self.infos, tokens)
@@ -81,7 +81,7 @@ class ExpertSide(Side):
         return self.build(jax.jit(experts.compute).lower(self.described(), arrivals, index))
 
     def way(self, through: LayerPass) -> WayToDevices:
-        """Compile the experts' program for the rows of a pass."""
+        """Compile the expert program for the rows of a pass, and return the route to it."""
         layers = self.numbers(self.mesh, through.layers)
         between, step = through.between(), through.step
         program = self.compile(step, through.stack, between.tokens, between.senders, between.capacity)
@@ -89,13 +89,13 @@ class ExpertSide(Side):
 
 
 class ExpertSidePart(DevicePart):
-    """Gives an ``ExpertSide``'s parameters up with the executor."""
+    """Releases an ``ExpertSide``'s parameters with the executor."""
 
     def __init__(self, device: DeviceAccess, side: ExpertSide):
         self._device, self._side = device, side
 
     def release(self, held: HeldWeights | None) -> None:
-        """Free the parameters, or leave them to ``held``."""
+        """Free the parameters, or hand them over to ``held``."""
         side = self._side
         params, side.params = side.params, {}
         if held is not None:
@@ -107,7 +107,7 @@ class ExpertSidePart(DevicePart):
 
 @dataclass(frozen=True, eq=False)
 class WayToDevices:
-    """``Way`` to devices of this process. layers: their numbers on these devices."""
+    """``Way`` to devices of this process. layers: layer numbers, as arrays on these devices."""
 
     side: ExpertSide
     between: Between
@@ -116,7 +116,7 @@ class WayToDevices:
     layers: Sequence[Array]
 
     def call(self, rows: Sequence[Array], counts: OnHost, layer: int, r: int = 0) -> tuple[list[Array], OnHost]:
-        """Copy the rows to the experts' devices, and start their program."""
+        """Copy the rows to the expert devices, and start their program."""
         arrivals = to_experts(self.between, self.half, rows)
         answers = self.program(self.side.params, arrivals, self.layers[layer])
         return (jax.block_until_ready(answers) if self.side.waits else answers), counts

@@ -1,7 +1,7 @@
-"""``SlotWriter``: moves experts between the physical slots of the expert devices of one process, one at a time and without a collective.
+"""``SlotWriter``: moves experts between physical slots of one process's expert devices, one at a time and without a collective.
 
-A layer changes in two steps, as on one mesh (``docs/balancing.md``): ``stage`` copies experts to their next devices, from slots here or
-from the checkpoint; ``place`` writes them into their slots, and reads from the checkpoint what was not staged.
+A layer changes in two steps, as on one mesh (``docs/balancing.md``): ``stage`` copies experts from local slots or from the checkpoint to
+their next devices; ``place`` writes them into their slots, and reads experts that were not staged from the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,48 +21,48 @@ from dsjax.model.expert_dispatch import EXPERTS
 from dsjax.model.parameters import ParameterInfo
 
 Expert = dict[str, Array | np.ndarray]
-"""The parameters of one expert by their paths, without the axes of layers and experts."""
+"""Parameters of one expert by path, without the layer and expert axes."""
 ReadExpert = Callable[[str, int, int], np.ndarray]
-"""``(path, layer in its stack, logical expert)``: from the checkpoint; see ``ExpertReader``."""
+"""``(path, layer in its stack, logical expert)`` → parameter from the checkpoint; see ``ExpertReader``."""
 
 NOBODY = -1
-"""In the place of a logical expert: the slot has no whole one."""
+"""In place of a logical expert: the slot has no complete expert."""
 
 
 class StackRow(NamedTuple):
-    """The layer of a row of the placement: its stack, and its number there."""
+    """Layer of a placement row: its stack, and its index in the stack."""
 
     stack: str
     layer: int
 
 
 def stack_rows(infos: Mapping[str, ParameterInfo]) -> list[StackRow]:
-    """Layers of a placement's rows: the model's, then the MTP module's. infos: of the experts' parameters."""
+    """Return the layers of a placement's rows: the model's, then the MTP module's. infos: of the experts' parameters."""
     layers = {path.split(EXPERTS)[0]: info.shape[0] for path, info in infos.items()}
     behind = sorted(layers, key=lambda stack: stack == MODULES)
     return [StackRow(stack, layer) for stack in behind for layer in range(layers[stack])]
 
 
 class SlotWriter:
-    """The slots of an ``ExpertSide``, whose parameters it changes.
+    """Writes experts into the slots of an ``ExpertSide``, replacing its parameters.
 
-    rows: ``physical_to_logical``; ``NOBODY`` where writing has failed. lock: for reading and writing, by callers of ``place`` and ``adopt``
-    too.
+    rows: ``physical_to_logical``; ``NOBODY`` after a failed write. lock: for reading and writing; callers of ``place`` and ``adopt`` also
+    acquire it.
     """
 
     def __init__(self, side: ExpertSide, rows: np.ndarray, read: ReadExpert):
         self.side, self.rows, self._read = side, np.array(rows, np.int32), read
         self.lock = threading.RLock()
-        self._reading = threading.Lock()  # as ``stage`` reads without the other one
+        self._reading = threading.Lock()  # because ``stage`` reads without ``lock``
         self.stack_rows = stack_rows(side.infos)
-        self._staged: dict[tuple[int, int], tuple[int, Expert]] = {}  # by row and slot: an expert, and its parameters
+        self._staged: dict[tuple[int, int], tuple[int, Expert]] = {}  # (row, slot) → an expert and its parameters
         self.own = side.slots
         self._per_device = len(self.own) // side.local.ep_size
         self._take = jax.jit(_take)
         self._write = jax.jit(_write, donate_argnums=0)
 
     def take(self, row: int, slot: int) -> Expert:
-        """Copy the expert out of a slot that these devices hold."""
+        """Return a copy of the expert in a slot of these devices."""
         stack, layer = self.stack_rows[row]
         device, place = divmod(slot - self.own.start, self._per_device)
         return {
@@ -70,9 +70,9 @@ class SlotWriter:
         }
 
     def stage(self, row: int, moves: Sequence[tuple[int, int]]) -> None:
-        """Bring experts of a layer to their next devices: pairs (slot that has it, slot that gets it), of all processes."""
+        """Copy experts of a layer to their next devices. moves: pairs (source slot, target slot) of all processes."""
         wanted = [(source, target) for source, target in moves if target in self.own]
-        with self.lock:  # which experts these are must be the same for all that follows
+        with self.lock:  # labels and values must be of the same placement
             labels = {source: int(self.rows[row, source]) for source, _ in wanted}
             values = {source: self.take(row, source) for source in labels if source in self.own}
         values |= {source: self._from_checkpoint(row, labels[source]) for source in labels.keys() - values.keys()}
@@ -82,11 +82,11 @@ class SlotWriter:
             copied[row, target] = labels[source], jax.block_until_ready(jax.device_put(values[source], device))
         with self.lock:
             if any(other != row for other, _ in self._staged):
-                self._staged.clear()  # of a change that was given up
+                self._staged.clear()  # from an abandoned change
             self._staged |= copied
 
     def place(self, row: int, experts: np.ndarray) -> None:
-        """Have the slots of a layer hold these logical experts; a `ValueError` where they are of another number of slots."""
+        """Write these logical experts into a layer's slots. Raise `ValueError` if ``experts`` is for another number of slots."""
         if experts.shape != self.rows[row].shape:
             raise ValueError(f"experts for {experts.shape} slots, expected {self.rows[row].shape}")
         stack, layer = self.stack_rows[row]
@@ -96,7 +96,7 @@ class SlotWriter:
         try:
             self._put(stack, layer, values)
         except BaseException:
-            self.rows[row, mine] = NOBODY  # half written, perhaps
+            self.rows[row, mine] = NOBODY  # possibly half written
             raise
         self.rows[row] = experts
 
@@ -112,14 +112,14 @@ class SlotWriter:
             self.side.params[path] = jax.make_array_from_single_device_arrays(whole.shape, whole.sharding, shards)
 
     def rehearse(self) -> None:
-        """Write an expert of each device and stack to its own slot, which compiles the programs and makes the arrays XLA's own."""
+        """Write one expert per device and stack to its own slot, to compile the programs and make XLA own the arrays."""
         for row, (stack, layer) in enumerate(self.stack_rows):
             if layer == 0:
                 slots = range(self.own.start, self.own.stop, self._per_device)
                 self._put(stack, layer, {slot: self.take(row, slot) for slot in slots})
 
     def adopt(self, rows: np.ndarray) -> int:
-        """Have all layers hold these logical experts; how many were read from the checkpoint."""
+        """Write these logical experts into the slots of all layers. Return how many were read from the checkpoint."""
         changed = int((self.rows != rows)[:, self.own].sum())
         self._staged.clear()
         for row, experts in enumerate(rows):
@@ -128,7 +128,7 @@ class SlotWriter:
         return changed
 
     def paths(self, stack: str) -> list[str]:
-        """Paths of a stack's experts, in order."""
+        """Return the sorted parameter paths of a stack's experts."""
         return sorted(path for path in self.side.infos if path.startswith(stack + EXPERTS))
 
     def _value(self, row: int, slot: int, expert: int) -> Expert:
