@@ -224,7 +224,7 @@ from dsjax.serve.logs import configure_logging
 
 configure_logging("error")
 executor = FakeExecutor(num_ranks=2)
-executor.warm_up = lambda progress: None
+executor.warm_up = lambda progress, lazily=False: None
 listeners = bind_shared("127.0.0.1", 0, 1)
 print(listeners[0].getsockname()[1], flush=True)
 model = types.SimpleNamespace(parts=executor.parts(), facts=FACTS)
