@@ -1,7 +1,7 @@
-"""`OwnedFolder`: a folder whose files are believed, since nobody but this user and root can have written them, as ssh decides for its keys.
+"""`OwnedFolder`: a folder whose files are trusted because only this user and root can have written them, as ssh requires for its keys.
 
-Whoever can write a page of the cache, a compiled program or a key decides what this process answers or runs. Files are reached through
-the open folder and no symbolic link is followed, so that nobody can put another folder in its place meanwhile.
+Anyone who can write a cache page, a compiled program or a key controls what this process answers or runs. Files are opened relative to
+the open folder without following symbolic links, so that another user cannot swap the folder meanwhile.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _FOR_OTHERS = 0o077
 _DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0)
-"""A named pipe in the place of a file must not keep its reader waiting."""
+"""A named pipe in place of a file must not block its reader."""
 
 
 class DistrustedError(PermissionError):
-    """A file or folder that somebody else can have written."""
+    """A file or folder that another user may have written."""
 
 
 class OwnedFolder:
-    """A folder of this user's, open until `close`.
+    """A trusted folder, open until `close`.
 
     Args:
-        path: made with mode 0700 where it is missing.
-        private: whether it must be this user's alone, and no link: nobody else may read there.
+        path: created with mode 0700 if missing.
+        private: whether it must belong to this user (not root), be no symbolic link, and be unreadable for others.
 
     Raises:
-        DistrustedError: it is somebody else's, or others may write there. OSError: it cannot be made or opened.
+        DistrustedError: it belongs to another user, or others can write to it. OSError: it cannot be created or opened.
     """
 
     def __init__(self, path: Path, *, private: bool = False):
@@ -54,16 +54,16 @@ class OwnedFolder:
             raise
 
     def close(self) -> None:
-        """Close the folder. What another thread still does there goes on, and what it begins is an `OSError`."""
+        """Close the folder. Operations that other threads have begun go on; new ones raise `OSError`."""
         with self._guard:
             self._close()
 
     @contextlib.contextmanager
     def opened(self, *names: str, make: bool = False) -> Iterator[int]:
-        """Open the folder, or one below it by its names, and give its descriptor. make: where it is missing.
+        """Open the folder, or one below it along `names`, and yield its descriptor. make: create missing folders.
 
         Raises:
-            OSError: it is not there, no folder, or somebody else's.
+            OSError: it is missing, not a folder, or not trusted.
         """
         with self._guard:
             if not self._close.alive:
@@ -83,10 +83,10 @@ class OwnedFolder:
 
 
 def open_file(name: str, folder: int, *, private: bool = False) -> int:
-    """Open a regular file of an open folder for reading, and give its descriptor. private: as in `OwnedFolder`.
+    """Open a regular file of an open folder for reading and return its descriptor. private: as in `OwnedFolder`.
 
     Raises:
-        DistrustedError: somebody else can have written it, or it is no regular file. OSError: there is none.
+        DistrustedError: another user may have written it, or it is not a regular file. OSError: it is missing.
     """
     descriptor = os.open(name, os.O_RDONLY | _NO_FOLLOW | _NO_WAIT, dir_fd=folder)
     try:
@@ -103,18 +103,18 @@ def open_file(name: str, folder: int, *, private: bool = False) -> int:
 def write_whole(
     folder: int, name: str, unfinished: str, parts: Iterable[bytes | memoryview], *, once: bool = False
 ) -> None:
-    """Write a file that only this user can read, under the name `unfinished` until it is whole.
+    """Write a file that only this user can read, under the name `unfinished` until it is complete.
 
-    once: a file that has the name already stays. The new one is on the disk, and not in the system's memory alone, before it has the name.
+    once: keep an existing file of that name; the new one is synced to disk before it gets the name.
 
     Raises:
-        OSError: it cannot be written; nothing of it is left.
+        OSError: it cannot be written; no part of it is left.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW
     try:
         try:
             descriptor = os.open(unfinished, flags, 0o600, dir_fd=folder)
-        except FileExistsError:  # of a process that was killed
+        except FileExistsError:  # left by a killed process
             os.unlink(unfinished, dir_fd=folder)
             descriptor = os.open(unfinished, flags, 0o600, dir_fd=folder)
         with os.fdopen(descriptor, "wb") as file:
@@ -135,13 +135,13 @@ def write_whole(
 
 
 def try_lock(name: str | Path, folder: int | None = None) -> int:
-    """Open a file, made where it is missing, and take its lock, without waiting; give its descriptor.
+    """Open a file, created if missing, lock it without waiting, and return its descriptor.
 
-    Closing it gives the lock back, and so does the end of the process. folder: that the name is in; None: it is a path.
+    Closing the descriptor or ending the process releases the lock. folder: descriptor of the name's folder; None: the name is a path.
 
     Raises:
-        BlockingIOError: another process, or another part of this one, has it.
-        OSError: the file cannot be made or is another user's, or there are no such locks here.
+        BlockingIOError: another process, or another part of this one, holds the lock.
+        OSError: the file cannot be created or is another user's, or this system has no file locks.
     """
     try:
         import fcntl
@@ -159,15 +159,15 @@ def try_lock(name: str | Path, folder: int | None = None) -> int:
 
 
 def is_trusted(status: os.stat_result) -> bool:
-    """Whether a file or folder is this user's or root's."""
+    """Whether a file or folder belongs to this user or root."""
     return not hasattr(os, "geteuid") or status.st_uid in (0, os.geteuid())
 
 
 def why_distrusted(path: Path) -> str | None:
-    """Say why what lies at a path, or a folder's entries, may be somebody else's doing; None where nobody else can have done it.
+    """Return why another user may have written a file or a folder's entries; None if no other user can have.
 
     Raises:
-        OSError: nothing is there.
+        OSError: the path does not exist.
     """
     return _reason(path.stat(), str(path))
 

@@ -1,4 +1,4 @@
-"""Commands that a start waits for: none of them, nor what they have started, is left over when one hangs or this process is interrupted."""
+"""Run commands during startup. No command or child process is left running when one hangs or this process is interrupted."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from collections.abc import Sequence
 
 
 def run_command(command: Sequence[str], seconds: float) -> tuple[int, str]:
-    """Run one command as ``run_together`` does; give its exit status and what it wrote."""
+    """Run one command as ``run_together`` does and return its exit status and output."""
     return run_together([command], seconds, 1)[0]
 
 
 def run_together(commands: Sequence[Sequence[str]], seconds: float, at_once: int) -> list[tuple[int, str]]:
-    """Run commands, so many at once; give the exit status of each and what it wrote. Once one has failed, no other is begun.
+    """Run at most ``at_once`` commands at a time and return (exit status, output) of each. After a failure no other is started.
 
-    What still runs when this ends by an error, or takes longer, is ended with all that it has started.
+    On an error or a timeout, commands that still run are killed with their child processes.
 
     Raises:
-        OSError: one cannot be started. subprocess.TimeoutExpired: they took longer.
+        OSError: a command cannot be started. subprocess.TimeoutExpired: they took longer than ``seconds``.
     """
     waiting, ended, deadline = list(commands), [], time.monotonic() + seconds
     running: list[_Started] = []
@@ -31,7 +31,7 @@ def run_together(commands: Sequence[Sequence[str]], seconds: float, at_once: int
             while waiting and len(running) < at_once:
                 running.append(_Started(waiting.pop(0)))
             first = running[0]
-            # With one alone there is nothing else to look at.
+            # A single command needs no polling.
             code = first.wait(min(0.02, seconds) if len(running) > 1 else deadline - time.monotonic())
             if code is None and time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(first.command, seconds)
@@ -47,9 +47,9 @@ def run_together(commands: Sequence[Sequence[str]], seconds: float, at_once: int
 
 
 class _Started:
-    """A command that runs in a session of its own. What it writes goes to a file without a name.
+    """A command running in its own session, with its output in an unnamed file.
 
-    No pipe, which a process that is left over would hold open, and no temporary folder where there is another way.
+    A leftover process would hold a pipe open. A file in a temporary folder is used only without ``memfd_create``.
     """
 
     def __init__(self, command: Sequence[str]):
@@ -67,20 +67,20 @@ class _Started:
             raise
 
     def wait(self, seconds: float) -> int | None:
-        """Its exit status; None if it still runs after so many seconds."""
+        """Return the exit status, or None if the command still runs after ``seconds``."""
         try:
             return self._process.wait(max(seconds, 0))
         except subprocess.TimeoutExpired:
             return None
 
     def end(self) -> tuple[int, str]:
-        """The exit status of a command that has ended, and what it wrote."""
+        """Return the exit status and output of a command that has ended."""
         with self._said as said:
             said.seek(0)
             return self._process.returncode, said.read(1 << 20).decode(errors="replace")
 
     def kill(self) -> None:
-        """End it, and all that it has started."""
+        """Kill the command and all processes that it has started."""
         with contextlib.suppress(OSError, AttributeError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()

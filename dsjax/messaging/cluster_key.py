@@ -1,6 +1,6 @@
-"""`ClusterKey`: the secret that all processes of a deployment share, given by the user or made here; `Credentials`: how they use it.
+"""`ClusterKey`: the secret shared by all processes of a deployment, given by the user or generated; `Credentials`: how they use it.
 
-docs/security.md says what it protects.
+See docs/security.md for what it protects.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ _HOW = "openssl rand -hex 32 makes one"
 
 
 class ClusterKey:
-    """The secret. Neither its text nor `repr` shows it, and it cannot be pickled.
+    """The secret. `str` and `repr` do not show it, and it cannot be pickled.
 
-    source: a file or the environment variable, for messages. is_local: it was made for this user, and serves the loopback interface alone.
+    source: a file or the environment variable, for messages. is_local: it was generated for this user, for the loopback interface only.
     """
 
     __slots__ = ("_secret", "is_local", "source")
@@ -60,7 +60,7 @@ class ClusterKey:
         self.source, self.is_local = source, is_local
 
     def mac(self, purpose: str, *parts: bytes) -> bytes:
-        """HMAC-SHA256 over a purpose and parts. Each part has its length before it, so that no two lists of parts look alike."""
+        """Return the HMAC-SHA256 of a purpose and parts. Each part is prefixed with its length, so different lists never encode alike."""
         message = b"".join(len(part).to_bytes(4, "little") + part for part in (purpose.encode(), *parts))
         return hmac.digest(self._secret, message, "sha256")
 
@@ -72,7 +72,7 @@ class ClusterKey:
 
 
 def given_key(file: str | None, environment: Mapping[str, str] = os.environ) -> ClusterKey | None:
-    """Read the key given in a file or else in the environment; None: neither is given; a `UserError`: it cannot be used."""
+    """Return the key from a file or else the environment, or None if neither is given. Raises `UserError` if it cannot be used."""
     if file is not None:
         return _read_given(file)
     if VARIABLE in environment:
@@ -93,10 +93,10 @@ def _read_given(file: str) -> ClusterKey:
 
 
 def local_key(environment: Mapping[str, str] = os.environ) -> ClusterKey:
-    """Read the key of this user on this host, and make it where there is none: the processes that start at once get the same one.
+    """Return this user's key on this host, generating it if missing. Processes that start at the same time get the same key.
 
     Raises:
-        UserError: there is no place for it, or what is there is no key that only this user can read.
+        UserError: no folder can hold the key, or the existing file is no key that only this user can read.
     """
     reasons = []
     for folder in _folders(environment):
@@ -112,7 +112,7 @@ def local_key(environment: Mapping[str, str] = os.environ) -> ClusterKey:
 
 
 def _folders(environment: Mapping[str, str]) -> Iterator[str]:
-    """The folders that may hold the key, the first choice first. Whoever uses one checks whose it is."""
+    """Yield the folders that may hold the key, in order of preference. The caller must check who owns them."""
     if runtime := environment.get("XDG_RUNTIME_DIR"):
         yield os.path.join(runtime, "dsjax")
     home = os.path.expanduser("~") if environment is os.environ else environment.get("HOME", "")
@@ -121,7 +121,7 @@ def _folders(environment: Mapping[str, str]) -> Iterator[str]:
         with contextlib.suppress(OSError):
             os.makedirs(cache, mode=0o700, exist_ok=True)
         yield os.path.join(cache, "dsjax-cluster")
-    with contextlib.suppress(FileNotFoundError):  # no folder for temporary files can be written
+    with contextlib.suppress(FileNotFoundError):  # no writable folder for temporary files
         yield os.path.join(tempfile.gettempdir(), f"dsjax-{os.geteuid()}")
 
 
@@ -142,31 +142,31 @@ def _key_in(folder: str, descriptor: int) -> ClusterKey:
     with os.fdopen(opened, encoding="ascii") as file:
         try:
             return ClusterKey(file.read(_MOST_CHARACTERS + 2), f"the file {path}", is_local=True)
-        except ValueError as error:  # a UserError, or no text
+        except ValueError as error:  # a UserError, or not text
             raise UserError(f"{path} holds no cluster key; delete it, and a new one is made") from error
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a process connects to others with. encrypt_bulk: whether links are encrypted too; control messages always are."""
+    """Credentials for connecting to other processes. encrypt_bulk: whether links are encrypted too; control messages always are."""
 
     key: ClusterKey
     encrypt_bulk: bool = False
 
     def check_host(self, host: str) -> None:
-        """Check that a host may be used, or raise a `UserError`: a key made for this user serves the loopback interface alone."""
+        """Raise a `UserError` if a host may not be used: a key generated for this user is for the loopback interface only."""
         if self.key.is_local and not is_loopback(host):
             raise needs_key(host)
 
 
 def read_credentials(cluster_key_file: str | None, *hosts: str, encrypt_bulk: bool = False) -> Credentials:
-    """Read the key, or make one for this user where all hosts are the loopback interface.
+    """Read the key, or generate one for this user if all hosts are on the loopback interface.
 
-    cluster_key_file: None if the key is in the environment, or none is given. hosts: names or addresses that this process listens at or
-    connects to, as far as they are known.
+    cluster_key_file: None if the key is in the environment or not given. hosts: the known names or addresses that this process listens
+    on or connects to.
 
     Raises:
-        UserError: a host is beyond loopback and no key was given; or the file cannot be used.
+        UserError: a host is beyond loopback and no key was given, or the file cannot be used.
     """
     key = given_key(cluster_key_file)
     if key is None:
@@ -179,12 +179,12 @@ def read_credentials(cluster_key_file: str | None, *hosts: str, encrypt_bulk: bo
 
 @functools.cache
 def local_credentials() -> Credentials:
-    """The credentials of this user on the loopback interface."""
+    """Return this user's credentials for the loopback interface."""
     return Credentials(local_key())
 
 
 def needs_key(host: str) -> UserError:
-    """Make the error for a host beyond the loopback interface without a key."""
+    """Return the error for a host beyond the loopback interface without a key."""
     return UserError(
         f"{host or 'an address that is not known yet'} is beyond the loopback interface, where processes must share a key: give all of "
         f"them the same one with {FLAG} FILE or in the environment variable {VARIABLE}, at least "

@@ -1,6 +1,6 @@
-"""Who may connect: CURVE keys that come from the cluster key and a role, and the ZAP handler that admits them.
+"""CURVE keys derived from the cluster key and a role, and the ZAP handler that admits them.
 
-Every process of a deployment can make the keys of every role: roles keep a message from the wrong kind of process, not from a traitor.
+Every process of a deployment can derive every role's keys. Roles guard against the wrong kind of process, not against a compromised one.
 """
 
 import hmac
@@ -13,60 +13,60 @@ from dsjax.errors import UserError
 from dsjax.messaging.cluster_key import ClusterKey
 
 ROLES = ("member", "attention", "decode")
-"""Of processes that connect: a member of a group, an attention side at its experts, a decode side at its prefill side."""
+"""Roles of connecting processes: a group member, an AFD attention side at its experts, a decode side at its prefill side."""
 LISTENER = "listener"
-"""The role of the process that is connected to."""
+"""Role of the process that accepts connections."""
 
 Verify = Callable[[bytes, Sequence[bytes]], str | None]
-"""`verify(mechanism, credentials)`: the user that these credentials show; None: nobody's."""
+"""`verify(mechanism, credentials)`: the user these credentials belong to; None: they are not accepted."""
 
 
 def check_libzmq() -> None:
-    """Check that libzmq is new enough and has CURVE; a `UserError` where it does not."""
+    """Raise a `UserError` if libzmq is too old or lacks CURVE."""
     if zmq.zmq_version_info() < (4, 3, 5) or not zmq.has("curve"):
         raise UserError(f"libzmq is {zmq.zmq_version()}, expected 4.3.5 or later with CURVE; pip install 'pyzmq>=26'")
 
 
 def key_pair(key: ClusterKey, role: str) -> tuple[bytes, bytes]:
-    """Give a role's public and secret key, in Z85."""
+    """Return a role's public and secret key, in Z85."""
     secret = z85.encode(key.mac("curve " + role))
     return zmq.curve_public(secret), secret
 
 
 def listen_with_curve(socket: zmq.Socket, key: ClusterKey, domain: str) -> None:
-    """Have a socket admit holders of the cluster key alone."""
+    """Make a socket accept only peers that hold the cluster key."""
     socket.curve_publickey, socket.curve_secretkey = key_pair(key, LISTENER)
     socket.curve_server = True
     enforce(socket, domain)
 
 
 def connect_with_curve(socket: zmq.Socket, key: ClusterKey, role: str) -> None:
-    """Have a socket show that it belongs to the deployment, and connect to nobody else."""
+    """Make a socket authenticate as a member of the deployment, and connect only to other members."""
     socket.curve_publickey, socket.curve_secretkey = key_pair(key, role)
     socket.curve_serverkey = key_pair(key, LISTENER)[0]
 
 
 def enforce(socket: zmq.Socket, domain: str) -> None:
-    """Have the ZAP handler asked about every connection. Without a domain libzmq asks nobody, and admits everybody."""
+    """Have the ZAP handler check every connection. Without a domain, libzmq skips the handler and admits everyone."""
     socket.zap_domain = domain.encode()
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
 def verify_roles(key: ClusterKey) -> Verify:
-    """Admit the roles of a deployment, each of which is then the connection's user."""
+    """Return a verifier that admits the roles of a deployment; the role becomes the connection's user."""
     roles = {z85.decode(key_pair(key, role)[0]): role for role in ROLES}
     return lambda mechanism, shown: roles.get(shown[0]) if mechanism == b"CURVE" and len(shown) == 1 else None
 
 
 def verify_ticket(ticket: bytes) -> Verify:
-    """Admit whoever has a ticket, as a password."""
+    """Return a verifier that admits peers whose PLAIN password is the ticket."""
     return lambda mechanism, shown: (
         "link" if mechanism == b"PLAIN" and len(shown) == 2 and hmac.compare_digest(shown[1], ticket) else None
     )
 
 
 class ZapHandler:
-    """Answers libzmq's questions about connections, by the domain of the socket that is connected to.
+    """Answers libzmq's authentication requests, by the domain of the listening socket.
 
     socket: polled by the messaging thread, which calls `answer`. verifiers: by domain; any thread may add one.
     """
@@ -78,7 +78,7 @@ class ZapHandler:
         self.socket.bind("inproc://zeromq.zap.01")
 
     def answer(self) -> None:
-        """Answer one question."""
+        """Answer one request."""
         version, request_id, domain, _, _, mechanism, *shown = self.socket.recv_multipart()
         verify = self.verifiers.get(domain.decode(errors="replace"))
         user = None if verify is None else verify(mechanism, shown)

@@ -1,4 +1,4 @@
-"""`Peer`: a connection to another process, whichever of the two has made it; `Request`: what it asks for."""
+"""`Peer`: a connection to another process, opened by either side; `Request`: a message received from it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class PeerLostError(ConnectionError):
 
 
 class NotAMemberError(UserError):
-    """What answers at an address does not belong to this deployment: it has another cluster key, or is no dsjax process."""
+    """The process at an address is not in this deployment: it has another cluster key, or is not dsjax."""
 
 
 class RefusedError(UserError):
-    """The other process belongs to the deployment, and says why it does not do what it was asked for."""
+    """The other process belongs to the deployment but refuses the request, with a reason."""
 
 
 class Reply(Future):
-    """What will be answered to a request. endpoint: this process's `Endpoint`, which imports this module."""
+    """Future answer to a request. endpoint: this process's `Endpoint` (its module imports this one)."""
 
     def __init__(self, endpoint: Any):
         super().__init__()
@@ -41,7 +41,7 @@ class Reply(Future):
         """Wait for the answer.
 
         Raises:
-            PeerLostError: the other process is gone. RefusedError, RuntimeError: it refuses, or could not do it. TimeoutError: not in time.
+            PeerLostError: the other process is gone. RefusedError, RuntimeError: it refuses, or failed. TimeoutError: no answer in time.
         """
         if not self.done() and self._endpoint.is_own_thread:
             raise RuntimeError("the messaging thread must not wait for an answer, which it would have to receive")
@@ -49,9 +49,9 @@ class Reply(Future):
 
 
 class Request:
-    """What another process asks for, or just says (`expects_reply` is False then). Any thread may answer, once.
+    """A request, or a one-way message (`expects_reply` is False), from another process. Any thread may answer, once.
 
-    peer: that asks. body: of the type that the service takes.
+    peer: the sender. body: of the type that the service takes.
     """
 
     __slots__ = ("_number", "body", "expects_reply", "peer", "service")
@@ -61,15 +61,15 @@ class Request:
         self._number, self.expects_reply = number, expects_reply
 
     def reply(self, value: Any = None) -> None:
-        """Answer."""
+        """Send the answer."""
         self._answer(Kind.REPLY, value)
 
     def refuse(self, reason: str) -> None:
-        """Say why it is not done: the other side raises `RefusedError`."""
+        """Refuse with a reason; the other side raises `RefusedError`."""
         self._answer(Kind.REFUSAL, reason)
 
     def fail(self, error: BaseException) -> None:
-        """Say that it was tried in vain: the other side raises `RuntimeError`."""
+        """Report a failed attempt; the other side raises `RuntimeError`."""
         self._answer(Kind.FAILURE, f"{type(error).__name__}: {error}")
 
     def _answer(self, kind: Kind, value: Any) -> None:
@@ -84,9 +84,9 @@ class Peer:
     """A connection to another process. Any thread may use it.
 
     Attributes:
-        address: of the other side, for messages. role: that it has shown, one of `ROLES`; `LISTENER` where this process has connected.
-        lost: whether the connection has ended. socket, prefix: by which it is reached; descriptor: of a connection that this process has
-            made. They are the messaging thread's.
+        address: of the other side, for messages. role: authenticated role, one of `ROLES`; `LISTENER` if this process connected.
+        lost: whether the connection has ended. socket, prefix: how the other side is reached. descriptor: of a connection that this
+            process opened. The messaging thread owns these three.
     """
 
     def __init__(self, endpoint: Any, socket: zmq.Socket, prefix: list[bytes], address: str, role: str):
@@ -98,7 +98,7 @@ class Peer:
         self.descriptor = -1
 
     def request(self, service: str, body: Any = None, kind: Any = Any) -> Reply:
-        """Ask for something. kind: the type of the answer."""
+        """Send a request. kind: the type of the answer."""
         reply = Reply(self._endpoint)
         with self._lock:
             number = None if self.lost else next(self._numbers)
@@ -111,11 +111,11 @@ class Peer:
         return reply
 
     def send(self, service: str, body: Any = None) -> None:
-        """Say something that is not answered. It is lost where the connection ends."""
+        """Send a one-way message. It is lost if the connection ends."""
         self.say(Kind.ONE_WAY, service, 0, body)
 
     def on_lost(self, call: Callable[[], object]) -> None:
-        """Have `call()` called once the connection has ended, in the messaging thread; at once if it has."""
+        """Call `call()` in the messaging thread when the connection ends, or right away if it has ended."""
         with self._lock:
             if not self.lost:
                 self._on_lost.append(call)
@@ -123,11 +123,11 @@ class Peer:
         self._endpoint.post(call)
 
     def close(self) -> None:
-        """End the connection. The other side sees it end."""
+        """Close the connection. The other side sees it end."""
         self._endpoint.post(lambda: self._endpoint.hang_up(self))
 
     def tcp_info(self) -> bytes:
-        """What the kernel knows of a connection that this process has made (`struct tcp_info` of Linux); empty where it does not say."""
+        """Return Linux's `struct tcp_info` of a connection that this process opened; empty if unavailable."""
         if self.descriptor < 0 or self.lost or not hasattr(sockets, "TCP_INFO"):
             return b""
         try:
@@ -142,7 +142,7 @@ class Peer:
         self._endpoint.post(lambda: self._endpoint.transmit(self, frames))
 
     def answered(self, kind: Kind, number: int, data: bytes) -> None:
-        """Take an answer."""
+        """Resolve the `Reply` that an answer belongs to."""
         with self._lock:
             reply, decoder = self._requests.pop(number, (None, None))
         if reply is None or not reply.set_running_or_notify_cancel():
@@ -157,7 +157,7 @@ class Peer:
             reply.set_exception(RuntimeError(f"{self.address} gives an answer that cannot be read: {error}"))
 
     def lose(self) -> None:
-        """End, in the messaging thread."""
+        """Mark the connection as ended, fail its requests and make the `on_lost` calls. Runs in the messaging thread."""
         with self._lock:
             if self.lost:
                 return

@@ -1,8 +1,8 @@
-"""Routed experts on devices of their own: a pass through a stack of layers whose third part is computed elsewhere.
+"""Attention–FFN disaggregation (AFD): a pass through a stack of layers whose routed experts are on separate devices.
 
-The four parts of a layer (``docs/architecture.md``) are programs of their own then, and the host takes their values from one to the next
-(``docs/attention-ffn-disaggregation.md``). Here stands what each program computes. A step is traced as ever, with the whole pass in it as
-one piece of work that is done outside (``sharding.cut``): an ``ExpertWork``. Who does it is the engine's business.
+The four parts of a layer (``docs/architecture.md``) become separate programs, and the host carries values from one to the next
+(``docs/attention-ffn-disaggregation.md``). This module defines what each program computes. A step is traced as usual and contains the
+whole pass as one ``ExpertWork``, which the engine runs outside of the traced program (``sharding.cut``).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from sharding.placement import CopyTables
 
 @dataclass(frozen=True)
 class ExpertWork:
-    """Describes taking tokens through a stack of layers: of the leaves of a ``Passing``, those of its ``x``, ``cache`` and ``report``.
+    """Describes a pass of tokens through a stack of layers, from the leaves of a ``Passing`` to those of ``x``, ``cache`` and ``report``.
 
-    passes: one, or one for each micro-batch. tree: the structure of the ``Passing``.
+    passes: one, or one for each micro-batch. tree: structure of the ``Passing``.
     """
 
     passes: tuple[LayerPass, ...]
@@ -50,9 +50,9 @@ class ExpertWork:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Passing:
-    """What a pass takes: parameters of the stack but for its experts, the cache, where the copies of experts are, and tokens.
+    """Inputs of a pass: the stack's parameters except its experts, the cache, the placement of expert copies, and tokens.
 
-    x, tokens: of the step, or of each micro-batch. report: counts of each layer, which the pass adds to; empty where nobody asks.
+    x, tokens: of the step, or of each micro-batch. report: counts of each layer, which the pass adds to; empty if not requested.
     """
 
     params: dict[str, Array]
@@ -74,12 +74,12 @@ def run_apart(
     copies: CopyTables,
     most: int = 1,
 ) -> tuple[Float[Array, "B T D"], Cache, dict[str, Array]]:
-    """In a traced step: take tokens through the stack of layers at path ``stack``, the first of which is ``first`` of the cache.
+    """Run tokens through the layers at path ``stack``, inside a traced step; the first layer is layer ``first`` of the cache.
 
-    Gives the tokens, the cache, and where ``dispatch.report`` asks for it what was counted of each layer.
+    Returns the tokens, the cache, and if ``dispatch.report`` is set each layer's counts.
 
-    copies: of these layers, with a leading axis. most: in how many micro-batches the tokens take turns, so that both sides compute at
-        once, each on others.
+    copies: of these layers, with a leading axis. most: maximum number of micro-batches; with several, both sides compute at once,
+        each on a different one.
     """
     own = {path: array for path, array in params.items() if path.startswith(f"{stack}.")}
     whole = step.sharding.whole
@@ -100,7 +100,7 @@ def run_apart(
 
 
 def _nothing_counted(step: StepDescription, layers: int) -> dict[str, Array]:
-    """The counts of a pass before it begins, each layer's of each token device: ``LayerPass.count`` says what they are."""
+    """Return zero counts for each layer and token device; ``LayerPass.count`` describes them."""
     if not step.dispatch.report:
         return {}
     devices, over_tokens = step.spec.num_devices, NamedSharding(step.mesh, P(None, step.spec.token_axes))
@@ -112,7 +112,7 @@ def _nothing_counted(step: StepDescription, layers: int) -> dict[str, Array]:
 
 
 class Routed(NamedTuple):
-    """Tokens as experts read them, their physical experts and weights, and how many rows each token device has for each expert device."""
+    """Tokens as the experts read them, their physical experts and weights, and rows from each token device to each expert device."""
 
     normed: Float[Array, "B T D"]
     slots: Int[Array, "N K"]
@@ -122,7 +122,7 @@ class Routed(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerPass:
-    """A pass of so many tokens through a stack of layers, as what its programs compute. Equal passes have equal programs.
+    """Computations of the programs in a pass of tokens through a stack of layers. Equal passes have equal programs.
 
     stack: path of the layers among the parameters. first: number of the first of ``layers`` layers in the cache.
     shape: ``(B, T, D)`` of the tokens. Each method but ``between`` is traced; ``index`` is a layer's number in the stack.
@@ -135,14 +135,14 @@ class LayerPass:
     shape: tuple[int, int, int]
 
     def between(self) -> Between:
-        """How a layer's tokens travel."""
+        """Return the exchange of a layer's rows between the two meshes."""
         step, (B, T, _) = self.step, self.shape
         apart, by_choice = step.apart, sums_by_choice(step)
         experts = step.placement.n_physical
         return Between(step.spec, step.mesh, apart.spec, apart.parts, B * T, experts, wire_of(step), by_choice)
 
     def count(self, report: dict[str, Array], routed: Routed, index: Array) -> dict[str, Array]:
-        """A report with what this layer sends added: pairs of each physical expert, rows, and rounds, of each token device."""
+        """Return the report with this layer's counts added, of each token device: pairs of each physical expert, rows, and rounds."""
         if not report:
             return report
         between = self.between()
@@ -160,7 +160,7 @@ class LayerPass:
         copies: CopyTables,
         index: Array,
     ) -> tuple[Cache, dict[str, Array], Array, Routed, list[Array]]:
-        """Attention and routing: the cache, the report, tokens after attention, where they go, and the rows of the first round."""
+        """Compute attention and routing. Returns cache, report, tokens after attention, their routing, and the rows of the first round."""
         parts = self.step.parts
         whole = parts.sharding.whole
         with jax.default_matmul_precision("highest"):
@@ -174,42 +174,42 @@ class LayerPass:
             return cache, self.count(report, routed, index), whole(x), routed, rows
 
     def share(self, params: Mapping[str, Array], normed: Array, index: Array) -> Array | None:
-        """What the shared experts add."""
+        """Return the shared experts' output."""
         with jax.default_matmul_precision("highest"):
             return self.step.parts.share(self._layer(params, None, None, index), normed)
 
     def further(self, routed: Routed, r: Int[Array, ""]) -> list[Array]:
-        """The rows of round ``r``."""
+        """Pack the rows of round ``r``."""
         with jax.named_scope("experts"):
             rows, _ = self.between().pack(rearrange(routed.normed, "b t d -> (b t) d"), routed.slots, routed.weights, r)
         return rows
 
     def keep(self, kept: Array, slots: Array, returned: Sequence[Array], r: Int[Array, ""]) -> Array:
-        """The terms of the rounds before ``r``, and those that came back in it."""
+        """Return the terms of the rounds before ``r`` and those that came back in it."""
         with jax.named_scope("experts"):
             return self.between().keep(kept, returned, slots, r)
 
     def receive(self, x: Array, shared: Array | None, slots: Array, returned: Sequence[Array]) -> Array:
-        """Each token with the sum of what came back in the one round added to it."""
+        """Add to each token the sum of the results of the only round."""
         with jax.default_matmul_precision("highest"), jax.named_scope("experts"):
             y = self.between().add(returned, slots).reshape(x.shape)
         return self._added(x, y, shared)
 
     def receive_kept(self, x: Array, shared: Array | None, slots: Array, kept: Array) -> Array:
-        """Each token with the sum of what came back in all rounds added to it."""
+        """Add to each token the sum of the results of all rounds."""
         with jax.default_matmul_precision("highest"), jax.named_scope("experts"):
             y = self.between().add_kept(kept, slots).reshape(x.shape)
         return self._added(x, y, shared)
 
     def _added(self, x: Array, y: Array, shared: Array | None) -> Array:
-        """The residual is plain addition here: experts apart know of no other."""
+        """Add the residual by plain addition, the only kind that AFD supports."""
         parts = self.step.parts
         return parts.sharding.whole(x + parts.add_shared(y, shared))
 
     def _layer(
         self, params: Mapping[str, Array], tokens: Tokens | None, copies: CopyTables | None, index: Array
     ) -> Layer:
-        """Layer ``index`` of the stack, its matrices sliced out of it but for those that products read in place."""
+        """Return layer ``index`` of the stack with its matrices sliced out, except those that products read in place."""
         step = self.step
         table = step.table.without([path for path in step.table.infos if path not in params])
         stack = operator.attrgetter(self.stack)(table.bind(params))
@@ -223,8 +223,8 @@ class LayerPass:
 class StackExperts:
     """The routed experts of a stack of layers, on the devices of one process.
 
-    stack: path of the layers among the parameters. half: the exchange's, on these devices. rules, infos: of their parameters.
-    tokens: of a step, in all, which the form of the product follows.
+    stack: path of the layers among the parameters. half: the experts' half of the exchange, on these devices. rules, infos: of the
+    experts' parameters. tokens: total of a step, which determines the form of the product.
     """
 
     step: StepDescription
@@ -237,7 +237,7 @@ class StackExperts:
     def compute(
         self, experts: Mapping[str, Array], arrivals: Sequence[Array], index: Int[Array, ""]
     ) -> list[Float[Array, "m D"]]:
-        """What layer ``index`` of the stack gives for the rows of each sender. experts: parameters by path, laid out by ``rules``."""
+        """Return the outputs of layer ``index`` of the stack for each sender's rows. experts: parameters by path, laid out by ``rules``."""
         step, prefix = self.step, f"{self.stack}{EXPERTS}"
         infos = {path.removeprefix(prefix): info for path, info in self.infos.items() if path.startswith(prefix)}
         product = ExpertProduct(
@@ -257,15 +257,15 @@ class StackExperts:
 
 
 def wire_of(step: StepDescription) -> WireFormat:
-    """What a row is packed as."""
+    """Return the format in which a row is packed."""
     return WireFormat(step.config.hidden_size, step.config.num_experts_per_tok, step.dtype, step.dispatch.wire == "fp8")
 
 
 def sums_by_choice(step: StepDescription) -> bool:
-    """Whether a token's sum has one order wherever its experts are."""
+    """Whether a token's results are summed in the same order wherever its experts are."""
     return step.experts.config.by_choice
 
 
 def described_like(tree: Any, described: Any) -> Any:
-    """A tree of arrays kept in the shardings of a tree of descriptions."""
+    """Constrain a tree of arrays to the shardings of a tree of descriptions."""
     return jax.tree.map(lambda array, like: jax.lax.with_sharding_constraint(array, like.sharding), tree, described)

@@ -23,7 +23,7 @@ PACKED = np.dtype(np.uint8)
 
 
 class FP4Matrix(nnx.Module):
-    """A packed matrix ``[..., in, out]`` or, with gate and up fused, ``[..., in, 2, out]``, as ``Matrix`` has it.
+    """A packed matrix ``[..., in, out]`` or, with gate and up fused, ``[..., in, 2, out]``, as in ``Matrix``.
 
     ``in`` is the packed dimension: two values a byte in ``weight``, one value a block in ``scale``.
     """
@@ -44,7 +44,7 @@ class FP4Matrix(nnx.Module):
             self.global_scale = declare.parameter((*sizes, 1), (*names, None), init="scale", dtype=WEIGHT_DTYPES["f32"])
 
     def value(self, dtype: jnp.dtype) -> Array:
-        """The matrix in ``dtype``."""
+        """Return the matrix in ``dtype``."""
         arrays = {part: value_of(getattr(self, part)) for part in PARTS if hasattr(self, part)}
         return decoded(arrays, "stack" in self.weight.info.logical_axes, dtype)
 
@@ -64,7 +64,7 @@ def meant(arrays: Mapping[str, Array], form: PackedFormat) -> dict[str, Array]:
 
 
 def decoded(arrays: Mapping[str, Array], fused: bool, dtype: jnp.dtype) -> Array:
-    """Decode a matrix from its ``weight``, ``scale`` and ``global_scale`` to ``dtype``. fused: it is ``[..., in, 2, out]``."""
+    """Decode a matrix from its ``weight``, ``scale`` and ``global_scale`` to ``dtype``. fused: whether it is ``[..., in, 2, out]``."""
     depth, whole = arrays["weight"].ndim - (3 if fused else 2), arrays.get("global_scale")
     whole = whole if whole is None else jnp.expand_dims(whole, depth)
     return decode(arrays["weight"], arrays["scale"], whole, depth, dtype)
@@ -91,7 +91,7 @@ def swiglu_w4a8(
 def swiglu_w4a4(
     x: Float[Array, "*x N D"], gate_up: Mapping[str, Array], down: Mapping[str, Array], limit: float | None = None
 ) -> Float[Array, "*x N D"]:
-    """``down(silu(gate) × up)`` of one expert, or of each where ``x`` has experts first, with rows in NVFP4 before each product (W4A4)."""
+    """``down(silu(gate) × up)`` of one expert, or of each if ``x`` has an expert axis first, rows in NVFP4 before each product (W4A4)."""
     if x.ndim == 2:
         one = ({part: array[None] for part, array in arrays.items()} for arrays in (gate_up, down))
         return swiglu_w4a4(x[None], *one, limit)[0]

@@ -1,8 +1,8 @@
 """Products in FP8: activations quantised 1 × 128 times weights quantised 128 × 128, the definition of ``--activation-scheme dynamic``.
 
-DeepSeek-V3 technical report, section 3.3: operands in e4m3, a scale for 128 values of a row and one for 128 × 128 weights, and sums
+DeepSeek-V3 technical report, section 3.3: operands in e4m3, one scale per 128 values of a row and per 128 × 128 weights, and sums
 promoted to float32 after each 128 of the depth (``act_quant`` and ``fp8_gemm`` of its published inference code). Every e4m3 number and
-every product of two fits float32, so that devices without FP8 compute the same by widening: only the order of 128 additions differs.
+every product of two fits float32, so devices without FP8 compute the same by widening: only the order of 128 additions differs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from sharding import fp8
 class ActivationScheme:
     """How activations are quantised before products with FP8 weights (``quantization_config.activation_scheme``).
 
-    dynamic: with scales from the values themselves, as they come. False: they are not, and weights are widened. powers: scales are
-    powers of two (``scale_fmt`` "ue8m0"). experts: what rows of routed experts are quantised to where it is something else than FP8,
-    one of ``dsjax.config.weights.ROW_FORMATS``.
+    dynamic: scales are computed from the values at run time. False: activations are not quantised, and weights are widened. powers:
+    scales are powers of two (``scale_fmt`` "ue8m0"). experts: format of the rows of routed experts if it is not FP8, one of
+    ``dsjax.config.weights.ROW_FORMATS``.
     """
 
     dynamic: bool = False
@@ -36,7 +36,7 @@ class ActivationScheme:
         return self.experts or ("dynamic" if self.dynamic else "none")
 
     def quantise(self, x: Float[Array, "*n K"]) -> fp8.Quantised:
-        """Rows for ``block_product``."""
+        """Quantise rows for ``block_product``."""
         return fp8.quantise(x, powers=self.powers)
 
 
@@ -49,7 +49,7 @@ def block_product(
     """``Σ_b (values[b] · weight[b]) × scales[b] × scale[b]`` over blocks b of 128 of the depth, summed in float32.
 
     x: values ``[*n, K]`` and scales ``[*n, S]``. weight: e4m3, ``[K, N]`` or ``[K, 2, F]``; scale: the same with K, and N or F, divided by
-    128, rounded up. operands: what e4m3 is widened to for XLA's product, exactly: bfloat16 or float32.
+    128, rounded up. operands: dtype to which e4m3 is widened, exactly, for XLA's product: bfloat16 or float32.
     """
     columns = expand_blocks(scale, scale.ndim - 1, weight.shape[-1])
     blocks, short = columns.shape[0], -weight.shape[0] % fp8.BLOCK if columns.shape[0] > 1 else 0
@@ -79,9 +79,9 @@ def swiglu(
     scheme: ActivationScheme,
     limit: float | None = None,
 ) -> Float[Array, "N D"]:
-    """``down(silu(gate) × up)`` of one expert, float32. What goes into ``down`` is rounded to the dtype of ``x`` and then quantised.
+    """``down(silu(gate) × up)`` of one expert, float32. The input of ``down`` is rounded to the dtype of ``x``, then quantised.
 
-    gate_up: ``[D, 2, F]`` and its scales; down: ``[F, D]`` and its. limit: as of ``gated``.
+    gate_up: ``[D, 2, F]`` and its scales; down: ``[F, D]`` and its scales. limit: see ``gated``.
     """
     hidden = block_product(scheme.quantise(x), *gate_up, operands=x.dtype)
     hidden = gated(hidden[..., 0, :], hidden[..., 1, :], limit).astype(x.dtype)

@@ -1,6 +1,6 @@
-"""Micro-batches of a step: which steps are cut, and which rows each part has.
+"""Micro-batches of a step: which steps are split, and the rows of each part.
 
-Two-batch overlap has two halves; with attention and experts on devices of their own (AFD) there may be more.
+Two-batch overlap has two; attention–FFN disaggregation (AFD) may have more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dsjax.model.rows import GroupShape, RowGroup
 
 @dataclass(frozen=True)
 class TwoBatchOverlap:
-    """Decides by a step's shapes whether it is computed in two halves, so that all ranks decide alike.
+    """Decides from a step's shapes alone whether to compute it in two halves, so that all ranks decide alike.
 
     decode_tokens, prefill_tokens: fewest tokens of a DP rank, padding included, for a step of decodes alone and for one with prompts.
     decode_chunk: most tokens of a decode row: one plus its drafts. stages: micro-batches of such a step with AFD.
@@ -56,7 +56,7 @@ class MicroBatches:
     def of(cls, groups: Sequence[RowGroup], most: int) -> MicroBatches:
         """Cut groups into at most ``most`` micro-batches.
 
-        Rows are dealt in turn, because padded rows are last. The chunk of a group with one row is cut into equal parts.
+        Rows are dealt round-robin because padded rows come last. The chunk of a group with one row is split into equal parts.
         """
         made: list[list[RowGroup]] = [[] for _ in range(most)]
         places_of: list[list[np.ndarray]] = [[] for _ in range(most)]

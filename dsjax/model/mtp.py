@@ -1,7 +1,7 @@
-"""The pass of the MTP module: from the hidden states of a step, tokens further on are drafted.
+"""The pass of the MTP module, which drafts further tokens from the hidden states of a step.
 
-The module is a decoder layer with norms and a projection of its own, in the same cache. Its entries there are made from drafts, of which
-some turn out wrong, so that which slots hold one is kept beside the cache (``filled``).
+The module is a decoder layer with its own norms and projection, in the same cache. Its cache entries are made from drafts, some of which
+turn out wrong, so ``filled`` records beside the cache which slots hold an entry.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ def further(
     next_tokens: Int[Array, "B T"],
     copies: CopyTables | None,
 ) -> tuple[Float[Array, "B T *n D"], Cache, Bool[Array, "P G"] | None, dict[str, Array]]:
-    """Run the first MTP module over the groups' token slots: from each hidden state and the token after it, one token further.
+    """Run the first MTP module over the groups' token slots: predict one token further from each hidden state and its next token.
 
     ``h' = M [RMSNorm(Emb(t_{i+1})) ; RMSNorm(h_i)]``, one decoder layer, its own final norm (V3 report §2.2,
     equations 21 to 23). The entry of slot i in the module's layer of the cache, layer ``num_hidden_layers``, has the position
     of its hidden state.
 
-    filled: which cache slots hold an entry of the module, of all pages (P, page_size), pages spread over the DP ranks. The
+    filled: mask (P, page_size) of the cache slots that hold an entry of the module; pages are spread over the DP ranks. The
         active tokens' slots are marked first; then each token attends to the filled slots of its context and to itself.
         None: every slot of the context is filled.
     groups: positions, lengths, page tables and forms are read; tokens are not.
-    hidden: from ``ModelStep.hidden``, or from here for one token more. next_tokens: the token after each.
-    copies: of all ``moe_layers_with_module``; the module's experts are the last.
+    hidden: from ``ModelStep.hidden``, or from this function for one more token. next_tokens: the token after each.
+    copies: of all ``moe_layers_with_module``; the module's experts come last.
 
-    Returns what ``ModelStep.logits`` takes with ``module``, and this function for one token more; the updated cache and
-    ``filled``; and dispatch reports with a leading axis of 1, which continue those of ``ModelStep.hidden``.
+    Returns hidden states, which ``ModelStep.logits`` takes with ``module`` and this function takes for one more token; the
+    updated cache and ``filled``; and dispatch reports with a leading axis of 1, which continue those of ``ModelStep.hidden``.
     """
     sharding, products = step.sharding, step.in_place
     layers, moe_layers = step.config.num_hidden_layers, step.config.num_moe_layers
-    scope = f"mtp_{hidden.shape[1]}"  # which pass over how many tokens of a rank: drafting has several
+    scope = f"mtp_{hidden.shape[1]}"  # drafting has several passes, told apart by their tokens per rank
     with jax.default_matmul_precision("highest"), jax.named_scope(scope):
         model: Transformer = step.table.bind(params)
         module = first_module(model.mtp)
@@ -82,7 +82,7 @@ def further(
 
 
 def mark(step: ModelStep, filled: Bool[Array, "P G"], slots: Int[Array, "B T"], value: bool) -> Bool[Array, "P G"]:
-    """``filled`` with each DP rank's ``slots`` set to ``value``; −1 is dropped."""
+    """Return ``filled`` with each DP rank's ``slots`` set to ``value``; −1 is dropped."""
 
     def local(filled, slots):
         return paging.mark(filled, slots[0], value)

@@ -1,4 +1,4 @@
-"""The paged cache, and reading and writing it inside ``shard_map``, where every array is one DP rank's own.
+"""The paged cache, and reading and writing it inside ``shard_map``, where every array holds one DP rank's part.
 
 A cache array is ``[L, P_all, G, ...]``: layers, pages of this rank, slots of a page. All layers are one array, so that a
 scan over layers can carry it and update it in place.
@@ -20,14 +20,14 @@ Cache = dict[str, Array]
 @jax.tree_util.register_dataclass
 @dataclass
 class Rows:
-    """Where a row group's tokens stand: positions, and the pages that hold their context.
+    """Positions of a row group's tokens, and the pages that hold their context.
 
-    A row's positions follow one another. ``length``: how many of its tokens are no padding; None: all. What padding attends to
-    means nothing; native kernels leave it out, and give zeros.
-    filled: which cache slots hold an entry, of all pages; a token attends to those and to itself. None: all of them. With window pages it
-    is said of their slots.
-    windows: ring of window pages, of a model that has them: page ``p // page_size % Pw`` holds position ``p``. Only the pages of the row's
-    positions and of the ``page_size - 1`` before them are its own; others must not be read.
+    A row's positions are consecutive. ``length``: number of its tokens that are not padding; None: all. Attention of padding is
+    meaningless; native kernels skip padding and give zeros.
+    filled: mask of the cache slots that hold an entry, over all pages; a token attends to those and to itself. None: all do. With window
+    pages, the mask is over their slots.
+    windows: ring of window pages, for a model that has them: page ``p // page_size % Pw`` holds position ``p``. Only the pages of the
+    row's positions and of the ``page_size - 1`` before them belong to the row; others must not be read.
     """
 
     positions: Int[Array, "B R C"]
@@ -40,7 +40,7 @@ class Rows:
 def write(
     cache: Shaped[Array, "L P G *w"], layer: Int[Array, ""], slots: Int[Array, "T"], values: Shaped[Array, "T *w"]
 ) -> Shaped[Array, "L P G *w"]:
-    """Put each token's entry into its slot (``page × G + offset``); −1 writes nothing that is read."""
+    """Write each token's entry to its slot (``page × G + offset``); slot −1 writes nothing that is read."""
     pages, G = cache.shape[1:3]
     if slots.shape[0] == 1:
         # XLA turns a scatter of one entry into a conditional update of the whole array, which it then copies: seconds
@@ -55,7 +55,7 @@ def write(
 def read(
     cache: Shaped[Array, "L P G *w"], layer: Int[Array, ""], tables: Int[Array, "R Pr"]
 ) -> Shaped[Array, "R S *w"]:
-    """The entries of each row's pages, in order: ``S = Pr × G`` context positions."""
+    """Return the entries of each row's pages, in order: ``S = Pr × G`` context positions."""
     pages, G = cache.shape[1:3]
     # One row a page: XLA's CPU backend copies rows of a matrix several times faster than blocks of a larger array.
     flat = rearrange(cache, "l p g ... -> (l p) (g ...)")
@@ -66,7 +66,7 @@ def read(
 def read_tokens(
     cache: Shaped[Array, "L P G *w"], layer: Int[Array, ""], tables: Int[Array, "R Pr"], positions: Int[Array, "R N"]
 ) -> Shaped[Array, "R N *w"]:
-    """The entries of single positions of each row's context; past its table any entry."""
+    """Return the entries at single positions of each row's context; a position past its table gives an arbitrary entry."""
     pages, G = cache.shape[1:3]
     page = jnp.take_along_axis(tables, jnp.minimum(positions // G, tables.shape[1] - 1), axis=1)
     slots = (layer * pages + page) * G + positions % G
@@ -76,10 +76,10 @@ def read_tokens(
 
 
 def mark(filled: Bool[Array, "P G"], slots: Int[Array, "T"], value: bool) -> Bool[Array, "P G"]:
-    """Set what is said of each slot; −1 is dropped."""
+    """Set the flag of each slot to ``value``; −1 is dropped."""
     return write(filled[None], jnp.int32(0), slots, jnp.full(slots.shape, value))[0]
 
 
 def read_filled(filled: Bool[Array, "P G"], tables: Int[Array, "R Pr"]) -> Bool[Array, "R S"]:
-    """What is said of each context position of the rows' pages."""
+    """Return the flag of each context position of the rows' pages."""
     return read(filled[None], jnp.int32(0), tables)

@@ -1,9 +1,9 @@
 """Rotary position embedding, plain and YaRN (arXiv 2104.09864; 2309.00071 §3).
 
-`O` is the rotary width of a head. Frequencies are worked out on the host from `RopeConfig`, in float32 and in
+`O` is the rotary width of a head. Frequencies are computed on the host from `RopeConfig`, in float32 and in
 transformers' order of operations: at position 4,096 one unit in the last place of a frequency already turns a pair by
-2e-4 radians, so computing them "better" would move logits away from the reference. The correction of the softmax
-scale that belongs to YaRN is `ModelConfig.softmax_scale`.
+2e-4 radians, so computing them "better" would move logits away from the reference. YaRN's correction of the
+softmax scale is in `ModelConfig.softmax_scale`.
 """
 
 import math
@@ -18,14 +18,14 @@ from dsjax.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> Float[np.ndarray, "{dim//2}"]:
-    """Radians per position of each rotated pair, float32: `theta^(-2i/dim)`, stretched where YaRN says so.
+    """Return the radians per position of each rotated pair, float32: `theta^(-2i/dim)`, stretched by YaRN if set.
 
     YaRN divides a frequency by `factor` (interpolation) where its wavelength is long against the original context,
     keeps it (extrapolation) where it is short, and goes from one to the other on a linear ramp between the pairs that
     turn `beta_fast` and `beta_slow` times in `original_max_position_embeddings` positions.
     """
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
-    # The power alone is taken in float64 and rounded once: NumPy's own float32 power is a unit off in some places.
+    # Only the power is computed in float64 and rounded once: NumPy's float32 power is a unit off for some values.
     powers = (rope.theta ** exponents.astype(np.float64)).astype(np.float32)
     plain = np.float32(1) / powers
     if rope.type == "default":
@@ -36,7 +36,7 @@ def inverse_frequencies(rope: RopeConfig, dim: int) -> Float[np.ndarray, "{dim//
 
 
 def _ramp(rope: RopeConfig, dim: int) -> Float[np.ndarray, "{dim//2}"]:
-    """0 for the pairs that keep their frequency, 1 for those that are stretched in full, linear between."""
+    """Return 0 for pairs that keep their frequency, 1 for fully stretched ones, linear in between."""
 
     def pair_turning(turns: float) -> float:
         context = rope.original_max_position_embeddings
@@ -60,7 +60,7 @@ class Rotation:
     ``Rotation.at(positions, rope, O)(x)`` turns each pair of ``x`` by ``position × frequency``, in float32, and returns
     it in the dtype of ``x``. ``x`` has the leading dimensions of ``positions``, then possibly a heads axis.
 
-    ``rope.interleave`` says which elements are a pair of the *input*: (0, 1), (2, 3), … or (0, O/2), (1, O/2 + 1), …
+    ``rope.interleave`` says which elements of the *input* form a pair: (0, 1), (2, 3), … or (0, O/2), (1, O/2 + 1), …
     The *output* has all first elements, then all second ones, in both cases: queries and keys are permuted alike, so
     that scores are those of transformers' V3 class (which does the same) and of its V2 class (which leaves the pairs
     in place).
@@ -72,12 +72,12 @@ class Rotation:
 
     @classmethod
     def at(cls, positions: Int[Array, "*b"], rope: RopeConfig, dim: int) -> "Rotation":
-        """The rotation of tokens at ``positions``, for rotary parts of width ``dim``."""
+        """Return the rotation of tokens at ``positions``, for rotary parts of width ``dim``."""
         angles = positions[..., None].astype(jnp.float32) * inverse_frequencies(rope, dim)
         return cls(jnp.cos(angles) * rope.cos_sin_scale, jnp.sin(angles) * rope.cos_sin_scale, rope.interleave)
 
     def __call__(self, x: Float[Array, "*batch O"]) -> Float[Array, "*batch O"]:
-        """``x`` with each of its pairs turned by the angle of its token; shape and dtype stay."""
+        """Rotate each pair of ``x`` by the angle of its token; shape and dtype stay."""
         heads = (1,) * (x.ndim - self.cos.ndim)
         shape = (*self.cos.shape[:-1], *heads, self.cos.shape[-1])
         cos, sin = self.cos.reshape(shape), self.sin.reshape(shape)
@@ -87,7 +87,7 @@ class Rotation:
 
 
 def _pairs(x: Float[Array, "*batch O"], interleave: bool) -> tuple[Array, Array]:
-    """The first and the second elements of the pairs, each `[..., O/2]`."""
+    """Return the first and the second elements of the pairs, each `[..., O/2]`."""
     if interleave:
         return x[..., 0::2], x[..., 1::2]
     half = x.shape[-1] // 2

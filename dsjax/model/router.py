@@ -26,14 +26,14 @@ class Routing(NamedTuple):
 class ExpertRouter(nnx.Module):
     """Sigmoid routing with a correction bias (V3: ``noaux_tc``), or softmax routing (V2), limited to groups of experts.
 
-    Another router inherits it and overrides ``choose``: ``ModelConfig.router`` has its class (``docs/examples/hash_router.py``).
+    For another router, subclass this, override ``choose`` and set ``ModelConfig.router`` to the class (``docs/examples/hash_router.py``).
     """
 
     def __init__(self, declare: Declaration, config: ModelConfig):
         self.config = config
         E = config.n_routed_experts
         self.weight = declare.parameter((config.hidden_size, E), ("embed", "router_experts"))
-        self.scored = 2 if config.topk_method == "noaux_tc" else 1  # best experts of a group, which add up to its score
+        self.scored = 2 if config.topk_method == "noaux_tc" else 1  # best experts of a group, whose sum is its score
         if config.topk_method == "noaux_tc":
             self.bias = declare.parameter((E,), ("router_experts",), init="zeros", dtype=jnp.dtype(jnp.float32))
 
@@ -43,7 +43,7 @@ class ExpertRouter(nnx.Module):
             return self.choose(multiply(self, x.astype(jnp.float32)), tokens)
 
     def choose(self, logits: Float[Array, "*b E"], tokens: Int[Array, "*b"]) -> Routing:
-        """Experts and weights from each token's logits and id. The bias decides which experts are chosen, never their weights."""
+        """Return experts and weights from each token's logits and id. The bias affects which experts are chosen, never their weights."""
         scores = self.scores(logits)
         choice = scores + value_of(self.bias) if hasattr(self, "bias") else scores
         if self.config.routed_groups is not None:
@@ -51,14 +51,14 @@ class ExpertRouter(nnx.Module):
         return self.weigh(scores, jax.lax.top_k(choice, self.config.num_experts_per_tok)[1])
 
     def weigh(self, scores: Float[Array, "*b E"], ids: Int[Array, "*b K"]) -> Routing:
-        """These experts with the weights that their scores give them."""
+        """Return these experts with weights from their scores."""
         weights = jnp.take_along_axis(scores, ids, axis=-1)
         if self.config.norm_topk_prob:
             weights = weights / (add_in_order(weights)[..., None] + 1e-20)
         return Routing(ids, weights * self.config.routed_scaling_factor, scores)
 
     def scores(self, logits: Float[Array, "*b E"]) -> Float[Array, "*b E"]:
-        """Sigmoid, √softplus (V4), or softmax, added up in an order that does not depend on how many rows there are."""
+        """Return sigmoid, √softplus (V4) or softmax scores; softmax sums in an order that does not depend on the number of rows."""
         if self.config.scoring_func == "sigmoid":
             return jax.nn.sigmoid(logits)
         if self.config.scoring_func == "sqrtsoftplus":
@@ -67,22 +67,22 @@ class ExpertRouter(nnx.Module):
         return powers / add_by_halves(powers)[..., None]
 
     def _mask_groups(self, choice: Float[Array, "*b E"]) -> Float[Array, "*b E"]:
-        """−inf for experts outside the best groups: with a negative bias, every score of a chosen group may be below 0."""
+        """Mask experts outside the best groups with −inf: with a negative bias, every score of a chosen group may be below 0."""
         grouped = rearrange(choice, "... (g e) -> ... g e", g=self.config.n_group)
-        # Of at most two terms, which have one order. Terms read out one by one would make XLA sort instead of taking the best.
+        # A sum of at most two terms has one order. Reading the terms one by one would make XLA sort instead of using top-k.
         best = jax.lax.top_k(grouped, self.scored)[0]
         chosen = jax.lax.top_k(jnp.sum(best, axis=-1), self.config.topk_group)[1]
         keep = jnp.any(chosen[..., None] == jnp.arange(self.config.n_group), axis=-2)
         return rearrange(jnp.where(keep[..., None], grouped, -jnp.inf), "... g e -> ... (g e)")
 
     def product(self, x: Float[Array, "*b D"]) -> Float[Array, "*b E"]:
-        """Every expert's logit of each token: what ``Matrix.product`` is of a matrix."""
+        """Return each token's logits of all experts, as ``Matrix.product`` does for a matrix."""
         weight = value_of(self.weight).astype(jnp.float32)
         return jnp.einsum("...d,de->...e", x, weight, precision=jax.lax.Precision.HIGHEST)
 
 
 class HashRouter(ExpertRouter):
-    """A token's id decides on its experts, and their scores on the weights (V4's report, section 2.1)."""
+    """Router that looks up a token's experts by its id; their scores give the weights (V4's report, section 2.1)."""
 
     def __init__(self, declare: Declaration, config: ModelConfig):
         super().__init__(declare, config)
@@ -91,5 +91,5 @@ class HashRouter(ExpertRouter):
         self.experts_of_token = declare.parameter(chosen, (None, None), init="zeros", dtype=jnp.dtype(jnp.int32))
 
     def choose(self, logits: Float[Array, "*b E"], tokens: Int[Array, "*b"]) -> Routing:
-        """The token's row of the table."""
+        """Look up each token's experts in the table."""
         return self.weigh(self.scores(logits), value_of(self.experts_of_token)[tokens])

@@ -38,11 +38,11 @@ class GroupShape:
 @jax.tree_util.register_dataclass
 @dataclass
 class RowGroup:
-    """What a row group computes: ``length`` tokens of each row from position ``start`` on; ``length`` 0 is padding.
+    """A row group's part of a step: ``length`` tokens of each row from position ``start`` on; ``length`` 0 is padding.
 
-    tables: the pages of each row's context, and behind them its ring of window pages.
-    prompt_length: position at which each row's answer begins: tokens before it have the prompts' MLA form, the others the decodes'.
-        None: all tokens have ``shape.form``.
+    tables: the pages of each row's context, followed by its ring of window pages.
+    prompt_length: position at which each row's output begins: tokens before it use the prefill MLA form, the others the decode form.
+        None: all tokens use ``shape.form``.
     """
 
     tokens: Int[Array, "B R C"]
@@ -63,7 +63,7 @@ class RowGroup:
 
     @staticmethod
     def pack(tokens: np.ndarray, start: np.ndarray, length: np.ndarray, tables: np.ndarray) -> np.ndarray:
-        """``[B, W]`` int32 from NumPy arrays of the fields' shapes: one transfer carries a step's inputs."""
+        """Return ``[B, W]`` int32 from NumPy arrays of the fields' shapes, so that one transfer carries a step's inputs."""
         return np.concatenate(
             [rearrange(a, "b ... -> b (...)") for a in (tokens, start, length, tables)], axis=1, dtype=np.int32
         )
@@ -80,7 +80,7 @@ class RowGroup:
 
     def slots(self, page_size: int) -> Int[Array, "B R C"]:
         """Cache slot of each token on its rank, −1 for padding."""
-        # Positions are not negative, so that division and remainder need not look for that.
+        # Positions are never negative, so division and remainder need not handle signs.
         positions = self.positions
         index, offset = jax.lax.div(positions, page_size), jax.lax.rem(positions, page_size)
         page = jnp.take_along_axis(
@@ -98,7 +98,7 @@ class RowGroup:
 
 
 def unpack(packed: Int[Array, "B W"], shapes: Sequence[GroupShape]) -> list[RowGroup]:
-    """The groups of ``shapes``, whose integers stand one after the other."""
+    """Return the groups of ``shapes``, whose integers are concatenated in ``packed``."""
     ends = np.cumsum([shape.packed_width for shape in shapes])[:-1]
     return [RowGroup.unpack(part, shape) for part, shape in zip(jnp.split(packed, ends, axis=1), shapes, strict=True)]
 
@@ -109,7 +109,7 @@ def flatten(parts: list[Array]) -> Array:
 
 
 def with_tokens(groups: Sequence[RowGroup], tokens: Int[Array, "B T"]) -> list[RowGroup]:
-    """The groups with these tokens in place of their own, laid out as by ``flatten``."""
+    """Return the groups with their tokens replaced by these, laid out as by ``flatten``."""
     ends = np.cumsum([group.shape.tokens for group in groups])[:-1]
     parts = zip(groups, jnp.split(tokens, ends, axis=1), strict=True)
     return [replace(group, tokens=rearrange(own, "b (r c) -> b r c", c=group.shape.chunk)) for group, own in parts]

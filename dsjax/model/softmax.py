@@ -1,4 +1,4 @@
-"""Attention over a context in blocks (online softmax), so that only a block's scores exist at a time; and log-probabilities."""
+"""Blockwise attention (online softmax), which holds the scores of only one block at a time; and log-probabilities."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -22,7 +22,7 @@ def attend_in_blocks(
     block: int,
     filled: Callable[[Int[Array, ""]], Bool[Array, "R S"]] | None = None,
 ) -> Float[Array, "R Q1 Q2 W"]:
-    """Causal attention of queries at ``positions`` over ``num_blocks × block`` context positions, in float32.
+    """Compute causal attention of queries at ``positions`` over ``num_blocks × block`` context positions, in float32.
 
     Q1, Q2: queries and heads, in either order; ``positions`` has size 1 in the axis of the heads.
     ``fetch(i)`` reads block ``i``; ``score`` gives its scaled scores, ``weigh`` the weighted sum of its values.
@@ -93,7 +93,7 @@ def _causal_filled(
 
 
 def log_softmax(logits: Float[Array, "*b V"]) -> Float[Array, "*b V"]:
-    """``jax.nn.log_softmax`` over the last axis, with the same bits for a row in every program (``docs/exactness.md``).
+    """``jax.nn.log_softmax`` over the last axis, bit-identical for a row in every program (``docs/exactness.md``).
 
     XLA's order of a row's sum depends on the rest of the program: under ``jax.grad`` the same logits would have other log-probabilities.
     """

@@ -1,4 +1,4 @@
-"""``Stage``: a run of a model's layers on devices of its own, and how layers are divided among stages (``docs/pipeline.md``)."""
+"""``Stage``: consecutive layers of a model on their own devices, and the division of layers among stages (``docs/pipeline.md``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsjax.errors import UserError
 from dsjax.model.parameter_counts import expert_parameters, layer_parameters, parameter_counts
 from dsjax.model.window import ParameterWindow
 
-if TYPE_CHECKING:  # it brings JAX in, which the planner does without
+if TYPE_CHECKING:  # imports JAX, which the planner does without
     from sharding.layer_placement import LayerPlacements
 
 
@@ -31,19 +31,19 @@ class Stage:
 
     @property
     def begins(self) -> bool:
-        """Whether tokens enter here: the first stage."""
+        """Whether tokens enter at this stage (the first)."""
         return self.number == 0
 
     @property
     def ends(self) -> bool:
-        """Whether tokens are made here: the last stage."""
+        """Whether this stage produces tokens (the last)."""
         return self.number == self.count - 1
 
     def __str__(self) -> str:
         return f"stage {self.number}"
 
     def config(self, whole: ModelConfig) -> ModelConfig:
-        """The configuration of a model that has this stage's layers alone; MTP modules are the last stage's."""
+        """Return the configuration of a model with only this stage's layers; the last stage has the MTP modules."""
         dense = self.layers - len(self._moe_rows(whole))
         modules = whole.num_nextn_predict_layers if self.ends else 0
         routed = whole.n_routed_experts if dense < self.layers or modules else 0
@@ -58,30 +58,30 @@ class Stage:
         )
 
     def in_whole(self, whole: ModelConfig) -> ModelConfig:
-        """The whole model, with stacks in which this stage's layers have the names that they have here."""
+        """Return the whole model's configuration, with stacks that name this stage's layers as the stage does."""
         borders = self.first, self.first + self.layers
         return (
             whole if whole.v4 is None else dataclasses.replace(whole, v4=dataclasses.replace(whole.v4, borders=borders))
         )
 
     def _moe_rows(self, whole: ModelConfig) -> range:
-        """The rows of a placement that are of this stage's layers: their places among the layers with experts."""
+        """Return the rows of a placement for this stage's layers: their indices among the MoE layers."""
         first, end = (
             bisect_left(moe_layers(whole.layer_runs), layer) for layer in (self.first, self.first + self.layers)
         )
         return range(first, end)
 
     def first_row(self, whole: ModelConfig) -> int:
-        """Where this stage's layers begin among those that have experts: the row of a placement."""
+        """Return this stage's first row of a placement: the number of MoE layers before it."""
         return self._moe_rows(whole).start
 
     def placement(self, whole: LayerPlacements, config: ModelConfig) -> LayerPlacements:
-        """The rows of a placement that are of this stage's layers. config: of the whole model, the modules' rows behind it."""
+        """Return the rows of a placement for this stage's layers; rows of MTP modules come last. config: of the whole model."""
         own, rows = self._moe_rows(config), whole.physical_to_logical
         return dataclasses.replace(whole, physical_to_logical=rows[own.start : None if self.ends else own.stop])
 
     def window(self, whole: ModelConfig) -> ParameterWindow:
-        """This stage's layers of the parameters of ``in_whole``; what is in no stack of layers is whole."""
+        """Return the window on this stage's layers of ``in_whole``'s parameters; parameters outside layer stacks are whole."""
         borders = self.first, self.first + self.layers
         return ParameterWindow(
             {
@@ -94,8 +94,8 @@ class Stage:
 def stages_of(config: ModelConfig, count: int, *, given: str | None = None, mtp: bool = False) -> list[Stage]:
     """Divide a model's layers among stages.
 
-    given: of ``--pp-layer-partition``, such as ``31,30``; None: so that the stage with most work has as little as can be, and of
-    those divisions one whose earlier stages have more layers. mtp: whether the last stage drafts.
+    given: value of ``--pp-layer-partition``, such as ``31,30``. None: minimise the work of the busiest stage; among equal
+    divisions, prefer more layers in earlier stages. mtp: whether the last stage drafts.
 
     Raises:
         UserError: there are fewer layers than stages, or ``given`` is not ``count`` numbers that add up to the layers.
@@ -120,7 +120,7 @@ def _read(given: str, count: int, layers: int) -> Sequence[int]:
 
 
 def layer_work(config: ModelConfig, mtp: bool = False) -> tuple[list[int], int]:
-    """Parameters that a token is multiplied with, in each layer, and behind the last one: head, and the MTP module if it drafts."""
+    """Return the active parameters per token of each layer, and those after the last layer: head, and the MTP module if it drafts."""
     kinds = [kind for run in config.layer_runs for kind in run.kinds * run.count]
     work = [layer_parameters(config, kind, active=True) for kind in kinds]
     behind = config.vocab_size * config.hidden_size
@@ -135,7 +135,7 @@ def _balanced(config: ModelConfig, count: int, mtp: bool) -> Sequence[int]:
 
     @cache
     def best(first: int, stages: int) -> tuple[int, tuple[int, ...]]:
-        """The least work of the fullest stage, of layers from ``first`` on over so many stages; and their numbers of layers, negated."""
+        """Return the least work of the busiest stage, for layers from ``first`` on; and the stages' numbers of layers, negated."""
         if stages == 1:
             return sum(work[first:]) + behind, (first - len(work),)
         ways = []

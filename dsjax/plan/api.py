@@ -1,4 +1,4 @@
-"""`plan`, `estimate` and `compare`: what `dsjax plan` answers, for notebooks and scripts."""
+"""`plan`, `estimate` and `compare`: the Python API of `dsjax plan`, for notebooks and scripts."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def estimate(cluster: str | Cluster, layout: str, **about: Any) -> Candidate:
 
 
 def compare(cluster: str | Cluster, *layouts: str, **about: Any) -> Comparison:
-    """Compare the first layout with each of the others: ratios with intervals of their own, and what decides them.
+    """Compare the first layout with each of the others: ratios with their own intervals, and what decides them.
 
     Keywords are those of `question`.
     """
@@ -52,13 +52,13 @@ def question(
     throughput: float | None = None,
     **options: Any,
 ) -> Question:
-    """Make what a plan is asked.
+    """Return the question that a plan answers.
 
-    cluster, model: names of bundled ones, files, or the objects. concurrency: requests in flight; request_rate: requests a second; at most
+    cluster, model: bundled names, files, or objects. concurrency: requests in flight; request_rate: requests a second; at most
     one of them. ttft, tpot (seconds), throughput (tokens/s): objectives. options: fields of `PlanOptions`.
 
     Raises:
-        UserError: an unknown cluster, model or engine, or values that do not go together.
+        UserError: an unknown cluster, model or engine, or incompatible values.
     """
     found = find_engine(engine)
     lengths = (one if isinstance(one, Lengths) else Lengths(one) for one in (input_tokens, output_tokens))

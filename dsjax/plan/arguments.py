@@ -1,4 +1,4 @@
-"""The options of `dsjax plan` and its subcommands, each once, checked when made; and the question that they ask."""
+"""Options of `dsjax plan` and its subcommands, each defined once and checked on construction; and the `Question` that they make."""
 
 import dataclasses
 import math
@@ -32,9 +32,9 @@ _CONTEXT = "Cached tokens of every request (step), of the longest (fit). Default
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutArgs(Checked):
-    """What every subcommand is told: model, cluster, engine, lengths, and how weights and caches are kept.
+    """Options of every subcommand: model, cluster, engine, lengths, and formats of weights and caches.
 
-    An option's `needs` are the options, with their values, without which it would be ignored; `excludes` those that it cannot go with.
+    `needs` of an option: the options, with their values, without which it would be ignored. `excludes`: options that conflict with it.
     """
 
     model: str = option("deepseek-v3", "Bundled name, or a directory with config.json.")
@@ -76,10 +76,10 @@ class LayoutArgs(Checked):
                 raise UserError(f"{flag_of(field)} and {flag_of(other)} exclude each other; leave one of them out")
 
     def question(self) -> Question:
-        """The question that is asked. An option that a subcommand does not have is at its default.
+        """Return the question. Options that a subcommand does not have take their defaults.
 
         Raises:
-            UserError: a file that cannot be read, or values that do not go together.
+            UserError: a file cannot be read, or values are incompatible.
         """
         a = SimpleNamespace(**_DEFAULTS | vars(self))
         config = load_config(a.model)
@@ -105,7 +105,7 @@ class FitArgs(LayoutArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class TimedArgs(LayoutArgs):
-    """What the subcommands that say how long steps take are told besides: which layouts, and what their times are made of."""
+    """Further options of the subcommands that estimate step times: the layouts, and the sources of their times."""
 
     classes: list[str] | None = option(
         None,
@@ -177,7 +177,7 @@ class StepArgs(TimedArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceArgs(TimedArgs):
-    """What the subcommands that search for a deployment are told besides: its load, its objectives and its instances."""
+    """Further options of the subcommands that search for a deployment: its load, objectives and instances."""
 
     mode: str = option("both", "Whether instances do both phases or one each.", choices=tuple(_MODES))
     max_concurrency: float | None = option(None, "Requests in flight; default: as many as pays.")

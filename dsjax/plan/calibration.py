@@ -1,4 +1,4 @@
-"""What blind predictions missed by: the correction and the interval of a figure, and the interval of a ratio of two.
+"""Calibration by the errors of blind predictions: the correction and interval of a figure, and the interval of a ratio of two.
 
 A blind prediction was committed before its measurement was read (docs/plan-validation.md). A figure's correction is the median of
 measured ÷ predicted over blind predictions of the same kind and distance, and its 90 % interval lies between their 5 % and 95 % quantiles,
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 RATE, TPOT, TTFT, TTFT_MEDIAN, TTFT_P99 = "rate", "tpot", "ttft", "ttft_median", "ttft_p99"
 HOST, WIDE, FAR, DRAFTS = "one host", "several hosts", "another device or engine", "with drafts"
-"""Distance of a blind prediction from what tables of operations were measured on: one host of the same die, groups over several of them,
-anything else; and runs with drafts, whose share that is accepted no table has."""
+"""Distance of a blind prediction from the devices of the operator tables: one host with the same die, groups over several such hosts,
+anything else; and runs with drafts, whose acceptance rate is in no table."""
 UNSEEN = "nothing like it was measured"
-"""Distance of plans that have something which no blind prediction had (`unseen`): no group is theirs, and they take the widest ends."""
+"""Distance of plans with a property that no blind prediction had (`unseen`): they have no group and take the widest ends."""
 LONGER = "longer prompts than said"
 ALONE = (DRAFTS, LONGER, "prompts as most likely sent", "engine not warmed up")
-"""Distances whose predictions stand for nothing but themselves: no other group borrows from them. Two are of a benchmark whose client most
-likely sent prompts five times as long as its results say, predicted as said and as sent; one is P99 of the TTFT with a cold engine."""
+"""Distances whose predictions no other group borrows. Two are of a benchmark whose client most likely sent prompts five times as long as
+its results say, predicted as said and as sent; one is the P99 TTFT of a cold engine."""
 LEAST = math.ceil(2 / (1 - LEVEL)) - 1
-"""Predictions that a group needs before both of its ends are defined."""
+"""Fewest predictions of a group for which both ends of its interval are defined."""
 _PROMPTS, _OUTPUTS = (512, 2 * 8192), (400, 2 * 8192)
-"""Mean tokens of prompts and outputs: half the least to twice the most of `configs/blind_predictions.csv`, but for single runs."""
+"""Ranges of mean prompt and output tokens: half the least to twice the most of `configs/blind_predictions.csv`, except single runs."""
 _SIZES = (
     "model_type",
     "hidden_size",
@@ -46,7 +46,7 @@ _SIZES = (
     "n_routed_experts",
     "moe_intermediate_size",
 )
-"""What makes a model's step another one than DeepSeek-V3's and R1's, of which all blind predictions are."""
+"""Fields that distinguish a model's step from that of DeepSeek-V3 and R1, the models of all blind predictions."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Blind:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Quantiles of measured ÷ predicted of `count` predictions, and which these are; errors: of ratios, the logarithms."""
+    """Quantiles of measured ÷ predicted over `count` predictions. of: which predictions these are. errors: logarithms, for ratios."""
 
     low: float
     median: float
@@ -78,15 +78,15 @@ class Calibration:
     errors: Sequence[float] = ()
 
     def interval(self, predicted: float) -> Figure:
-        """The corrected prediction with its interval."""
+        """Return the corrected prediction with its interval."""
         kinds = getattr(predicted, "kinds", Kind.EXACT) | Kind.MEASURED
         return Figure(predicted * self.median, predicted * self.low, predicted * self.high, kinds)
 
 
 def calibrate(blind: Sequence[Blind], kind: str, distance: str) -> Calibration:
-    """The calibration of a kind of figure at a distance, by the first group that is large enough: its own, that of its kind, all.
+    """Calibrate a kind of figure at a distance by the first group that is large enough: its own, its kind at any distance, all.
 
-    What is `UNSEEN` has the median of its kind, between the lowest and the highest end at any distance.
+    `UNSEEN` takes the median of its kind, and the lowest and the highest end at any distance.
 
     Raises:
         ValueError: there are fewer than `LEAST` blind predictions in all.
@@ -109,8 +109,8 @@ def calibrate(blind: Sequence[Blind], kind: str, distance: str) -> Calibration:
 
 
 def calibrate_ratio(blind: Sequence[Blind], kind: str, distance: str | None) -> Calibration:
-    """What ratios of two runs of one round, engine and distance missed by, whose common error cancels; of all distances that stand for
-    others where there are too few at this one. Runs of one engine and source begin with the same letters."""
+    """Calibrate ratios of two runs of one round, engine and distance, whose common error cancels. If this distance has too few runs, use
+    all distances except `ALONE`. Runs of one engine and source begin with the same letters."""
     blind = [b for b in blind if b.kind == kind]
     own = [b for b in blind if b.distance == distance]
     alike: dict[tuple[str, str, str], list[float]] = defaultdict(list)
@@ -130,7 +130,7 @@ def _quantiles(errors: Sequence[float]) -> tuple[float, float, float]:
 
 @functools.cache
 def blind_predictions() -> tuple[Blind, ...]:
-    """`configs/blind_predictions.csv`."""
+    """Return the rows of `configs/blind_predictions.csv`."""
     text = bundled_text("blind_predictions.csv")
     return tuple(
         Blind(row["round"], row["run"], row["kind"], row["distance"], float(row["predicted"]), float(row["measured"]))
@@ -151,7 +151,7 @@ def ratio_calibration(kind: str, distance: str | None) -> Calibration:
 
 
 def unseen(candidate: Candidate) -> list[str]:
-    """What a deployment has that no blind prediction had, in words."""
+    """Return, in words, the properties of a deployment that no blind prediction had."""
     decode, work, options = candidate.decode, candidate.decode.workload, candidate.decode.options
     config, usual = decode.config, load_config("deepseek-v3")
     sides = [instance for instance, _ in candidate.sides]
@@ -174,7 +174,7 @@ def unseen(candidate: Candidate) -> list[str]:
 
 
 def distance_of(candidate: Candidate) -> str:
-    """How far a deployment is from what was measured."""
+    """Return the distance of a deployment from what was measured."""
     if unseen(candidate):
         return UNSEEN
     if candidate.decode.options.drafts:
@@ -184,17 +184,17 @@ def distance_of(candidate: Candidate) -> str:
 
 
 def ends(known: Calibration, predicted: float) -> dict[str, Any]:
-    """Stable fields: the corrected prediction, by which factor it was corrected, the ends that hold 90 %, and what they rest on."""
+    """Return stable fields: the corrected prediction, its correction factor, the 90 % interval, and the predictions behind it."""
     figure = known.interval(predicted)
     corrected = {"corrected": float(figure), "correction": known.median}
     return {**corrected, "low": figure.low, "high": figure.high, "by": known.of, "predictions": known.count}
 
 
 def calibrated(candidate: Candidate) -> dict[str, Any]:
-    """Fields for the winner: its rate and TPOT as `ends` has them, the interval's `level`, and `unseen`: what no blind prediction had.
+    """Return the winner's fields: rate and TPOT as from `ends`, the interval's `level`, and what is `unseen` in blind predictions.
 
-    Blind rounds played their loops, whose rate and TPOT the mean-value answer has within a few percent. Its TTFT is that of steady state,
-    which no benchmark reports and no blind prediction was of: `simulation/outcome.py` has those that are.
+    Blind rounds simulated their closed loops; the mean-value estimate gives the same rate and TPOT within a few percent. Its TTFT is that
+    of steady state, which no benchmark reports and no blind prediction covers; `simulation/outcome.py` has the TTFTs that they cover.
     """
     distance = distance_of(candidate)
     figures = (("output_tokens_per_s", RATE, candidate.throughput), ("tpot_s", TPOT, candidate.tpot))

@@ -1,6 +1,6 @@
-"""What a start waits for before anything is compiled, and how long `dsjax serve` is silent after a host of a mesh is lost.
+"""Time of a cold start before compilation, and the time for which `dsjax serve` is silent after it loses a host of a mesh.
 
-A start waits for each host's share of the checkpoint, at what storage and network give; for losses see docs/many-hosts.md.
+A start waits until each host has read its share of the checkpoint, as fast as storage and network allow. For losses see docs/many-hosts.md.
 """
 
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ _DIVIDED_BY_TP = ("attention", "dense MLP", "shared experts", "embedding and hea
 
 
 def files_precision(instance: Instance) -> Precision:
-    """Precision of the files that an instance is loaded from: the model's own, unless another engine loads what it can multiply by."""
+    """Return the precision of an instance's checkpoint: the model's own, or for another engine the one it computes in."""
     chosen = instance.options.precision
     return chosen if instance.options.engine.name in LAUNCHED else of_files(instance.config, chosen)
 
 
 def host_bytes(instance: Instance) -> int:
-    """Bytes of weights that the process of one host reads: each different shard that its devices hold, once (`docs/many-hosts.md`).
+    """Return the bytes of weights that one host's process reads: each distinct shard on its devices, once (`docs/many-hosts.md`).
 
-    Latents' projections and norms, whole on every device, are counted with the heads' matrices, which `tp` divides: a little too many bytes
-    where `tp` > 1. Each stage is counted as the fullest one.
+    The latents' projections and norms, replicated on every device, are counted with the heads' matrices, which `tp` divides: slightly too
+    many bytes if `tp` > 1. Each stage is counted as the fullest one.
     """
     layout, mesh, precision = instance.layout, instance.layout.mesh, files_precision(instance)
     drafts, per_host = instance.options.drafts > 0, instance.cluster.devices_per_host
@@ -34,7 +34,7 @@ def host_bytes(instance: Instance) -> int:
     devices = min(mesh.stage_devices, per_host)
     parts = {"experts": min(devices, mesh.stage_devices // mesh.expert_copies)}
     parts |= dict.fromkeys(_DIVIDED_BY_TP, min(mesh.tp_size, devices))
-    if layout.fused:  # each device has it whole, or as many parts of it as an expert has
+    if layout.fused:  # each device has all of it, or it is split into as many parts as an expert
         parts["shared experts"] = min(mesh.expert_width_shards, devices)
     weights = weight_bytes(instance.config, layout, precision, drafts)
     beside = 0
@@ -44,7 +44,7 @@ def host_bytes(instance: Instance) -> int:
 
 
 def storage_rate(cluster: Cluster) -> float:
-    """Bytes a second at which one host reads a checkpoint while all do: of the cluster file, or assumed, within what its cards give."""
+    """Return each host's rate to read a checkpoint while all do, in bytes/s: from the cluster file, or assumed within its cards' rate."""
     if cluster.storage is not None:
         return cluster.storage
     rate = assumption("storage, of each host")
@@ -52,7 +52,7 @@ def storage_rate(cluster: Cluster) -> float:
 
 
 def reading(cluster: Cluster, size: float) -> Figure:
-    """Seconds in which a host reads so many bytes."""
+    """Return the seconds in which a host reads `size` bytes."""
     [seconds] = spread(lambda: [size / storage_rate(cluster)])
     seconds.unit = "s"
     return seconds
@@ -65,9 +65,9 @@ def cold_start(*instances: Instance) -> Figure:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What the loss of one host costs.
+    """Cost of losing one host.
 
-    compiling: more seconds unless the smaller mesh was compiled ahead, which is never so where experts have devices of their own.
+    compiling: additional seconds unless the smaller mesh was compiled ahead, which is never the case with AFD.
     """
 
     read: Figure  # bytes of experts that the other hosts read from the checkpoint
@@ -81,9 +81,9 @@ class Recovery:
 
 
 def recovery(instance: Instance) -> Recovery | None:
-    """What the loss of one host costs; None where it ends the instance: of one host, or of stages, whose processes all end.
+    """Return the cost of losing one host; None if the loss ends the instance (one host, or stages, whose processes all end).
 
-    Where experts have devices of their own, the host is one with attention, which waits for a process with experts to come back.
+    With AFD, the lost host is an attention host; for a lost expert process, attention waits until it comes back.
     """
     cluster, layout = instance.cluster, instance.layout
     hosts = layout.mesh.num_devices // cluster.devices_per_host
@@ -92,8 +92,8 @@ def recovery(instance: Instance) -> Recovery | None:
     held = 0 if layout.experts else instance.memory.weights.get("experts", 0)
 
     def compute() -> tuple[float, float, float]:
-        # A survivor reads the experts of its new part that it did not hold. It holds one in `hosts` of them, by chance: the order of
-        # devices changes with each mesh epoch.
+        # A survivor reads the experts of its new share that it did not hold. By chance it held one in `hosts` of them, because the order
+        # of devices changes with each mesh epoch.
         read = held * layout.devices * (1 - 1 / hosts)
         seconds = assumption("noticing a process that died") + assumption("meeting, a new generation")
         if read:

@@ -1,4 +1,4 @@
-"""`DryRun`: what `dsjax dryrun --json` read from a compiled step."""
+"""`DryRun`: the figures that `dsjax dryrun --json` read from a compiled step."""
 
 import datetime
 from pathlib import Path
@@ -43,7 +43,7 @@ class _Memory(msgspec.Struct, frozen=True):
 
 
 class _OneMesh(msgspec.Struct):
-    """Whether it is of one mesh without stages, as a plan takes it."""
+    """Checks that a dry run is of one mesh without stages, the only kind that a plan takes."""
 
     expert_mesh: Any = None
     stages: Any = None
@@ -56,7 +56,7 @@ class _OneMesh(msgspec.Struct):
 
 
 class DryRun(msgspec.Struct, frozen=True):
-    """One JSON of `dsjax dryrun`; all figures are one device's, in one run of the step.
+    """One JSON file of `dsjax dryrun`. All figures are for one device and one run of the step.
 
     batch: rows of a DP rank, of `chunk` tokens each. context: positions of a row's page table. halves: the step is computed in two halves
     that overlap. written: the file's date.
@@ -92,14 +92,14 @@ class DryRun(msgspec.Struct, frozen=True):
 
     @property
     def timeline(self) -> Figure | None:
-        """Its predicted seconds, where the file has them."""
+        """Predicted seconds of the step, or None if the file has none."""
         ends = self.predicted and self.predicted.step
         kinds = Kind.COMPILED | Kind.ASSUMPTION
         return ends and Figure(ends.value, ends.low, ends.high, kinds, name="timeline", unit="s")
 
     @property
     def temporaries(self) -> float:
-        """Bytes beside weights and cache: temporaries, outputs that are no cache, and code where it was read."""
+        """Bytes besides weights and cache: temporaries, outputs other than the cache, and code if known."""
         memory = self.device_bytes
         size = memory.temporaries + max(0, memory.outputs - memory.aliased) + (memory.code or 0)
         made = [f"{name} {version}" for name, version in (self.versions or {}).items()]
@@ -108,12 +108,12 @@ class DryRun(msgspec.Struct, frozen=True):
         return drawn(Figure(size, kinds=Kind.COMPILED, **about))
 
     def layout(self, config: ModelConfig) -> InstanceLayout:
-        """One copy of the experts: what a plan prices."""
+        """Return the layout of one copy of the experts, which is what a plan prices."""
         return InstanceLayout(MeshSpec.parse(self.mesh), self.physical_experts - config.n_routed_experts).unit
 
 
 def read_dry_run(path: str | Path) -> DryRun:
-    """Read one file. Raises `UserError`: it cannot be read, or is not what `dsjax dryrun --json` writes."""
+    """Read one file. Raises `UserError` if it cannot be read or is not from `dsjax dryrun --json`."""
     command = "dsjax dryrun --model … --mesh … --target … --json FILE"
     read_json("--compiled", path, _OneMesh, command)
     run = read_json("--compiled", path, DryRun, command)

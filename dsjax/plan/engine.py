@@ -1,4 +1,4 @@
-"""`Engine`: what a serving program can do, so that nothing is credited to a plan which the program that runs it lacks."""
+"""`Engine`: the capabilities of a serving engine, so that a plan is credited only with what its engine can do."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from dsjax.toml_files import read_toml
 
 @dataclass(frozen=True)
 class Engine:
-    """Capabilities, and how the engine computes.
+    """Capabilities of an engine, and how it computes.
 
-    eager: starts the kernels of a prefill step, and each pass of the MTP module, one by one; otherwise one compiled program has all of
-    them. fp8_rate: the most operations a second (value, low, high) of dense FP8 products on Blackwell, of SGLang with `--fp8-gemm-backend
-    flashinfer_trtllm`.
+    eager: starts the kernels of a prefill step, and each pass of the MTP module, one by one; otherwise one compiled program contains
+    them all. fp8_rate: maximum operations a second (value, low, high) of dense FP8 products on Blackwell, of SGLang with
+    `--fp8-gemm-backend flashinfer_trtllm`.
     """
 
     name: str
     balances: bool  # places experts by their load
-    overlaps: bool  # two half batches
+    overlaps: bool  # two-batch overlap
     transfers: bool  # sends caches from prefill to decode
-    drafts: bool  # makes them with the MTP module, at most `most_drafts` a step
+    drafts: bool  # drafts with the MTP module, at most `most_drafts` a step
     fp4: bool  # loads FP4 experts
     fp8_cache: float | None  # bytes a value of its FP8 latent cache, None without one
     int8: bool  # loads block-wise INT8 weights
     shared_beside: bool  # decode computes the shared expert beside the routed ones
     holds_prompts: bool  # with attention DP, prompts wait until every replica has some
     mixes: bool  # a step of a DP rank has prompts and decodes; otherwise its decodes wait
-    apart: bool  # attention and experts on devices of their own
-    of_models: str = ""  # which, where it lacks something with them alone, as messages say it
+    apart: bool  # attention–FFN disaggregation (AFD)
+    of_models: str = ""  # for messages: the models for which it lacks something
     dispatch: str = "deepep"  # the default method
     eager: bool = True
     most_drafts: int | None = None
-    widens_fp4: bool = False  # multiplies by them in bf16
+    widens_fp4: bool = False  # computes FP4 weights in bf16
     fp8_mla: bool = False  # decode multiplies an FP8 cache in FP8 on an H20
     fp8_rate: tuple[float, float, float] | None = None
 
     def serving(self, config: ModelConfig) -> Engine:
-        """This engine without what it lacks with this model."""
+        """Return this engine without the capabilities that it lacks for this model."""
         lacks = _WITHOUT.get(config.model_type, {}).get(self.name, [])
         able = {what: None if what == "fp8_cache" else False for what in lacks}
         return dataclasses.replace(self, **able, of_models=f" of a {config.model_type} model" if lacks else "")
 
     def precision(self, chosen: Precision) -> Precision:
-        """What was chosen, with an FP8 cache as this engine keeps it, and FP4 where it has it."""
+        """Return the chosen precision with this engine's FP8 cache format, and FP4 only where the engine has it."""
         if self.widens_fp4:
             chosen = chosen.only_experts_packed()
         if chosen.cache >= BF16 or self.fp8_cache is None:
@@ -59,11 +59,11 @@ class Engine:
 
 CREDITS: dict[str, dict[str, str]] = read_toml("credits", "engines", "credits")
 _WITHOUT: dict[str, dict[str, list[str]]] = CREDITS.pop("without")
-"""Family of models → engine → capabilities that it lacks with them."""
+"""Family of models → engine → capabilities that it lacks for them."""
 _HOW: dict[str, dict[str, Any]] = CREDITS.pop("how")
-"""Engine → capability → the option or file of the engine that has it; `words`: capability → what a page calls it."""
+"""Engine → capability → the option or file of the engine that provides it; `words`: capability → its name in the docs."""
 CAPABILITIES = tuple(CREDITS["words"])
-"""Fields of `Engine` that make a plan better, and that something must be named for."""
+"""Fields of `Engine` that improve a plan; an option or file must be named for each."""
 
 
 def _engine(name: str, able: Collection[str], fp8_cache: float = 1.0) -> Engine:
@@ -72,15 +72,15 @@ def _engine(name: str, able: Collection[str], fp8_cache: float = 1.0) -> Engine:
 
 
 PUBLISHED = _engine("published", set(CAPABILITIES) - {"holds_prompts", "apart"})
-"""SGLang and TensorRT-LLM with the kernels and overlaps that they publish; fp8_mla: FlashMLA's pull request 82, which the image
-`ghcr.io/antgroup/sglang:h20-blog-release` has and SGLang's releases have not."""
+"""SGLang and TensorRT-LLM with their published kernels and overlaps. fp8_mla: FlashMLA's pull request 82, which is in the image
+`ghcr.io/antgroup/sglang:h20-blog-release` but not in SGLang's releases."""
 _ENGINES = {"dsjax": _engine("dsjax", CREDITS["dsjax"], FP8_CACHE), "published": PUBLISHED}
 _ENGINES |= {name: _engine(name, CREDITS[name]) for name in ("vllm", "sglang", "tensorrt-llm")}
 ENGINES = tuple(_ENGINES)
 
 
 def find_engine(name: str) -> Engine:
-    """By name. Raises `UserError`: no such engine."""
+    """Return an engine by name. Raises `UserError` if there is none of that name."""
     if name not in _ENGINES:
         raise UserError(f"--engine is {name!r}, expected one of {', '.join(ENGINES)}")
     return _ENGINES[name]

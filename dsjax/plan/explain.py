@@ -1,4 +1,4 @@
-"""Why a figure is what it is: the parts of the steps that it is made of, the assumptions behind it, and what each of them moves."""
+"""Derivation of a figure: the parts of its steps, the assumptions behind it, and the effect of each assumption."""
 
 import functools
 import itertools
@@ -16,17 +16,17 @@ EXPLAINED = ("plan", "tpot", "ttft", "throughput", "memory")
 
 @functools.cache
 def labels() -> dict[str, str]:
-    """Name of an input → the field's name for it, where they differ."""
+    """Return name of an input → the field's name for it, where they differ."""
     return tomllib.loads(bundled_text("input_labels.toml"))
 
 
 def label(figure: Figure) -> str:
-    """The field's name for an input."""
+    """Return the field's name for an input."""
     return labels().get(figure.name, figure.name)
 
 
 def explain(candidate: Candidate, what: str) -> str:
-    """The derivation of `tpot`, `ttft`, `throughput` or `memory` of a candidate."""
+    """Return the derivation of `tpot`, `ttft`, `throughput` or `memory` of a candidate."""
     memory, steps, compiled = what == "memory", {}, []
     if not memory:
         steps["a decode step"] = candidate.decode.decode_parts(candidate.batch)
@@ -46,8 +46,8 @@ def explain(candidate: Candidate, what: str) -> str:
 
 
 def effects(compute: Callable[[], float]) -> list[tuple[Figure, float, float]]:
-    """Each assumption and measurement that a result depends on, with the result at its low and at its high end ÷ the result; the one
-    that moves it most first. Everything else stays at its middle value."""
+    """Return each assumption and measurement that a result depends on, with the relative result at its low and at its high end, the
+    largest effect first. All others stay at their middle values."""
     with drawing(Draw()) as middle:
         usual = compute()
     found = []
@@ -63,7 +63,7 @@ def effects(compute: Callable[[], float]) -> list[tuple[Figure, float, float]]:
 
 
 def amount(value: float, unit: str) -> str:
-    """A value in a unit that reads well."""
+    """Format a value in a readable unit."""
     if unit == "s":
         for factor, name in ((1.0, "s"), (1e-3, "ms")):
             if abs(value) >= factor:

@@ -1,9 +1,9 @@
 """Figures: numbers with a range, a kind and a source; and draws, which move every uncertain number within its range.
 
-The planner computes with plain floats. Where it needs a number that nobody knows exactly, it calls `assumed` or `measured`, which return
-the middle value, or within ``with drawing(draw)`` the value that the draw has for this name, so that everything that is computed from an
-assumption, in however many places and layouts, moves with it. `spread` runs a computation with many draws and gives each result an
-interval; the difference of two results has an interval of its own, in which what they share cancels.
+The planner computes with plain floats. For an uncertain number it calls `assumed` or `measured`, which return the middle value, or inside
+``with drawing(draw)`` the draw's value for this name. Everything computed from an assumption, in all places and layouts, thus moves with
+it. `spread` runs a computation with many draws and gives each result an interval; the difference of two results has its own interval, in
+which their common part cancels.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from dsjax.toml_files import bundled_text
 LEVEL = 0.9
 """Share of the draws that an interval holds. The ends of an assumption's range are taken as its 5 % and 95 % quantiles."""
 DRAWS = 30
-"""Draws behind an interval of a table: of so many, the second and the last but one lie at either end of an assumption's range.
+"""Draws for an interval in a table: with this number, the second and the last but one lie at the ends of an assumption's range.
 `dsjax plan compare` takes more."""
 TWO_LINES = "{value}\n{low}–{high}"
-"""A form of `Figure.text` for cells of a table."""
+"""Format of `Figure.text` for table cells."""
 
 
 class Kind(enum.IntFlag):
-    """Where a number is from; a result has the kinds of everything that went into it."""
+    """Source of a number. A result has the kinds of all its inputs."""
 
     EXACT = 1
     COMPILED = 2
@@ -40,7 +40,7 @@ class Kind(enum.IntFlag):
     ASSUMPTION = 8
 
     def words(self) -> str:
-        """`measured + assumption`; exact arithmetic is named only where nothing else went in."""
+        """Return text such as `measured + assumption`; `exact` is named only if there is no other kind."""
         return " + ".join(kind.name.lower() for kind in Kind if kind in self and kind is not Kind.EXACT) or "exact"
 
 
@@ -80,7 +80,7 @@ class Figure(float):
         return float(self)
 
     def text(self, factor: float = 1.0, digits: int = 0, form: str = "{value} [{low} … {high}]") -> str:
-        """Write the value and both ends, multiplied by `factor`, with so many decimals."""
+        """Write the value and both ends, multiplied by `factor`, with `digits` decimals."""
         ends = {"value": float(self), "low": self.low, "high": self.high}
         return form.format(**{name: f"{end * factor:,.{digits}f}" for name, end in ends.items()})
 
@@ -116,11 +116,11 @@ class Draw:
 
     @classmethod
     def number(cls, number: int, of: int) -> Draw:
-        """One of a Latin hypercube of draws. The same number has the same places in every computation."""
+        """Return one draw of a Latin hypercube. The same number has the same places in every computation."""
         return cls(lambda name: _places(name, of)[number])
 
     def of(self, figure: Figure) -> float:
-        """The value of an assumption in this draw."""
+        """Return the value of an assumption in this draw."""
         self.seen.setdefault(figure.name, figure)
         place = self._place(figure.name)
         if place == 0.0 or figure.low == figure.high:
@@ -131,7 +131,7 @@ class Draw:
 
 @functools.cache
 def _places(name: str, draws: int) -> tuple[float, ...]:
-    """A normal variable's quantiles, in an order of the name's own, in units of the distance to its 5 % and 95 % quantiles."""
+    """Return quantiles of a normal variable, in an order seeded by the name, in units of the distance to its 5 % and 95 % quantiles."""
     normal, end = statistics.NormalDist(), statistics.NormalDist().inv_cdf((1 + LEVEL) / 2)
     order = np.random.default_rng(zlib.crc32(name.encode())).permutation(draws)
     return tuple(max(-1.0, min(1.0, normal.inv_cdf((float(rank) + 0.5) / draws) / end)) for rank in order)
@@ -142,7 +142,7 @@ _DRAW: ContextVar[Draw | None] = ContextVar("draw", default=None)
 
 @contextlib.contextmanager
 def drawing(draw: Draw) -> Iterator[Draw]:
-    """Within it, `assumed` and `measured` give what the draw has."""
+    """Make `assumed` and `measured` return the draw's values inside the `with` block."""
     before = _DRAW.set(draw)
     try:
         yield draw
@@ -151,23 +151,23 @@ def drawing(draw: Draw) -> Iterator[Draw]:
 
 
 def is_drawing() -> bool:
-    """Whether a draw is at hand: whoever only wants the middle value need not work out a range."""
+    """Whether a draw is active. Without one only middle values are needed, and ranges need not be computed."""
     return _DRAW.get() is not None
 
 
 def drawn(figure: Figure) -> float:
-    """The value of a figure that is kept, such as a measurement from a file, in the draw at hand."""
+    """Return the value of a stored figure, such as a measurement from a file, in the active draw."""
     draw = _DRAW.get()
     return figure if draw is None else draw.of(figure)
 
 
 def measured(value: float, low: float, high: float, name: str, source: str, unit: str = "") -> float:
-    """A published or own measurement, with the spread of what it was read from."""
+    """Return a published or own measurement, with the spread of its source."""
     return _input(value, low, high, Kind.MEASURED, name, source, unit)
 
 
 def assumed(value: float, low: float, high: float, name: str, why: str, unit: str = "") -> float:
-    """A number that nobody has measured here: the range is where we would be surprised to be wrong."""
+    """Return an assumed number that was not measured. A true value outside its range would surprise us."""
     return _input(value, low, high, Kind.ASSUMPTION, name, why, unit)
 
 
@@ -179,12 +179,12 @@ def _input(value: float, low: float, high: float, kind: Kind, name: str, source:
 
 
 def assumption(key: str) -> float:
-    """The value of a figure of `configs/assumptions.toml`, in the draw at hand."""
+    """Return the value of a figure of `configs/assumptions.toml` in the active draw."""
     return drawn(_table()[key])
 
 
 def ends(key: str) -> tuple[float, float, float]:
-    """(value, low, high) of a figure of `configs/assumptions.toml`, whatever the draw."""
+    """Return (value, low, high) of a figure of `configs/assumptions.toml`, regardless of the draw."""
     figure = _table()[key]
     return figure.value, figure.low, figure.high
 
@@ -201,9 +201,9 @@ def _of_row(name: str, row: dict[str, Any]) -> Figure:
 
 
 def spread(compute: Callable[[], Sequence[float]], draws: int | np.ndarray = DRAWS) -> list[Figure]:
-    """Run a computation at the middle values and with so many draws, and give each of its results an interval.
+    """Run a computation at the middle values and with many draws, and return each of its results with an interval.
 
-    compute: must keep nothing from one call to the next that depends on an assumption. draws: how many, or what `samples` gave.
+    compute: must not keep anything that depends on an assumption between calls. draws: their number, or the result of `samples`.
     """
     with drawing(Draw()) as middle:
         values = compute()
@@ -218,7 +218,7 @@ def spread(compute: Callable[[], Sequence[float]], draws: int | np.ndarray = DRA
 
 
 def samples(compute: Callable[[], Sequence[float]], draws: int) -> np.ndarray:
-    """Run a computation with each draw: float64 [draws, results]. The same draws for every computation."""
+    """Run a computation with each draw and return float64 [draws, results]. Every computation gets the same draws."""
     rows = []
     for number in range(draws):
         with drawing(Draw.number(number, draws)):

@@ -1,7 +1,7 @@
-"""How vLLM, SGLang and TensorRT-LLM start what was priced.
+"""Launch commands of vLLM, SGLang and TensorRT-LLM for a plan.
 
-The options of each engine, with their sources, values and conditions, are data: `configs/engines/ENGINE.toml`, whose expressions are over
-`facts_of` an instance.
+Each engine's options, with their sources, values and conditions, are data in `configs/engines/ENGINE.toml`. Its expressions use the names
+of `facts_of`.
 """
 
 import math
@@ -21,19 +21,19 @@ from dsjax.toml_files import bundled_text
 LAUNCHED = ("vllm", "sglang", "tensorrt-llm")
 """Engines whose commands a recipe can hold."""
 KEY = "$API_KEY"
-"""The key that clients must show, for engines that know one; it is in the environment and in no file."""
+"""The API key that clients must send, for engines that support one; it is in the environment, never in a file."""
 FOR_SHELL = {"head": "$HEAD", "address": "$ADDRESS", "key": KEY}
-"""What a shell fills in. An engine listens on the host's own address: by default none of these asks for a key."""
+"""Variables that the shell fills in. An engine listens on the host's own address, because by default no engine asks for a key."""
 PORTS = {"prefill and decode": 8000, "prefill": 8001, "decode": 8002}
 WINDOW = 1000
-"""Steps whose loads a balancer looks at: vLLM's default, and what the published recipes for DeepSeek-R1 give."""
+"""Steps in the load window of an expert balancer: vLLM's default, and the value of the published recipes for DeepSeek-R1."""
 
 
 @dataclass
 class LaunchCommand:
-    """One instance of a service in another engine's words.
+    """Launch command of one instance of a service in another engine.
 
-    config: the configuration file that TensorRT-LLM reads beside its flags.
+    config: the configuration file that TensorRT-LLM reads besides its flags.
     """
 
     engine: str
@@ -45,7 +45,7 @@ class LaunchCommand:
     flags: list[dict[str, str]] = field(default_factory=list)  # for each command, flag → value; `""` without one
     environment: dict[str, str] = field(default_factory=dict)  # variable → value
     config: dict[str, Any] = field(default_factory=dict)
-    lacks: list[str] = field(default_factory=list)  # what the estimate counts on and the command cannot say
+    lacks: list[str] = field(default_factory=list)  # assumed by the estimate, not expressible in the command
 
     @property
     def word(self) -> str:
@@ -58,7 +58,7 @@ class LaunchCommand:
         return f"{self.word}.yaml"
 
     def commands(self) -> list[str]:
-        """One line for a shell on each host of one instance, or one for all hosts; the shell fills in `FOR_SHELL`."""
+        """Return one shell line for each host of an instance, or one for all hosts; the shell fills in `FOR_SHELL`."""
         about, lines = documented(self.engine), []
         variables = ["env", *(f"{name}={value}" for name, value in self.environment.items())]
         across = about.get("across_hosts") if self.hosts > 1 else None
@@ -86,10 +86,10 @@ class LaunchCommand:
 def launch(
     engine: str, model: str, instance: Instance, batch: float, tokens: float, role: str, instances: int
 ) -> LaunchCommand:
-    """One service of a plan as an engine starts it.
+    """Return the command with which an engine starts one service of a plan.
 
     batch: running requests of a DP rank. tokens: prompt tokens of a DP rank in a step. role: `prefill and decode`, `prefill` or
-    `decode`. instances: of the layout; copies of the experts are instances of their own here.
+    `decode`. instances: of the layout; each copy of the experts counts as an instance here.
     """
     layout, cluster = instance.layout.unit, instance.cluster
     hosts = math.ceil(layout.devices / cluster.devices_per_host)
@@ -114,10 +114,10 @@ def launch(
 
 
 def facts_of(instance: Instance, batch: float, step_tokens: float, role: str) -> dict[str, Any]:
-    """What the expressions of `configs/engines` may name: the instance's parts, and what a step was priced with.
+    """Return the names that expressions of `configs/engines` may use: the instance's parts, and the inputs of the priced step.
 
-    Requests (`seqs`) and tokens are of a DP rank. share: of a device's memory that weights and caches take; free: of what is free once
-    the weights are there.
+    Requests (`seqs`) and tokens are of a DP rank. share: fraction of a device's memory for weights and caches. free: fraction of the
+    memory left by the weights for caches.
     """
     work, memory, options, mesh = instance.workload, instance.memory, instance.options, instance.layout.unit.mesh
     decodes, prefills = role != "prefill", role != "decode"
@@ -161,9 +161,9 @@ def facts_of(instance: Instance, batch: float, step_tokens: float, role: str) ->
 
 
 def unfit(engine: str, layout: InstanceLayout, host: int, hardware: Hardware, precision: Precision) -> str | None:
-    """Why an engine cannot run a layout, as far as its documentation says; None where it can.
+    """Return why an engine cannot run a layout according to its documentation; None if it can.
 
-    host: devices of one. hardware: the device, on which TensorRT-LLM's expert kernels depend.
+    host: devices of one host. hardware: the device, on which TensorRT-LLM's expert kernels depend.
     """
     mesh = layout.unit.mesh
     facts = {
@@ -180,9 +180,9 @@ def unfit(engine: str, layout: InstanceLayout, host: int, hardware: Hardware, pr
 
 
 def script(made: Mapping[str, Any], engine: str, launches: list[LaunchCommand], command: str) -> str:
-    """A recipe as one shell script: `sh FILE.sh ROLE [HOST]` starts one host of one instance, `sh FILE.sh front` what joins the sides.
+    """Return a recipe as a shell script. `sh FILE.sh ROLE [HOST]` starts one host of an instance, `sh FILE.sh front` the router.
 
-    made: the recipe. command: what it was planned with.
+    made: the recipe. command: the command that planned it.
     """
     about, front = documented(engine), None
     if (

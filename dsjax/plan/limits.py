@@ -1,4 +1,4 @@
-"""What holds a candidate back, and what hardware would meet an objective that this hardware cannot."""
+"""Bottlenecks of a candidate, and the hardware that would meet an objective that this hardware cannot."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -29,9 +29,9 @@ class Bottleneck:
 
 
 def bottlenecks(candidate: Candidate, shared: dict | None = None) -> list[Bottleneck]:
-    """Every resource by what doubling it would give, most first. shared: prices of deployments of one plan; give all the same dict.
+    """Return every resource with the gain of doubling it, largest first. shared: cache of one plan's prices; pass all calls the same dict.
 
-    Memory is a bottleneck where the batch fills it: twice the memory holds at least twice the batch.
+    Memory is a bottleneck if the batch fills it: twice the memory holds at least twice the batch.
     """
     now, shared = candidate.decode.cluster, {} if shared is None else shared
     cases = [(resource, now.scaled(resource, 2), candidate.batch) for resource in RESOURCES]
@@ -44,7 +44,7 @@ def bottlenecks(candidate: Candidate, shared: dict | None = None) -> list[Bottle
 
 @dataclass(frozen=True)
 class Remedy:
-    """`factor` times as much of a resource with which all objectives hold."""
+    """A resource, and the factor by which more of it would meet all objectives."""
 
     resource: str
     factor: float
@@ -55,20 +55,20 @@ class Forbidden:
     """Why no candidate meets the objectives.
 
     bound: `memory`, `concurrency` (more requests at once than caches hold), `devices` (prefill and decode do not fit beside each other),
-    `ttft`, `tpot`, `throughput`, or `together` where each can be met alone. wanted, best: bytes, requests, devices, seconds or tokens a
-    second. with_64_times_everything: what the nearest would reach with 64 times of everything: launches, host and fixed costs remain.
+    `ttft`, `tpot`, `throughput`, or `together` if each can be met alone. wanted, best: bytes, requests, devices, seconds or tokens a
+    second. with_64_times_everything: result of the nearest with 64 times each resource; launches, host and fixed costs remain.
     """
 
     bound: str
     wanted: float
     best: float
     by: str  # the deployment that comes nearest
-    remedies: list[Remedy]  # single resources that would do, smallest factor first
+    remedies: list[Remedy]  # single resources that would suffice, smallest factor first
     with_64_times_everything: float | None = None
 
 
 def forbidden(plan: Plan) -> list[Forbidden]:
-    """The bounds that forbid a plan without a winner; empty where there is one."""
+    """Return the bounds that rule out every candidate; empty if there is a winner."""
     if plan.winner:
         return []
     if not plan.every:
@@ -115,7 +115,7 @@ def _scaled(cluster: Cluster, resources: Sequence[str], factor: float) -> Cluste
 
 
 def _more_hosts(question: Question, objective: Objective) -> list[Remedy]:
-    """The least multiple of the hosts of all kinds (or of limited devices) that meets the objectives, aggregated where that is possible."""
+    """Return the least multiple of all kinds of hosts (or of limited devices) that meets the objectives, aggregated if possible."""
     options, limited = question.options, question.devices < question.cluster.num_devices
     modes = ("aggregated",) if "aggregated" in options.possible_modes else options.modes
     for factor in _MORE_HOSTS:
@@ -128,13 +128,13 @@ def _more_hosts(question: Question, objective: Objective) -> list[Remedy]:
 
 
 def _grown(cluster: Cluster, factor: int) -> Cluster:
-    """So many times the hosts, those for prefill among them."""
+    """Return the cluster with `factor` times the hosts, including those for prefill."""
     prefill = cluster.prefill and _grown(cluster.prefill, factor)
     return dataclasses.replace(cluster.resized(cluster.hosts * factor), prefill=prefill)
 
 
 def _no_room_for_all(plan: Plan) -> Forbidden:
-    """No layout's caches hold the requests in flight, or prefill and decode do not fit beside each other."""
+    """Explain that no layout's caches hold the requests in flight, or that prefill and decode do not fit beside each other."""
     question, fitting = plan.question, plan.fitting
     wanted, pins = question.workload.concurrency, question.options.pins
     apart = "aggregated" not in question.options.possible_modes
@@ -157,7 +157,7 @@ def _no_room_for_all(plan: Plan) -> Forbidden:
 
 
 def _too_few_devices(question: Question, prefilling: list[Instance], decoding: list[Instance]) -> Forbidden | None:
-    """Say where the smallest instances of a separated service do not fit beside each other."""
+    """Explain that the smallest instances of a separated service do not fit beside each other; None if they do."""
     pins, there = question.options.pins, question.cluster.prefill
     if not prefilling:
         return Forbidden("devices", 0, there.num_devices, "", [])
@@ -175,7 +175,7 @@ def _too_few_devices(question: Question, prefilling: list[Instance], decoding: l
 
 
 def _no_room(plan: Plan) -> Forbidden:
-    """Weights and one request's cache fit in no layout."""
+    """Explain that weights and one request's cache fit in no layout."""
     device = plan.question.cluster.hardware.visible_bytes
     if not plan.too_large:
         return Forbidden("memory", 0, device, "no layout", [])

@@ -1,4 +1,4 @@
-"""A plan as manifests for Kubernetes: a kustomize overlay of `deploy/base`, or one file for NVIDIA Dynamo's operator.
+"""Kubernetes manifests of a plan: a kustomize overlay of `deploy/base`, or one file for NVIDIA Dynamo's operator.
 
 Both are templates of `deploy/templates`, filled with a recipe.
 """
@@ -30,20 +30,20 @@ from dsjax.plan.rules import comment, refuse
 
 DOMAIN_FILE, EXPERTS_FILE = "computedomain.yaml", "experts.yaml"
 ROOM = 1.25
-"""The volume's size ÷ that of a model's files: compiled programs lie beside them."""
+"""Size of the volume ÷ size of the model's files; the rest holds compiled programs."""
 _TPU = {"tpu-v5e": "tpu-v5-lite-podslice", "tpu-v6e": "tpu-v6e-slice"}
 """Hardware → label `cloud.google.com/gke-tpu-accelerator` of its nodes (GKE's documentation, "Plan TPUs in GKE")."""
 _START_SECONDS = 600
-"""Assumed for a process with experts, beside reading its weights: its pod is placed, Python and JAX start, programs are compiled."""
+"""Assumed start time of an expert process besides reading its weights: scheduling its pod, starting Python and JAX, compiling programs."""
 _HOST_MEMORY, _DEVICE_MEMORY = 16, 4
-"""GiB of host memory that a pod asks for: its process, and for each device what passes through while weights are read."""
+"""GiB of host memory that a pod requests: for its process, and for each device to pass weights through while they are read."""
 _NOT_A_WORKERS = ("--model", "--disaggregation-mode", "--api-server-count")
-"""Options that Dynamo's template says in its own words, or that Dynamo's frontend stands for."""
+"""Options that Dynamo's template sets itself, or that Dynamo's frontend replaces."""
 _REPOSITORY = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 _PLAIN = re.compile(r"[A-Za-z0-9_./-]+")
 _YAML_WORDS = ("true", "false", "yes", "no", "on", "off", "y", "n", "null")
 _LONGEST_NAME = 40
-"""Characters of a deployment's name: a label has 63, of which names of pods and services add up to 23."""
+"""Maximum characters of a deployment's name: a label has 63, and names of pods and services append up to 23."""
 
 
 def fill(template: str, **values: Any) -> str:
@@ -52,7 +52,7 @@ def fill(template: str, **values: Any) -> str:
     A value is a number or a plain word, or goes through the filter `json` (any value, on one line) or `comment` (any text).
 
     Raises:
-        UserError: a value would be more than a word of the YAML.
+        UserError: a value is more than one word of the YAML.
     """
     loader = jinja2.FunctionLoader(lambda name: (_deploy() / "templates" / name).read_text(encoding="utf-8"))
     how = {"undefined": jinja2.StrictUndefined, "trim_blocks": True, "keep_trailing_newline": True}
@@ -69,18 +69,18 @@ def _checked(value: Any) -> Any:
 
 
 def _deploy() -> Any:
-    """`deploy`: as the wheel carries it, or in the source tree."""
+    """Return `deploy` from the wheel, or else from the source tree."""
     package = importlib.resources.files("dsjax")
     carried = package / "deploy"
     return carried if carried.is_dir() else package / ".." / "deploy"
 
 
 def overlay(model: str, question: Question, candidate: Candidate, base: str, command: str) -> dict[str, str]:
-    """Name → text of the files of the winner's overlay, without the base. base: its path from there; command: what the winner was
-    planned with, for the first line.
+    """Return name → text of the files of the winner's overlay, without the base. base: its path from the overlay. command: the
+    command that planned the winner, for the first line.
 
     Raises:
-        UserError: `dsjax serve` cannot run it: prefill and decode apart, and not on one host.
+        UserError: `dsjax serve` cannot run it, because prefill and decode are disaggregated and not on one host.
     """
     made, cluster = recipe(model, question, candidate), question.cluster
     experts = [service for service in made["services"] if service["role"] == "experts"]
@@ -122,7 +122,7 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
 
 
 def write_overlay(folder: Path, model: str, question: Question, candidate: Candidate, command: str) -> None:
-    """An overlay, and beside it the base, unless the folder is one of the project's own `deploy/overlays`; and `recipe.json`."""
+    """Write an overlay, and unless the folder is one of the project's own `deploy/overlays`, also the base and `recipe.json`."""
     beside_base = folder.resolve().parent.name == "overlays" and (folder.resolve().parents[1] / "base").is_dir()
     files = overlay(model, question, candidate, "../../base" if beside_base else "base", command)
     folder.mkdir(parents=True, exist_ok=True)
@@ -137,19 +137,19 @@ def write_overlay(folder: Path, model: str, question: Question, candidate: Candi
 
 
 def _where_experts_are(experts: list[dict[str, Any]]) -> dict[str, str]:
-    """Options of the process with attention: where its experts are, and how long a step waits for one that comes back."""
+    """Return options of the attention process: the addresses of its experts, and how long a step waits for one to come back."""
     wait = math.ceil(max(one["cold_start_s"]["high"] for one in experts)) + _START_SECONDS
     waits = {"--start-timeout": str(wait), "--step-timeout": str(wait + _START_SECONDS)}
     return {"--afd-address": _addresses("$(AFD_GROUP)", len(experts)), **waits}
 
 
 def _addresses(group: int | str, processes: int) -> str:
-    """The pods of a group's StatefulSet, in the order of their ranks: a pod that comes back keeps its name."""
+    """Return the addresses of a group's StatefulSet pods, in rank order; a restarted pod keeps its name."""
     return ",".join(f"dsjax-experts-{group}-{rank}.dsjax-experts:7000" for rank in range(processes))
 
 
 def _expert_pods(cluster: Cluster, experts: list[dict[str, Any]]) -> str:
-    """The processes with experts of all instances: a StatefulSet for each, whose pods that instance's group calls."""
+    """Return the manifest of all instances' expert processes: one StatefulSet per instance, which that instance's group calls."""
     one, processes = experts[0], len(experts)
     options = {flag: value for flag, value in one["options"].items() if flag != "--afd-server-rank"}
     rank = {"--afd-server-rank": "$(AFD_RANK)"} if processes > 1 else {}
@@ -165,18 +165,18 @@ def _expert_pods(cluster: Cluster, experts: list[dict[str, Any]]) -> str:
 
 
 def _serve(options: Mapping[str, str], server: Mapping[str, str] = MappingProxyType({})) -> list[str]:
-    """`dsjax serve`'s arguments; the model is the ConfigMap's."""
+    """Return the arguments of `dsjax serve`; the model comes from the ConfigMap."""
     probed = {"--host": "0.0.0.0", "--port": "8000"}
     return ["serve", *_words({**probed, **server, "--log-json": "", **options, "--model": "$(MODEL)"})]
 
 
 def _words(options: Mapping[str, str]) -> list[str]:
-    """Options as words; one without a value is a flag."""
+    """Return options as words; one without a value is a flag."""
     return [f"{flag}={value}" if value else flag for flag, value in options.items()]
 
 
 def _pods(cluster: Cluster, service: Mapping[str, Any]) -> dict[str, Any]:
-    """`pods_of` an engine, whose hosts have equal parts of its devices."""
+    """Return `pods_of` an engine, whose devices are divided equally among its hosts."""
     hosts = processes_of(cluster, service["devices_each"])
     is_beyond = hosts > 1 and hosts * cluster.devices_per_host > cluster.domain
     rdma = is_beyond and cluster.hardware.platform == "cuda" and cluster.network in ("InfiniBand", "RoCE")
@@ -185,14 +185,14 @@ def _pods(cluster: Cluster, service: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pods_of(platform: str, hosts: int, devices: int, rdma: bool, domain: bool) -> dict[str, Any]:
-    """An engine's pods as the templates take them. devices: of one host. rdma: GPUs beyond NVLink's reach, which need the network cards.
-    domain: hosts that share memory over NVLink, for which NVIDIA's driver wants a ComputeDomain."""
+    """Return an engine's pods as the templates take them. devices: of one host. rdma: GPUs beyond NVLink's reach, which need network cards.
+    domain: hosts that share memory over NVLink, for which NVIDIA's driver needs a ComputeDomain."""
     resources = _pod_resources(platform, devices, rdma, domain)
     return {"hosts": hosts, "devices": devices, "resources": resources, "rdma": rdma, "domain": domain}
 
 
 def _pod_resources(platform: str, devices: int, rdma: bool = False, domain: bool = False) -> dict[str, Any]:
-    """Requests of one pod: devices, host memory and cores; the network cards, as a device plugin offers them; a ComputeDomain's channel."""
+    """Return a pod's requests: devices, host memory and cores; network cards, as a device plugin offers them; a ComputeDomain's channel."""
     kind = "google.com/tpu" if platform == "tpu" else "nvidia.com/gpu"
     given = {kind: str(devices)} | ({"rdma/ib": "1"} if rdma else {})
     host = {"cpu": str(4 + 2 * devices), "memory": f"{_HOST_MEMORY + devices * _DEVICE_MEMORY}Gi"}
@@ -202,12 +202,12 @@ def _pod_resources(platform: str, devices: int, rdma: bool = False, domain: bool
 
 
 def needs_compute_domain(hardware: Hardware, hosts: int) -> bool:
-    """Say whether an engine's pods share memory over NVLink between hosts."""
+    """Return whether an engine's pods share memory over NVLink between hosts."""
     return hosts > 1 and hardware.links_hosts
 
 
 def _node_selector(cluster: Cluster, devices: int) -> dict[str, str]:
-    """GKE places a TPU slice by its chip and topology; GPU nodes are told apart by what they offer, or by a label."""
+    """Return the node selector. GKE places a TPU slice by chip and topology; GPU nodes are selected by their resources, or by a label."""
     chip = _TPU.get(cluster.hardware.key)
     if chip is None:
         return _label_of(cluster)
@@ -217,28 +217,28 @@ def _node_selector(cluster: Cluster, devices: int) -> dict[str, str]:
 
 
 def _label_of(cluster: Cluster) -> dict[str, str]:
-    """The label that tells nodes that decode from those that compute prompts, where a cluster has two kinds of GPUs."""
+    """Return the label that separates decode nodes from prefill nodes if a cluster has two kinds of GPUs."""
     others = cluster.prefill is not None and cluster.prefill.hardware.key != cluster.hardware.key
     return {"dsjax-device": cluster.hardware.key} if others else {}
 
 
 def checkpoint_bytes(candidate: Candidate) -> float:
-    """Bytes of the whole model as it is kept: one device of a mesh of one has all of it."""
+    """Return the bytes of the whole checkpoint, as a mesh of one device holds it."""
     instance = candidate.decode
     whole = parse_layout("dp=1", 0, instance.config)
     return sum(weight_bytes(instance.config, whole, files_precision(instance), mtp=True).values())
 
 
 def volume(candidate: Candidate) -> str:
-    """Size of the volume as Kubernetes writes it, in tens of GiB, rounded up."""
+    """Return the size of the volume in Kubernetes notation, rounded up to tens of GiB."""
     return f"{math.ceil(checkpoint_bytes(candidate) * ROOM / (1 << 30) / 10) * 10}Gi"
 
 
 def planned_graph(name: str, model: str, question: Question, candidate: Candidate, command: str) -> str:
-    """The winner of a plan for Dynamo's operator. command: what it was planned with, for the first line.
+    """Return the winner of a plan as a manifest for Dynamo's operator. command: the command that planned it, for the first line.
 
     Raises:
-        UserError: the operator cannot place it: no NVIDIA GPUs, or processes with experts, which are no workers; or its pods cannot
+        UserError: the operator cannot place it (no NVIDIA GPUs, or AFD expert processes, which are not workers), or its pods cannot
             download the model.
     """
     repository, cluster, work = REPOSITORIES.get(model, model), question.cluster, question.workload
@@ -259,11 +259,11 @@ def planned_graph(name: str, model: str, question: Question, candidate: Candidat
 
 
 def graph(name: str, about: list[str], model: str, sides: list[dict[str, Any]], volume: str, *lengths: int) -> str:
-    """Volume, download, DynamoGraphDeployment and benchmark, for `kubectl apply`.
+    """Return the volume, download, DynamoGraphDeployment and benchmark, for `kubectl apply`.
 
     Args:
         name: of the deployment; its frontend's service is `NAME-frontend`, port 8000.
-        about: comments at the top. model: the Hugging Face repository. volume: of the model's, such as `800Gi`.
+        about: comments at the top. model: the Hugging Face repository. volume: size of the model's volume, such as `800Gi`.
         sides: `pods_of` each, with `kind` (Dynamo's types: `worker`, which does both, or `prefill` and `decode`), `workers` (engines)
             and the `options` of `dsjax dynamo`.
         lengths: prompt and output tokens of the benchmark's requests.
@@ -281,7 +281,7 @@ def graph(name: str, about: list[str], model: str, sides: list[dict[str, Any]], 
 
 
 def deployment_name(file: Path) -> str:
-    """The name of a file as Kubernetes takes it for a service: ASCII letters, digits and dashes behind a letter, not too many."""
+    """Return a file's name as a Kubernetes service name: ASCII letters, digits and dashes after a letter, at most `_LONGEST_NAME`."""
     name = re.sub(r"[^a-z0-9]+", "-", file.stem.lower()).strip("-")
     if not name[:1].isalpha() or name in _YAML_WORDS:
         name = f"dsjax-{name}" if name else "dsjax"
@@ -289,5 +289,5 @@ def deployment_name(file: Path) -> str:
 
 
 def write_graph(file: Path, model: str, question: Question, candidate: Candidate, command: str) -> None:
-    """A plan's winner to `FILE.yaml`; the file's name is the deployment's."""
+    """Write a plan's winner to `FILE.yaml`; the file's name becomes the deployment's."""
     file.write_text(planned_graph(deployment_name(file), model, question, candidate, command), encoding="utf-8")

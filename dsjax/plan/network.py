@@ -1,4 +1,4 @@
-"""Times on the links: the exchanges of expert parallelism, the sums of tensor parallelism, the transfer of a cache."""
+"""Communication times: expert-parallel exchanges, tensor-parallel all-reduces, and KV cache transfers."""
 
 import math
 
@@ -18,22 +18,22 @@ from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, NORMAL_DEVICE, O
 from sharding.dispatch import default_capacity, even_routing_rows, host_capacity, hosts_of_a_token
 
 _REFERENCE_LATENCY = 2e-6
-"""Latency of the network on which the fixed part was measured: InfiniBand, one way."""
+"""One-way latency of the network on which the fixed part was measured (InfiniBand)."""
 
 
 def collective_start(*, between: bool) -> float:
-    """Seconds of a collective of XLA's that do not grow with its bytes: over the network, or within a scale-up domain."""
+    """Return the seconds of an XLA collective that do not grow with its bytes, over the network or within a scale-up domain."""
     within = "a collective in a scale-up domain, fixed part"
     return assumption("a collective over the network, fixed part" if between else within)
 
 
 def network_latency(cluster: Cluster) -> float:
-    """Seconds one way between hosts."""
+    """Return the one-way latency between hosts, in seconds."""
     return assumed(cluster.latency, cluster.latency_low, cluster.latency_high, "network latency", cluster.network, "s")
 
 
 def torus_hops(cluster: Cluster) -> float:
-    """Links that a row crosses on average: 1 behind a switch; on a TPU's 2-D torus a quarter (wrapped) to a third of each side."""
+    """Return the average number of links a row crosses: 1 behind a switch; on a TPU's 2-D torus ¼ (wrapped) to ⅓ of each side."""
     if cluster.hardware.platform != "tpu":
         return 1.0
     wide = 2 ** math.ceil(math.log2(cluster.domain) / 2)
@@ -54,18 +54,18 @@ def deepep_exchange(
     operators: OperatorTables = BUNDLED,
     known: dict | None = None,
 ) -> float:
-    """One way of DeepEP's kernels. Normal: a row once to each host that has one of its experts, then over the fast link. Low-latency: a row
-    for each of a token's experts, straight to its rank.
+    """Return the seconds of a DeepEP dispatch or combine. Normal: a row goes once to each host that has one of its experts, then over the
+    fast link. Low-latency: one row for each of a token's experts goes directly to its rank.
 
-    tokens: of one device; ranks: neighbouring devices of the EP group; slowest: load of the busiest rank ÷ the mean. known: keeps what
-    the links of this cluster come to; give the same dict to all steps on it.
+    tokens: of one device; ranks: neighbouring devices of the EP group; slowest: load of the busiest rank ÷ the mean. known: cache of this
+    cluster's link rates; pass the same dict for all steps on it.
     """
     if ranks == 1:
         return 0.0
     hardware, top_k, domains = cluster.hardware, config.num_experts_per_tok, cluster.domains_of(ranks)
     tabled = hardware.operators or hardware.key
     curve = operators.deepep(tabled, combine, low_latency)
-    # Rows of a token: that leave a device, as the table has them for 8 ranks, over the fast link, and between domains.
+    # Rows of a token that leave a device, that leave it with the table's 8 ranks, over the fast link, and between domains.
     if low_latency:
         name, timed_on, near = "low-latency kernels in one host", tabled, min(cluster.domain, ranks)
         shares = (1 - 1 / ranks, 7 / 8, (near - 1) / ranks, 1 - near / ranks)
@@ -76,7 +76,7 @@ def deepep_exchange(
         hosts = hosts_of_a_token(top_k, domains, (config.n_group, config.topk_group)) if domains > 1 else 0.0
         inside, away = rows, hosts * (1 - 1 / domains)
     if curve and domains == 1 and hardware.same_die and hardware.key != "h800" and tabled in operators.devices:
-        # By a table of 8 ranks of a host: the fixed part stays, the rest goes with the link.
+        # From a table of 8 ranks of a host: the fixed part stays, the rest scales with the link.
         faster = hardware.scale_up_bandwidth / operators.device(timed_on).scale_up_bandwidth
         share, fixed = row_bytes / ROW_BYTES[combine] * rows / usual / faster, curve.seconds[0]
         time = max(0.0, curve(tokens) - fixed) * share * slowest + fixed
@@ -95,7 +95,7 @@ def deepep_exchange(
 
 
 def exchanged_rows(method: str, tokens: float, top_k: int, ranks: int, overlapped: bool = False) -> float:
-    """Rows of a device to each other rank: all of its (`gather`), those needed (`ragged`), or the default capacity."""
+    """Return the rows from a device to each other rank: all its rows (`gather`), those needed (`ragged`), or the default capacity."""
     whole = max(1, math.ceil(tokens))
     if method == "ragged":
         return even_routing_rows(tokens, top_k, ranks)
@@ -115,7 +115,7 @@ def own_exchange(
     sharing: int = 1,
     pooled: str = "all_gather",
 ) -> float:
-    """Seconds of one direction of dsjax's own dispatch (`docs/dispatch.md`), as XLA's collectives.
+    """Return the seconds of one direction of dsjax's own dispatch (`docs/dispatch.md`), as XLA's collectives.
 
     method: one of `StepBasis.own_method`, or `even`: only the rows that even routing needs. sharing: neighbouring ranks that share an
     expert's width and pool their rows, unused capacity included (`ExpertGroup.pool_width`), by a collective of the kind `pooled`; 1 for
@@ -135,7 +135,7 @@ def own_exchange(
     if ranks == 1:
         return time
     near = max(1, min(ranks, cluster.domain // sharing))
-    if ragged:  # sizes go before rows
+    if ragged:  # sizes are sent before rows
         return time + xla_collective(cluster, ranks, each * slowest, 2, "ragged_all_to_all", near, of)
     return time + xla_collective(
         cluster, ranks, each, 1, "all_gather" if method == "gather" else "all_to_all", near, of
@@ -143,7 +143,7 @@ def own_exchange(
 
 
 def _observed(cluster: Cluster, kind: str, ranks: int, sent: float, among: int | None = None) -> float | None:
-    """Seconds of a collective as measured on this cluster, or None. among: neighbouring devices that contain the ranks."""
+    """Return the seconds of a collective as measured on this cluster, or None. among: neighbouring devices that contain the ranks."""
     if cluster.measured is None:
         return None
     return cluster.measured.seconds(kind, (among or ranks) > cluster.devices_per_host, ranks, sent)
@@ -158,12 +158,12 @@ def xla_collective(
     near: int | None = None,
     of: int | None = None,
 ) -> float:
-    """Seconds of an XLA collective in which a device sends `each` bytes to every other rank; `count` fixed parts.
+    """Return the seconds of an XLA collective in which a device sends `each` bytes to every other rank, with `count` fixed parts.
 
-    Gathered rows and sums cross to a host once, by a ring through the hosts for each of their devices, as in NCCL. The rows of an
+    Gathered rows and sums cross to a host once, by one ring through the hosts for each of their devices, as in NCCL. The rows of an
     all-to-all cross one by one.
 
-    kind: a name of `dsjax bench network`, whose times count if the cluster has them. near: ranks that the scale-up link joins; None: as
+    kind: a name of `dsjax bench network`, whose times are used if the cluster has them. near: ranks that the scale-up link joins; None: as
     many neighbours as it reaches. of: neighbouring devices that contain the ranks, if the ranks are not neighbours themselves.
     """
     if near is None or of is not None:
@@ -180,7 +180,7 @@ def xla_collective(
 
 
 def all_reduce(cluster: Cluster, ranks: int, size: float, near: int | None = None) -> float:
-    """Seconds to sum `size` bytes over `ranks` neighbouring devices, or to scatter the sum and gather it again.
+    """Return the seconds to all-reduce `size` bytes over `ranks` neighbouring devices, or to reduce-scatter and all-gather them.
 
     near: ranks that the scale-up link joins; None: as many neighbours as it reaches.
     """
@@ -198,7 +198,7 @@ def all_reduce(cluster: Cluster, ranks: int, size: float, near: int | None = Non
     if domains == 1:
         return time + assumption("all-reduce, fixed part")
     away = size * (2 / near * (domains - 1) / domains) / (normal_network_share() * cluster.network_bandwidth)
-    # Ranks of a host that has several go first through its own link, which is the larger part of the fixed time.
+    # Several ranks of a host first go through its own link, which is the larger part of the fixed time.
     several = "all-reduce between hosts of several devices"
     fixed = assumption(several if near > 1 else "all-reduce between hosts of one device")
     hops = 2 * math.ceil(math.log2(domains))
@@ -207,8 +207,8 @@ def all_reduce(cluster: Cluster, ranks: int, size: float, near: int | None = Non
 
 
 def _timed_sum(cluster: Cluster, ranks: int, size: float) -> float:
-    """A sum over devices that the scale-up link joins, by a published table of H200 or B200: the part that does not grow with the bytes
-    stays; the rest goes with the link, and with the share of the bytes that leaves a device where more take part than were timed."""
+    """Return the seconds of an all-reduce in a scale-up domain, by a published table of H200 or B200. The fixed part stays; the rest scales
+    with the link, and with the share of the bytes that leaves a device if more devices take part than were timed."""
     hardware, timed = cluster.hardware, min(ranks, 8)
     device = "b200" if hardware.is_blackwell else "h200"
     more = (1 - 1 / ranks) / (1 - 1 / timed) * as_filed(device).scale_up_bandwidth / hardware.scale_up_bandwidth
@@ -220,9 +220,9 @@ def _timed_sum(cluster: Cluster, ranks: int, size: float) -> float:
 
 
 def cache_transfer(cluster: Cluster, size: float, sender: Cluster | None = None, own: bool = False) -> float:
-    """Seconds in which one request's cache travels, as far as hosts of the cluster can be apart. own: by one stream of dsjax's transfer.
+    """Return the seconds to transfer one request's cache between the most distant hosts. own: by one stream of dsjax's transfer.
 
-    sender: where the prompt was computed, if on another kind of hosts: the thinner of both sides' cards counts.
+    sender: where the prompt was computed, if on another kind of hosts; the slower card of both sides then counts.
     """
     bandwidth = cluster.network_bandwidth
     if sender is not None:
@@ -233,5 +233,5 @@ def cache_transfer(cluster: Cluster, size: float, sender: Cluster | None = None,
 
 
 def exposed_transfer() -> float:
-    """Share of a cache's transfer that is not hidden behind the layers still being computed."""
+    """Return the share of a cache's transfer that is not hidden behind layers still being computed."""
     return assumption("share of the transfer that is exposed")

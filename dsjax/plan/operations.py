@@ -1,6 +1,6 @@
-"""Work of operations, carrying times from one device to another, and the published times of DeepGEMM, FlashMLA, DeepEP and all-reduce.
+"""Work of operations, scaling of times from one device to another, and published times of DeepGEMM, FlashMLA, DeepEP and all-reduce.
 
-DeepGEMM's, FlashMLA's and DeepEP's are of an H800 (DeepEP over ConnectX-7, 400 Gb/s). No figure here comes from a serving benchmark.
+Times of DeepGEMM, FlashMLA and DeepEP are of an H800 (DeepEP over ConnectX-7, 400 Gb/s). No figure here comes from a serving benchmark.
 """
 
 import csv
@@ -31,25 +31,25 @@ _DENSE = {
     (4096, 7168): {64: 287, 128: 533, 4096: 1410},
     (7168, 2048): {64: 295, 128: 510, 4096: 1168},
 }
-# The same of grouped products in decode's masked layout over rows of each of four, two and one group.
+# The same for grouped products in decode's masked layout, by rows of each group: of four, two and one group.
 _MASKED = {(4096, 7168): {256: 932, 512: 1040, 1024: 1233}, (7168, 2048): {256: 815, 512: 916, 1024: 925}}
 
 FP8_MLA = "lmsys.org, 2025-09-26, H20: FP8 queries, keys and values in FlashMLA (pull request 82) are about 70 % faster than bf16"
 FP8_MLA_GAIN = 1.7
-"""How much faster FlashMLA's FP8 pipeline computes on an H20, whose operations bound it (1.6 to 1.8: "about 70 %")."""
+"""Speedup of FlashMLA's FP8 pipeline on an H20, where it is compute-bound (1.6 to 1.8: "about 70 %")."""
 FLASH_MLA = "FlashMLA README (H800, dense decode, bf16)"
 FLASH_MLA_FLOPS = 660e12
 
 DEEPEP = "DeepEP v1 README (H800, ConnectX-7 400 Gb/s)"
 _NVLINK, _NETWORK = 200e9, 50e9
-# Ranks -> (dispatch, combine) microseconds: 128 tokens a rank, 7,168 wide, 8 experts, FP8 there and bf16 back.
+# Ranks -> (dispatch, combine) microseconds: 128 tokens a rank, 7,168 wide, 8 experts, FP8 dispatch and bf16 combine.
 _LOW_LATENCY_US = {
     8: (77, 114), 16: (118, 195), 32: (155, 273), 64: (173, 314), 128: (192, 369), 256: (194, 360),
 }  # fmt: skip
 ROW_BYTES = (7168 + 56 * 4, 2 * 7168)
 """Bytes of a row that DeepEP was timed with: dispatched in FP8, and combined in bf16."""
 # Normal kernels, bytes a second (dispatch, combine): NVLink inside a host; RDMA between hosts by (ranks, share of the rows that leave
-# the host; those that stay are counted too). A token goes to the 4 hosts of its 4 expert groups at most.
+# the host; those that stay are counted too). A token goes to at most the 4 hosts of its 4 expert groups.
 _NORMAL_NVLINK = (153e9, 158e9)
 _NORMAL_RDMA = {(32, 3 / 4): (58e9, 57e9), (64, 3.5 / 4): (51e9, 50e9)}
 
@@ -65,49 +65,49 @@ ALL_REDUCE = (
 )
 
 CEILING = 0.95
-"""The largest share of a ceiling that an operation is taken to reach on any device."""
+"""Largest share of a device's peak that an operation is assumed to reach."""
 LAUNCH = 3e-6
-"""Seconds of a kernel's start and end, which no ceiling changes."""
+"""Seconds of a kernel's start and end, independent of the device's peak."""
 
 
 @functools.cache
 def as_filed(key: str) -> Hardware:
-    """A bundled device, read once."""
+    """Return a bundled device, read once."""
     return load_hardware(key)
 
 
 class OperationWork(NamedTuple):
-    """What an operation has to do: operations, on the unit for numbers of so many bits, and bytes of memory."""
+    """Work of an operation: FLOPs, the bits of its numbers, which select the unit, and bytes of memory moved."""
 
     flops: float
     bits: int
     moved: float
 
     def seconds(self, chip: Hardware, share: float = CEILING) -> float:
-        """Seconds at this share of a device's figures: of its operations or of its bytes, whichever takes longer."""
+        """Return the roofline seconds at this share of a device's peak: compute or memory, whichever takes longer."""
         peak = getattr(chip, UNITS[self.bits]) or chip.fp8_flops
         return max(self.flops / peak, self.moved / chip.memory_bandwidth) / share
 
 
 def product_work(rows: float, n: int, k: int, dtype: str) -> OperationWork:
-    """A product `[rows, k] × [k, n]` with bf16 results. dtype: of the weights, one of `TABLED`."""
+    """Return the work of a product `[rows, k] × [k, n]` with bf16 results. dtype: of the weights, one of `TABLED`."""
     bits, itemsize = TABLED[dtype]
     return OperationWork(2.0 * rows * n * k, bits, n * k * itemsize + rows * (k * itemsize + 2 * n))
 
 
 def experts_work(used: float, rows: float, width: int, inner: int, itemsize: float, bits: int) -> OperationWork:
-    """Both products of routed experts: `rows` in all, the weights of `used` experts."""
+    """Return the work of both products of routed experts: `rows` in total, the weights of `used` experts."""
     moved = used * 3 * width * inner * itemsize + rows * (width * (min(itemsize, 2) + 2) + 5 * inner)
     return OperationWork(6.0 * rows * width * inner, bits, moved)
 
 
 def carried(seconds: float, work: OperationWork, there: Hardware, here: Hardware, fixed: float = LAUNCH) -> float:
-    """Seconds of an operation here that took `seconds` there.
+    """Scale the seconds of an operation from device `there` to device `here`.
 
-    What it took beyond the bound of its operations and bytes is loss. A fixed part (starting the kernel) stays as it is. The rest
-    is waiting for data, and shrinks as memory gets faster; the bound itself is the new device's. A device with few operations for
-    each byte (H20) so reaches a larger share of its peak, by as much as its products take longer for the same waiting; and more of
-    any resource never makes an operation slower.
+    Time beyond the roofline bound is loss. Its fixed part (starting the kernel) stays as it is. The rest is waiting for data and
+    shrinks as memory gets faster. The bound is that of the new device. A device with few operations for each byte (H20) thus
+    reaches a larger share of its peak, because its products take longer for the same waiting; and more of any resource never makes
+    an operation slower.
     """
     bound = work.seconds(there)
     if seconds <= bound:
@@ -118,7 +118,7 @@ def carried(seconds: float, work: OperationWork, there: Hardware, here: Hardware
 
 
 def nearness(n: int, k: int, shapes: Collection[tuple[int, int]]) -> dict[tuple[int, int], float]:
-    """Weights, 1 in all, of timed shapes of products for another one: itself alone, or all by their nearness in log n and log k."""
+    """Return weights (sum 1) of timed product shapes for another shape: itself alone, or all by their nearness in log n and log k."""
     if (n, k) in shapes:
         return {(n, k): 1.0}
     near = {shape: 1 / (math.log(n / shape[0]) ** 2 + math.log(k / shape[1]) ** 2) for shape in shapes}
@@ -127,7 +127,7 @@ def nearness(n: int, k: int, shapes: Collection[tuple[int, int]]) -> dict[tuple[
 
 @functools.cache
 def _shares(shape: tuple[int, int], masked: bool = False) -> tuple[list[float], list[float]]:
-    """(logarithms of the rows that were timed, shares of an H800's ceilings)."""
+    """Return (logarithms of the timed rows, shares of an H800's peak)."""
     times = (_MASKED if masked else _DENSE)[shape]
     works = [product_work(rows, *shape, "fp8_block") for rows in times]
     shares = [w.seconds(as_filed("h800"), 1.0) * t * 1e12 / w.flops for w, t in zip(works, times.values(), strict=True)]
@@ -135,27 +135,27 @@ def _shares(shape: tuple[int, int], masked: bool = False) -> tuple[list[float], 
 
 
 def _dense_share(rows: float, n: int, k: int) -> float:
-    """Straight in the logarithm of the rows, constant beyond those that were timed."""
+    """Return the share of an H800's peak: linear in the logarithm of the rows, constant beyond the timed ones."""
     near = nearness(n, k, _DENSE)
     return sum(weight * np.interp(math.log(rows), *_shares(shape)) for shape, weight in near.items())
 
 
 @functools.cache
 def dense_curve(n: int, k: int, dtype: str) -> Curve:
-    """Seconds on an H800 of a dense product `[rows, k] × [k, n]` over rows; bf16 at FP8's shares of its ceilings."""
+    """Return the H800 seconds of a dense product `[rows, k] × [k, n]` over rows; bf16 reaches FP8's shares of the peak."""
 
     def best(rows: float) -> float:
         return product_work(rows, n, k, dtype).seconds(as_filed("h800"), 1.0)
 
-    # The table's own sizes exactly; between them its share of the ceilings is straight in the logarithm of the rows.
+    # Exact at the table's sizes; between them the share of the peak is linear in the logarithm of the rows.
     sizes = (1, 8, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
     return Curve([(rows, best(rows) / _dense_share(rows, n, k)) for rows in sizes], best)
 
 
 def grouped_seconds(used: float, rows: float) -> float:
-    """Seconds on an H800 of both of V3's expert products, `rows` over `used` experts, in decode's layout.
+    """Return the H800 seconds of both of V3's expert products, `rows` over `used` experts, in decode's layout.
 
-    Up to 192 rows an expert a product reaches what a dense one of as many rows does.
+    Below 192 rows an expert, a product reaches at most the share of a dense one with as many rows.
     """
     total, each = 0.0, rows / max(used, 1e-9)
     for n, k in _MASKED:
@@ -169,8 +169,8 @@ def grouped_seconds(used: float, rows: float) -> float:
 
 @functools.cache
 def all_reduce_curves(device: str, ranks: int) -> list[Curve]:
-    """Seconds over bytes of a sum over at most so many devices of one host, an H200's or a B200's; on Blackwell also with the residual
-    and norm that follow it in the same kernel (of 8 B300, at V3's width)."""
+    """Return curves (seconds over bytes) of all-reduces in one H200 or B200 host, over the next timed number of devices from `ranks` up or
+    else the largest; on Blackwell also fused with the residual and norm that follow it (8 B300, at V3's width)."""
     text = bundled_text("all_reduce.csv")
     times: dict[tuple[bool, int], list[tuple[float, float]]] = {}
     for row in csv.DictReader(text.splitlines()):
@@ -183,9 +183,9 @@ def all_reduce_curves(device: str, ranks: int) -> list[Curve]:
 
 
 def low_latency_fit(combine: bool) -> tuple[float, float, float]:
-    """(fixed seconds, share of the network's rate, share of NVLink's rate) of DeepEP's low-latency kernels, within the largest residual.
+    """Return DeepEP's low-latency (fixed seconds, share of the network's rate, share of NVLink's rate), within the largest residual.
 
-    Least squares over 16 to 256 ranks of time = fixed + bytes to other hosts ÷ rate; eight ranks then give NVLink's.
+    Least squares over 16 to 256 ranks of time = fixed + bytes to other hosts ÷ rate; eight ranks then give NVLink's share.
     """
     payload, seconds = 128 * 8 * ROW_BYTES[combine], {r: us[combine] * 1e-6 for r, us in _LOW_LATENCY_US.items()}
     points = [(payload * (1 - 8 / r), time) for r, time in seconds.items() if r > 8]
@@ -203,13 +203,13 @@ def low_latency_fit(combine: bool) -> tuple[float, float, float]:
 
 
 def normal_network_share() -> float:
-    """Share of the network's rate that DeepEP's normal kernels reach, rows to the own host taken out."""
+    """Return the share of the network's rate that DeepEP's normal kernels reach, excluding rows that stay on the host."""
     shares = [rate * remote / _NETWORK for (_, remote), rates in _NORMAL_RDMA.items() for rate in rates]
     return measured(statistics.mean(shares), min(shares), max(shares), "normal kernels, share of network", DEEPEP)
 
 
 def normal_fit() -> tuple[float, float, float]:
-    """What `low_latency_fit` gives, of DeepEP's normal kernels."""
+    """Return the values of `low_latency_fit` for DeepEP's normal kernels."""
     share = statistics.mean(_NORMAL_NVLINK) / _NVLINK
     return (
         assumption("normal kernels, fixed part"),

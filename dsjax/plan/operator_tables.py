@@ -39,16 +39,16 @@ _SIZES = (
     "m", "n", "k", "num_heads", "batch_size", "isl", "context", "num_tokens", "num_token", "num_experts", "moe_tp_size", "moe_ep_size",
     "node_num", "dispatch_sms", "combine_sms",
 )  # fmt: skip
-"""Columns of all tables that say how large an operation was: whole numbers of 1 or more."""
+"""Columns of all tables with sizes of an operation: whole numbers of at least 1."""
 _UNITS = {"ms": 1e-3, "us": 1e-6}
-"""Seconds of the units of times, with which the names of their columns end."""
+"""Suffix of a time column → its unit in seconds."""
 PROMPTS = (1, 2, 4, 8)
-"""Prompts in a step of which `OperatorTables.prefill_attention` has seconds."""
+"""Numbers of prompts in a step for which `OperatorTables.prefill_attention` has seconds."""
 
 
 class Grouped(NamedTuple):
-    """Seconds of a rank's routed experts in a prefill step: of a row, a token, a slot and the step, added up, but at least `least`; by
-    least squares of relative errors, whose mean is `error`, at the table's evenly routed points."""
+    """Seconds of a rank's routed experts in a prefill step: the sum of those per row, token and slot and of the step, but at least `least`.
+    Fitted by least squares of relative errors (mean: `error`) to the table's evenly routed points."""
 
     row: float
     token: float
@@ -59,7 +59,7 @@ class Grouped(NamedTuple):
 
 
 def kept(store: str) -> Callable[[Callable], Callable]:
-    """Keep what a method returns in the dict of its object that is called `store`, by the arguments, which must be positional."""
+    """Cache a method's results in its object's dict `store`, by the arguments, which must be positional."""
 
     def decorate(method: Callable) -> Callable:
         @functools.wraps(method)
@@ -76,25 +76,25 @@ def kept(store: str) -> Callable[[Callable], Callable]:
 
 @dataclass(frozen=True, eq=False)
 class OperatorTables:
-    """All tables; lookups are None for a device without such rows."""
+    """All tables. Lookups are None for a device without such rows."""
 
     folder: Path | None = None  # a user's, laid over the bundled ones
-    left_out: frozenset[str] = frozenset()  # names of tables that are not looked at
-    own_hardware: tuple[Hardware, ...] = ()  # devices of the user's that tables name, beside the bundled ones
+    left_out: frozenset[str] = frozenset()  # names of ignored tables
+    own_hardware: tuple[Hardware, ...] = ()  # the user's devices that tables name, besides the bundled ones
     _found: dict = field(default_factory=dict, repr=False)
 
     @kept("_found")
     def without(self, name: str) -> OperatorTables:
-        """Leave a table out: what the planner would say without it."""
+        """Return the tables without one, for what the planner would predict without it."""
         return dataclasses.replace(self, left_out=self.left_out | {name}, _found={})
 
     @kept("_found")
     def of_version(self, name: str) -> OperatorTables:
-        """The bundled tables, but those left out, with those of another version over them, such as `sglang-0.5.9`."""
+        """Return the bundled tables, except those left out, overlaid with those of another version such as `sglang-0.5.9`."""
         return dataclasses.replace(self, folder=_BUNDLED / name, _found={})
 
     def device(self, key: str) -> Hardware:
-        """A device that tables name, as its file has it."""
+        """Return a device that tables name, as described in its file."""
         return next((device for device in self.own_hardware if device.key == key), None) or as_filed(key)
 
     @functools.cached_property
@@ -107,7 +107,7 @@ class OperatorTables:
         return _read(self.folder, name)
 
     def _rows(self, table: str, *columns: str, **wanted: object) -> list[tuple]:
-        """These columns (sizes as int, times in seconds) of a table's rows that have these values."""
+        """Return these columns (sizes as int, times in seconds) of a table's rows that have the `wanted` values."""
         if table in self.left_out:
             return []
         data = self._table(table)
@@ -123,7 +123,7 @@ class OperatorTables:
 
     @kept("_found")
     def product(self, device: str, dtype: str, n: int, k: int, without: tuple[int, int] | None = None) -> Curve | None:
-        """Seconds of `[rows, k] × [k, n]` over rows; of a shape that was not timed, from the shares of the nearest that were."""
+        """Return the seconds of `[rows, k] × [k, n]` over rows; for an untimed shape, from the shares of the nearest timed ones."""
         shapes = {shape: times for shape, times in self._products(device, dtype).items() if shape != without}
         if not shapes:
             return None
@@ -140,7 +140,7 @@ class OperatorTables:
 
     @kept("_found")
     def product_error(self, device: str, dtype: str) -> float:
-        """Mean relative error of a shape that is not in the table: each that is left out in turn, from 64 rows on."""
+        """Return the mean relative error for an untimed shape, by leaving out each timed one in turn; from 64 rows on."""
         errors = []
         for shape, times in self._products(device, dtype).items():
             guess = self.product(device, dtype, *shape, shape)
@@ -149,12 +149,12 @@ class OperatorTables:
 
     @kept("_found")
     def prefill_attention(self, device: str, cache: str, heads: int) -> dict[float, dict[int, float]] | None:
-        """Seconds by length of a prompt and number of `PROMPTS` in a step; more prompts never take longer each."""
+        """Return the seconds by prompt length and number of `PROMPTS` in a step; with more prompts, each never takes longer."""
         rows = self._rows(PREFILL, "num_heads", "isl", "batch_size", "latency_ms", device=device, kv_cache_dtype=cache)
         each: dict[float, dict[int, float]] = defaultdict(dict)
         for length, prompts, seconds in _of_heads(rows, heads):
             each[length][prompts] = seconds / prompts
-        # A length that was timed with few prompts takes as long for each of more.
+        # A length that was timed with few prompts takes as long for each prompt with more.
         return {
             length: {wanted: wanted * min(t for n, t in times.items() if n <= wanted) for wanted in PROMPTS}
             for length, times in each.items()
@@ -162,7 +162,7 @@ class OperatorTables:
 
     @kept("_found")
     def decode_attention(self, device: str, cache: str, heads: int) -> tuple[dict[float, Curve], float] | None:
-        """(rows → seconds over cached positions of each, the relative spread between engines)."""
+        """Return (rows → seconds over cached positions of each, the relative spread between engines)."""
         columns = ("num_heads", "batch_size", "context", "latency_ms", "software")
         rows = self._rows(DECODE, *columns, device=device, kv_cache_dtype=cache)
         # SGLang's FP8 cache on Hopper is converted before use, 10 times slower; an engine would not choose it.
@@ -178,13 +178,13 @@ class OperatorTables:
         return (found, statistics.mean(both) if both else 0.05) if found else None
 
     def _wide(self, device: str, phase: str) -> list[tuple[int, int, float]]:
-        """(tokens of the whole group, its ranks, seconds of one)."""
+        """Return (tokens of the whole group, its ranks, seconds of one rank) of each row."""
         columns = ("num_tokens", "moe_ep_size", "latency_ms")
         return self._rows(WIDE, *columns, device=device, phase=phase, distribution="uniform")
 
     @kept("_found")
     def grouped_decode(self, device: str) -> dict[float, Curve] | None:
-        """Experts of a rank that have rows → seconds of its routed experts in decode over the rows of each of them."""
+        """Return number of a rank's experts with rows → seconds of its routed experts in decode over the rows of each."""
         table: dict[float, dict[float, float]] = defaultdict(dict)
         for tokens, ep, seconds in self._wide(device, "generation"):
             rows = 8 * tokens / ep
@@ -194,9 +194,9 @@ class OperatorTables:
 
     @kept("_found")
     def grouped_prefill(self, device: str) -> Grouped | None:
-        """Seconds of a rank's routed experts in prefill."""
+        """Return the seconds of a rank's routed experts in prefill."""
         rows = self._wide(device, "context")
-        # Below 0.8 ms, launches are all that is seen.
+        # Below 0.8 ms, launches dominate.
         points = [(8 * tokens / ep, tokens, 256 / ep, 1.0, seconds) for tokens, ep, seconds in rows if seconds > 0.8e-3]
         if not points:
             return None
@@ -207,10 +207,10 @@ class OperatorTables:
 
     @kept("_found")
     def experts(self, device: str, dtype: str, ep: int, tp: int | None = None) -> tuple[Curve, bool] | None:
-        """(seconds of a rank's experts over all tokens of its group, whether they were routed evenly).
+        """Return (seconds of a rank's experts over all tokens of its group, whether they were routed evenly).
 
-        Of the fused kernel, with experts `tp` times narrower and spread over `ep`; without `tp`, of whole ones spread over a group. Routed
-        by a power law the rank was timed that has most rows; such rows count where there are no others. dtype: one of `TABLED`.
+        With `tp`: the fused kernel, experts `tp` times narrower and spread over `ep`. Without: whole experts spread over a group. Times of
+        power-law routing are of the rank with most rows, and are used only if there are no even ones. dtype: one of `TABLED`.
         """
         wanted = {"device": device, "moe_dtype": dtype, "moe_ep_size": ep} | ({"moe_tp_size": tp} if tp else {})
         rows = self._rows(FUSED if tp else SPREAD, "distribution", "num_tokens", "latency_ms", **wanted)
@@ -220,8 +220,8 @@ class OperatorTables:
 
     @kept("_found")
     def deepep(self, device: str, combine: bool, low_latency: bool) -> Curve | None:
-        """Seconds of a dispatch or combine within one host over tokens of a rank: of the newer software, normal ones on 24 multiprocessors
-        of an H200."""
+        """Return the seconds of a dispatch or combine within one host over tokens of a rank, of the newer software; normal kernels use 24
+        multiprocessors of an H200."""
         way = "combine" if combine else "dispatch"
         if low_latency:
             wanted = {"device": device, "node_num": 1, "num_experts": 256, "sglang": "0.5.12"}
@@ -233,14 +233,14 @@ class OperatorTables:
 
 
 def _of_heads(rows: Sequence[Sequence[float]], heads: int) -> list[tuple[float, ...]]:
-    """Rows (heads, sizes, seconds) of the nearest number of heads that was timed, without it: fewer than the least count as the least."""
+    """Return (sizes, seconds) of the least timed number of heads that is at least `heads`, or else of the largest, scaled by heads."""
     known = {row[0] for row in rows}
     at = min((one for one in known if one >= heads), default=max(known, default=heads))
     return [(*sizes, seconds * max(1.0, heads / at)) for timed, *sizes, seconds in rows if timed == at]
 
 
 def _read(folder: Path | None, table: str) -> dict[str, np.ndarray]:
-    """The columns of a bundled table with a user's rows in place of those of the same devices (of all, where rows name none)."""
+    """Return the columns of a bundled table; a user's rows replace those of the same devices (all, if the table names no devices)."""
     columns, *rows = csv.reader((_BUNDLED / f"{table}.csv").read_text(encoding="utf-8").splitlines())
     if folder is not None and (path := folder / f"{table}.csv").exists():
         given = _users_rows(path, columns)
@@ -255,7 +255,7 @@ def _read(folder: Path | None, table: str) -> dict[str, np.ndarray]:
 
 
 def _users_rows(path: Path, columns: Sequence[str]) -> list[list[str]]:
-    """The rows of a user's file, in the order of the bundled table's columns."""
+    """Return the rows of a user's file, in the order of the bundled table's columns."""
     try:
         given = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
         missing = [name for name in columns if not given or given[0].get(name) is None]
@@ -278,7 +278,7 @@ def _users_rows(path: Path, columns: Sequence[str]) -> list[list[str]]:
 
 
 def operator_tables(folder: str | Path | None = None) -> OperatorTables:
-    """The bundled tables, or with a user's folder over them. Raises `UserError`: it is no folder, or holds none of the tables."""
+    """Return the bundled tables, overlaid with a user's folder if given. Raises `UserError`: no folder, or no tables in it."""
     if folder is None:
         return BUNDLED
     tables = OperatorTables(Path(os.path.expanduser(folder)))

@@ -1,4 +1,4 @@
-"""A plan on the terminal, a first screen or all of it (`--explain plan`), and as JSON."""
+"""Output of a plan: the first screen on the terminal, all details (`--explain plan`), and JSON."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from dsjax.plan.sweep import Sweep
 from dsjax.tables import table
 from dsjax.texts import filled
 
-if TYPE_CHECKING:  # brings the engine's scheduler in, which a plan that plays nothing does without
+if TYPE_CHECKING:  # imports the engine's scheduler, which a plan without simulation does not need
     from dsjax.plan.simulation.outcome import SimulationOutcome
 
 
 _COMMAND = "green"
-"""Style of a line for a shell, which no line break may cut."""
+"""Style of a shell command line, which must not be wrapped."""
 
 
 def to_json(
     plan: Plan, model: str, rows: int, outcomes: Sequence[SimulationOutcome] = (), sweeps: Sequence[Sweep] = ()
 ) -> dict[str, Any]:
-    """Fields of `dsjax plan --json`; a figure is `Figure.to_json`.
+    """Return the fields of `dsjax plan --json`; a figure is `Figure.to_json`.
 
     - `model`, `cluster`, `devices`; `layouts_considered`, `layouts_too_large`: numbers of layouts
     - `ranked`: deployments that meet the objectives, `Candidate.to_json` with `bottleneck`
-    - `missed`: where none does, the nearest, with `misses`: objective → how many times too slow
-    - `frontier`, `frontier_late`: the Pareto front, and those that would be on it but break the TTFT
+    - `missed`: if none does, the nearest, with `misses`: objective → how many times too slow
+    - `frontier`, `frontier_late`: the Pareto front, and deployments that would be on it if they met the TTFT
     - `forbidden`: `Forbidden`; `with_64_times_everything` is its `floor`
     - `winner`: `recipe`, or null; `calibrated`: `calibrated` of the winner, or null
     - `sweeps`: `Sweep.to_json`; `simulation`: `SimulationOutcome.to_json` of each load; `compiled`: `DryRunUsage.to_json`
@@ -72,13 +72,13 @@ def to_json(
 
 
 def show(console: Console, plan: Plan, model: str, rows: int) -> None:
-    """The first screen: the question, the best rows, the winner's commands and what limits it; or what forbids a winner."""
+    """Print the first screen: the question, the best rows, the winner's commands and its bottlenecks; or why there is no winner."""
     show_usages(console, plan.usages)
     _print(console, _first_screen(plan, model, rows))
 
 
 def details(console: Console, plan: Plan, model: str, rows: int) -> None:
-    """The rest of a plan: every figure of the rows, and the winner's memory, cost, start and notes."""
+    """Print the rest of a plan: every figure of the rows, and the winner's memory, cost, start and notes."""
     _print(console, _rows(plan, rows))
     if plan.winner is not None:
         engine = plan.question.options.engine.name
@@ -180,7 +180,7 @@ def _command(service: Mapping[str, Any]) -> Text:
 
 
 def _other_hosts(service: Mapping[str, Any], engine: str) -> int:
-    """Hosts of one instance that start with commands of their own."""
+    """Return the number of an instance's other hosts, which start with their own commands."""
     return len(service.get("launches", {}).get(engine, {}).get("commands", "1")) - 1
 
 
@@ -189,13 +189,13 @@ def _device(plan: Plan) -> str:
 
 
 def _beside(plan: Plan) -> str:
-    """Hosts of another kind that compute prompts."""
+    """Describe the hosts of another kind that run prefill."""
     first = plan.question.cluster.prefill
     return "" if first is None else f" that decode, and {first.num_devices} {first.hardware.name} for prefill"
 
 
 def _marks(plan: Plan, shown: Sequence[Candidate]) -> list[str]:
-    """Of each row its number, whether it meets the objectives, and whether its tokens/s can be told from the first row's."""
+    """Return each row's number, whether it meets the objectives, and whether its tokens/s can be told apart from the first row's."""
     question, marks = plan.question, []
     for number, one in enumerate(shown, 1):
         sure = "✓" if one.meets(question.bounds, sure=True) else "~" if one.meets(question.bounds) else "✗"
@@ -214,7 +214,7 @@ def _compiled(candidate: Candidate) -> str:
 
 
 def _corrected(winner: Candidate) -> list[dict[str, Any]]:
-    """The winner's rate and TPOT as blind predictions correct them, each with its text."""
+    """Return the winner's rate and TPOT as corrected by blind predictions, each with its text."""
     held, found = calibrated(winner), []
     for name, factor, digits, unit in (("output_tokens_per_s", 1, 0, "tokens/s"), ("tpot_s", 1e3, 1, "ms")):
         value, low, high = (f"{held[name][end] * factor:,.{digits}f}" for end in ("corrected", "low", "high"))
@@ -223,7 +223,7 @@ def _corrected(winner: Candidate) -> list[dict[str, Any]]:
 
 
 def show_usages(console: Console, usages: Sequence[DryRunUsage]) -> None:
-    """What was taken of each dry run, or why nothing was."""
+    """Print what was taken from each dry run, or why nothing was."""
     for usage in usages:
         what = f"{usage.run.file} ({usage.run.mesh}, {usage.run.shape}, {usage.run.target}): "
         said = f"{what}{'taken' if usage.used else 'not used'}: {usage.text}"
@@ -231,19 +231,19 @@ def show_usages(console: Console, usages: Sequence[DryRunUsage]) -> None:
 
 
 def sentence(reason: Forbidden) -> str:
-    """Why, and at what hardware it would hold."""
+    """Return why no candidate meets the objectives, and which hardware would."""
     would = ", or ".join(f"{_rounded_up(r.factor)} × {r.resource}" for r in reason.remedies[:4])
     return filled("texts", "forbidden.txt", **vars(reason), would=would, no_layout=NO_LAYOUT)
 
 
 def _rounded_up(factor: float) -> str:
-    """Three digits, with which it certainly holds."""
+    """Round up to three digits, so that the objective certainly holds."""
     step = 10.0 ** (math.floor(math.log10(factor)) - 2)
     return f"{math.ceil(factor / step - 1e-9) * step:.3g}"
 
 
 def show_sweep(console: Console, sweep: Sweep) -> None:
-    """A sweep as a table."""
+    """Print a sweep as a table."""
     priced = any(point.best and point.best.cost for point in sweep.points)
     names = ("", "winner unchanged: tokens/s", "TPOT ms", "<best there", "tokens/s", "TPOT ms", "objectives")
 
