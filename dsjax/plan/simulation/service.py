@@ -83,7 +83,7 @@ def _length(lengths: Lengths, source: np.random.Generator) -> int:
 _SHARED_TOKEN, _OWN_TOKEN, _PARAMS = 1, 2, SamplingParams()
 _SOME, _NONE = RowResult((0,)), RowResult()
 _CONTEXTS = 64
-"""Steps per octave to which a rank's mean decode context is rounded, so that prices can be reused: within 0.55 %."""
+"""Rounding steps per octave for a rank's mean decode context, so that prices can be reused: within 0.55 %."""
 
 
 class StepPrices:
