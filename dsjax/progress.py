@@ -1,4 +1,4 @@
-"""How far something is: a bar on a terminal, and elsewhere a line at each tenth, since a log would see a bar once, at its end."""
+"""Progress: a bar on a terminal; elsewhere a line at each tenth, since a log would show a bar only once, at the end."""
 
 import contextlib
 import time
@@ -13,7 +13,7 @@ Titled = TypeVar("Titled")
 
 
 class Tenths:
-    """Writes a line when the first of `total` is begun, and at each tenth.
+    """Writes a line at the first report and at each tenth of `total`.
 
     ::
 
@@ -40,9 +40,9 @@ class Tenths:
 
 @contextlib.contextmanager
 def counting(console: "Console", shown: bool, title: str, total: int) -> Iterator[Callable[[int, str], None]]:
-    """Show how many of `total` are done; gives a function to call with that number and a few words, which only the bar shows.
+    """Show how many of `total` are done; yield a function that takes this number and a short detail, which only the bar shows.
 
-    The bar goes away at the end. Where the console is no terminal, there is a line at each tenth.
+    The bar disappears at the end. If the console is no terminal, a line is printed at each tenth.
     """
     from rich.progress import (
         BarColumn,
@@ -68,7 +68,7 @@ def counting(console: "Console", shown: bool, title: str, total: int) -> Iterato
 
 
 def in_turn(console: "Console", shown: bool, title: str, items: Sequence[Titled]) -> Iterator[Titled]:
-    """Go through items, and show which one it is and how many are done."""
+    """Yield the items, and show the current one and how many are done."""
     with counting(console, shown, title, len(items)) as report:
         for number, item in enumerate(items):
             report(number, item.title)

@@ -1,4 +1,4 @@
-"""Which version of a package there is, and which ones dsjax was declared to work with."""
+"""Installed package versions, and the versions that dsjax declares to work with."""
 
 import platform
 import tomllib
@@ -15,7 +15,7 @@ _NOT_SERVED_WITH = ("test", "bench", "notebooks")
 
 
 def installed_version(package: str, missing: str = "not installed") -> str:
-    """The version of a package; `missing` where there is none, as for dsjax itself when it runs from its source tree."""
+    """Return the version of a package; `missing` if it is not installed, as dsjax itself when it runs from its source tree."""
     import importlib.metadata  # takes 30 ms, and most commands do not need it
 
     try:
@@ -25,12 +25,12 @@ def installed_version(package: str, missing: str = "not installed") -> str:
 
 
 class Mismatch(NamedTuple):
-    """A package that is missing, or of a version that dsjax does not work with.
+    """A package that is missing, or has a version that dsjax does not work with.
 
     Attributes:
-        installed: its version; None where there is none.
-        wanted: as `pip install` takes it.
-        is_optional: whether it is of an extra.
+        installed: its version; None if it is missing.
+        wanted: requirement to pass to `pip install`.
+        is_optional: whether it belongs to an extra.
     """
 
     package: str
@@ -40,9 +40,9 @@ class Mismatch(NamedTuple):
 
 
 def mismatches() -> list[Mismatch]:
-    """Compare what is installed with what dsjax declares, in its own metadata or the source tree's `pyproject.toml`.
+    """Compare the installed packages with those that dsjax declares, in its metadata or the source tree's `pyproject.toml`.
 
-    A package of an extra counts where it is installed.
+    A package of an extra counts only if it is installed.
     """
     from packaging.specifiers import SpecifierSet
 
@@ -60,7 +60,7 @@ def mismatches() -> list[Mismatch]:
 
 
 def _declared() -> tuple[str, list[tuple["Requirement", str]]]:
-    """Give the bounds of Python, and each requirement that holds on this machine, with its extra where it is of one."""
+    """Return the bounds of Python, and each requirement that applies to this machine with its extra ("" if none)."""
     from packaging.requirements import Requirement
 
     project = tomllib.loads(_SOURCE_TREE.read_text(encoding="utf-8"))["project"] if _SOURCE_TREE.is_file() else {}
@@ -79,7 +79,7 @@ def _declared() -> tuple[str, list[tuple["Requirement", str]]]:
 
 
 def _of_metadata(lines: list[str]) -> Iterator[tuple[str, str]]:
-    """Give each requirement with its extra, which its marker has."""
+    """Yield each requirement with its extra, taken from its marker."""
     for line in lines:
         _, _, extra = line.partition("extra ==")
         yield line, extra.strip(" '\"()")

@@ -18,10 +18,10 @@ class Balancedness(NamedTuple):
     """How evenly the ranks are loaded. The first two lie between 1 ÷ ranks and 1 (even), the third between 1 (even) and ranks.
 
     of_sums: the sum over layers of the mean rank's load ÷ the sum over layers of the busiest rank's, as vLLM logs it; what dsjax
-        reports as balancedness. A layer counts by its tokens. The busiest rank is each layer's own, for which a step waits there:
-        summing a rank's load over layers first would let layers make up for each other.
+        reports as balancedness. Layers are weighted by their tokens. The busiest rank is taken per layer, because a step
+        waits for it in each layer: summing a rank's load over layers first would let layers compensate for each other.
     of_layers: the mean over layers of (mean ÷ busiest), as SGLang logs it.
-    busiest: the mean over layers of (busiest ÷ mean): how many times longer than an even one the experts of a layer take.
+    busiest: the mean over layers of (busiest ÷ mean): how many times longer than with an even load a layer's experts take.
     """
 
     of_sums: float
@@ -38,14 +38,14 @@ def rebalance(
     hosts: int = 1,
     policy: Policy = "auto",
 ) -> Int[np.ndarray, "L P"]:
-    """The logical expert in each physical slot of each layer, ``[L, P]`` int32, by DeepSeek's published policies.
+    """Return the logical expert in each physical slot of each layer, ``[L, P]`` int32, by DeepSeek's published policies.
 
-    Slots lie rank by rank, the same number on each, and ranks host by host.
+    Slots are ordered by rank, the same number on each, and ranks by host.
 
     ``global``: each extra slot goes to the expert with the most load per copy; then the copies, heaviest first, each go to the
-    least loaded rank with a free slot. ``hierarchical``: whole groups of experts are packed onto hosts in that way first,
-    copies are made within a host, and packed onto its ranks; a token that is routed to few groups then crosses to few
-    hosts. ``auto``: hierarchical where the groups divide over the hosts, as published (github.com/deepseek-ai/EPLB).
+    least loaded rank with a free slot. ``hierarchical``: whole groups of experts are first packed onto hosts in the same way;
+    then copies are made within each host and packed onto its ranks, so a token routed to few groups is sent to few
+    hosts. ``auto``: hierarchical if the groups divide over the hosts, as published (github.com/deepseek-ai/EPLB).
 
     The heaviest and the lightest rank that are packed together (all ranks, or those of one host) differ by at most the load of the
     heaviest copy. Three rules are additions to the published policies: a layer without load counts as evenly loaded; an expert gets
@@ -56,7 +56,7 @@ def rebalance(
         load_LE: tokens that each layer sent to each logical expert, or any other load.
         n_physical: slots over all ranks, logical experts and extra copies together.
         groups: groups of the router (``n_group``), each of consecutive experts.
-        hosts: hosts over which the ranks lie, the same number on each.
+        hosts: hosts of the ranks, the same number of ranks on each.
 
     Raises:
         MeshError: fewer slots than experts, numbers that do not divide, an unknown policy, or an invalid load.
@@ -83,14 +83,14 @@ def rebalance(
 
 
 def by_host(policy: Policy, groups: int, hosts: int) -> bool:
-    """Whether ``rebalance`` then keeps groups of experts on hosts; else a rank may get any other rank's number (``keep_in_place``)."""
+    """Whether ``rebalance`` keeps groups of experts on hosts. If not, ``keep_in_place`` may swap the numbers of any two ranks."""
     return policy != "global" and groups % hosts == 0
 
 
 def within_hosts(
     load_LE: Float[np.ndarray, "L E"], expert_LE: Int[np.ndarray, "L E"], *, n_physical: int, ranks: int, hosts: int
 ) -> Int[np.ndarray, "L P"]:
-    """Copies of each host's experts, packed onto its ranks by load. expert_LE: all experts, those of the first host first."""
+    """Replicate each host's experts and pack the copies onto its ranks by load. expert_LE: all experts, ordered by host."""
     layers, experts = expert_LE.shape
     expert_XM = expert_LE.reshape(layers * hosts, experts // hosts)
     load_XM = np.take_along_axis(_weights(load_LE), expert_LE, axis=1).reshape(expert_XM.shape)
@@ -105,7 +105,7 @@ def within_hosts(
 def rank_loads(
     load_LE: Float[np.ndarray, "L E"], physical_to_logical_LP: Int[np.ndarray, "L P"], ranks: int
 ) -> Float[np.ndarray, "L R"]:
-    """Load of each rank in each layer, where the copies of an expert share its load evenly. One placement may serve all layers."""
+    """Return the load of each rank in each layer. Copies of an expert share its load evenly. One placement may serve all layers."""
     load_LE = checked_load(load_LE)
     placement_LP = np.broadcast_to(physical_to_logical_LP, (len(load_LE), np.shape(physical_to_logical_LP)[-1]))
     if placement_LP.shape[1] % ranks:
@@ -118,12 +118,12 @@ def rank_loads(
 def balancedness(
     load_LE: Float[np.ndarray, "L E"], physical_to_logical_LP: Int[np.ndarray, "L P"], ranks: int
 ) -> Balancedness:
-    """How evenly a placement, of each layer or one for all, spreads a load over ranks. Layers without load are left out."""
+    """Return how evenly a placement (per layer, or one for all) spreads a load over ranks. Layers without load are left out."""
     return balancedness_of_ranks(rank_loads(load_LE, physical_to_logical_LP, ranks))
 
 
 def balancedness_of_ranks(loads_LR: Float[np.ndarray, "L R"]) -> Balancedness:
-    """How evenly ranks are loaded, from each rank's load in each layer."""
+    """Return how evenly ranks are loaded, from each rank's load in each layer."""
     mean_L, most_L = loads_LR.mean(axis=1), loads_LR.max(axis=1)
     mean_L, most_L = mean_L[most_L > 0], most_L[most_L > 0]
     if not len(most_L):
@@ -136,12 +136,12 @@ def balancedness_of_ranks(loads_LR: Float[np.ndarray, "L R"]) -> Balancedness:
 def keep_in_place(
     old_LP: Int[np.ndarray, "L P"], new_LP: Int[np.ndarray, "L P"], ranks: int, hosts: int = 1
 ) -> Int[np.ndarray, "L P"]:
-    """``new_LP`` with its hosts, the ranks of each host and the slots of each rank renumbered so that the fewest experts move.
+    """Renumber the hosts, the ranks of each host and the slots of each rank of ``new_LP`` so that the fewest experts move.
 
-    Which rank is called the first is without meaning to the load, and not to the bytes that must be sent. What each rank
-    holds and what lies together on a host stay as they were in ``new_LP``. ``experts_moved`` counts what is left to move.
+    The numbering of ranks does not affect the load, but it determines how many bytes must be sent. The experts of each rank, and
+    the ranks that share a host, stay as in ``new_LP``. ``experts_moved`` counts the experts that still have to move.
 
-    hosts: 1 where the placement is not by host (``by_host``): ranks then take each other's numbers freely, and fewer experts move.
+    hosts: 1 if the placement is not by host (``by_host``): ranks are then renumbered freely, and fewer experts move.
     """
     layers, slots = new_LP.shape
     if old_LP.shape != new_LP.shape or slots % ranks or ranks % hosts:
@@ -160,15 +160,15 @@ def keep_in_place(
 
 
 def experts_moved(old_LP: Int[np.ndarray, "L P"], new_LP: Int[np.ndarray, "L P"]) -> Int[np.ndarray, "L"]:
-    """How many slots of each layer get another expert's weights."""
+    """Return how many slots of each layer get another expert's weights."""
     return (np.asarray(old_LP) != np.asarray(new_LP)).sum(axis=1)
 
 
 def checked_load(load_LE: Float[np.ndarray, "L E"]) -> Float[np.ndarray, "L E"]:
-    """The load as float64.
+    """Return the load as float64.
 
     Raises:
-        MeshError: not two dimensions, no expert, or a number that is negative or not finite.
+        MeshError: not two dimensions, no experts, or a number that is negative or not finite.
     """
     load_LE = np.asarray(load_LE, np.float64)
     if load_LE.ndim != 2 or not load_LE.shape[1] or not np.all(np.isfinite(load_LE)) or np.any(load_LE < 0):
@@ -179,7 +179,7 @@ def checked_load(load_LE: Float[np.ndarray, "L E"]) -> Float[np.ndarray, "L E"]:
 
 
 def checked_numbers(load_LE: np.ndarray, *, n_physical: int, ranks: int, groups: int, hosts: int) -> None:
-    """Raise ``MeshError`` where slots, ranks, hosts and groups do not go together, or are too few for the experts."""
+    """Raise ``MeshError`` if slots, ranks, hosts and groups do not divide evenly, or there are too few slots for the experts."""
     experts = load_LE.shape[1]
     if n_physical < experts or n_physical % ranks:
         raise MeshError(
@@ -194,9 +194,9 @@ def checked_numbers(load_LE: np.ndarray, *, n_physical: int, ranks: int, groups:
 
 
 def _replicate(load_XM: np.ndarray, slots: int, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Item and load of each copy ``[X, slots]``: one of each item, then one more of whichever has the most load per copy.
+    """Return item and load of each copy ``[X, slots]``: one of each item, then one more of whichever has the most load per copy.
 
-    An item with ``most`` copies gets another only where all have as many.
+    An item with ``most`` copies gets another only if all items have that many.
     """
     count, items = load_XM.shape
     rows, copies_XM = np.arange(count), np.ones(load_XM.shape)
@@ -209,9 +209,9 @@ def _replicate(load_XM: np.ndarray, slots: int, most: int) -> tuple[np.ndarray, 
 
 
 def pack(load_XN: np.ndarray, item_XN: np.ndarray, packs: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pack of each thing and its place in the pack: heaviest first, each to the least loaded pack that has room.
+    """Return each thing's pack and its place in the pack. Things go heaviest first to the least loaded pack with room.
 
-    item_XN: what each thing is a copy of. Of packs that are loaded alike, the first without a copy of the same item is taken.
+    item_XN: the item that each thing is a copy of. Among equally loaded packs, the first without a copy of the same item is taken.
     """
     count, things = load_XN.shape
     item_XN = np.broadcast_to(item_XN, load_XN.shape)
@@ -232,14 +232,14 @@ def pack(load_XN: np.ndarray, item_XN: np.ndarray, packs: int) -> tuple[np.ndarr
         loads[:], held[:] = load_NX[:first].T, 1
         has[rows[:, None], item_NX[:first].T, np.arange(packs)] = True
     loads[held >= full] = np.inf
-    # Flat views: an index of one number for each row costs a third of one of two.
+    # Flat views: indexing with one number per row costs a third of indexing with two.
     load_XR, held_XR, has_XER, start_X = loads.ravel(), held.ravel(), has.ravel(), rows * packs
     for thing in range(first, things):
         pack_X = loads.argmin(axis=1)
         at_X, item_X = start_X + pack_X, item_NX[thing]
         least_XR = loads == load_XR.take(at_X)[:, None]
         if np.count_nonzero(least_XR) > count:
-            # The first of the greatest: the least loaded before all others, and of those one without a copy before one with.
+            # Take the first maximum: the least loaded packs score above 0, and those without a copy of the item above those with one.
             pack_X = np.argmax(least_XR * (2 - has[rows, item_X]), axis=1)
             at_X = start_X + pack_X
         place_X = held_XR.take(at_X)
@@ -253,7 +253,7 @@ def pack(load_XN: np.ndarray, item_XN: np.ndarray, packs: int) -> tuple[np.ndarr
 
 
 def _part_copies(item_XP: np.ndarray, share_XP: np.ndarray, ranks: int) -> None:
-    """Exchange second copies of an item on a rank for another rank's, in place, where neither is heavier than the heavier was."""
+    """Swap second copies of an item on a rank with another rank's items, in place, if neither rank exceeds the heavier one before."""
     sorted_XRS = np.sort(item_XP.reshape(len(item_XP), ranks, -1), axis=-1)
     for row, rank in np.argwhere((sorted_XRS[..., 1:] == sorted_XRS[..., :-1]).any(axis=-1)):
         items_RS, shares_RS = (array[row].reshape(ranks, -1) for array in (item_XP, share_XP))
@@ -272,26 +272,26 @@ def _part_copies(item_XP: np.ndarray, share_XP: np.ndarray, ranks: int) -> None:
 
 
 def _weights(load_LE: np.ndarray) -> np.ndarray:
-    """An expert that nobody asked for weighs next to nothing, so that such experts are dealt out too; without any load, all alike."""
+    """Return load as weights: tiny ones for unused experts, so that these are spread out too; equal ones in a layer without load."""
     total_L1 = load_LE.sum(axis=1, keepdims=True)
     return np.where(total_L1 > 0, np.maximum(load_LE, total_L1 * 1e-12), 1.0)
 
 
 def _counts(held_RS: np.ndarray, experts: int) -> np.ndarray:
-    """How often each row holds each expert: ``[rows, experts]``."""
+    """Return how often each row holds each expert: ``[rows, experts]``."""
     rows = np.arange(len(held_RS))[:, None]
     return np.bincount((held_RS + rows * experts).ravel(), minlength=len(held_RS) * experts).reshape(-1, experts)
 
 
 def _shared(new_RE: np.ndarray, old_RE: np.ndarray) -> np.ndarray:
-    """How many experts each new rank has in common with each old one, copies counted: ``[new, old]``."""
+    """Return how many experts (counting copies) each new rank has in common with each old one: ``[new, old]``."""
     most = int(min(new_RE.max(), old_RE.max()))
     return sum((new_RE >= n).astype(np.float32) @ (old_RE >= n).astype(np.float32).T for n in range(1, most + 1))
 
 
 def _renumbered(stays_RR: np.ndarray, hosts: int) -> np.ndarray:
-    """The old rank whose number each new rank takes, so that the most stays; ranks of one host stay together."""
-    from scipy.optimize import linear_sum_assignment  # half a second of imports, which who only places does not need
+    """Return the old rank whose number each new rank takes, so that the most experts stay; ranks of one host stay together."""
+    from scipy.optimize import linear_sum_assignment  # half a second of imports, not needed for placing alone
 
     each = len(stays_RR) // hosts
     stays_HH, within = np.zeros((hosts, hosts)), {}
@@ -305,7 +305,7 @@ def _renumbered(stays_RR: np.ndarray, hosts: int) -> np.ndarray:
 
 
 def _same_slots(old_LRS: np.ndarray, new_LRS: np.ndarray) -> np.ndarray:
-    """The experts of each new rank, those that the old one had in the slots where they were, the others in order."""
+    """Return the experts of each new rank: those that the old rank had keep their slots, the others fill the free slots in order."""
     kept_LRS, used_LRS = np.full_like(new_LRS, -1), np.zeros(new_LRS.shape, bool)
     for slot in range(new_LRS.shape[-1]):
         expert_LR1 = old_LRS[..., slot, None]
@@ -314,7 +314,7 @@ def _same_slots(old_LRS: np.ndarray, new_LRS: np.ndarray) -> np.ndarray:
         hit_LR1 = np.take_along_axis(found_LRS, first_LR1, axis=-1)
         np.put_along_axis(used_LRS, first_LR1, np.take_along_axis(used_LRS, first_LR1, axis=-1) | hit_LR1, axis=-1)
         kept_LRS[..., slot] = np.where(hit_LR1, expert_LR1, -1)[..., 0]
-    # A stable sort brings the free slots, and the experts without one, to the front of each rank: as many of the one as of the other.
+    # A stable sort brings the free slots, and the experts without a slot, to the front of each rank. There are equally many of both.
     slots_LRS = np.argsort(kept_LRS >= 0, axis=-1, kind="stable")
     experts_LRS = np.take_along_axis(new_LRS, np.argsort(used_LRS, axis=-1, kind="stable"), axis=-1)
     ordered_LRS = np.take_along_axis(kept_LRS, slots_LRS, axis=-1)

@@ -1,7 +1,7 @@
-"""Programs that are cut where something is done outside of them: traced as one function, run as several programs with the host between.
+"""Cut programs: a function that is traced once and runs as several XLA programs, with work on the host in between.
 
-``outside`` stands in a traced function for work that no XLA program can do by itself, such as a computation on other devices. ``lower_cut``
-traces the function once, cuts it there, and finds by itself which values each piece needs of those before it::
+``outside`` marks work in a traced function that no XLA program can do by itself, such as a computation on other devices. ``lower_cut``
+traces the function once, cuts it at this work, and determines which values each piece needs from the pieces before it::
 
     def step(params, state, x):
         x, state = first_half(params, state, x)
@@ -37,10 +37,10 @@ class Worker(Protocol):
     """Does the work between two programs."""
 
     def compile_work(self, work: Hashable, described: Sequence[Described]) -> tuple[Run, Sequence[Sharding]]:
-        """Compile what a piece of work needs for such values. Return a function that does it, and the shardings of its results.
+        """Compile a piece of work for the described values. Return a function that does the work, and the shardings of its results.
 
-        work: the description that ``outside`` was given. The function takes the values that ``outside`` was given, in a list that it
-        may empty, so that their memory is freed early.
+        work: the description passed to ``outside``. The function takes the values passed to ``outside`` in a list, which it may empty
+        to free their memory early.
         """
 
 
@@ -54,16 +54,16 @@ def _describe_results(*_, results: tuple[tuple[tuple[int, ...], np.dtype], ...],
 
 
 def outside(work: Hashable, values: Sequence[jax.Array], results: Sequence[Described]) -> list[jax.Array]:
-    """In a function that ``lower_cut`` traces, at its top level: the results of ``work`` on ``values``, of these shapes and dtypes.
+    """Return the results of ``work`` on ``values``, with these shapes and dtypes. Call it at the top level of a cut function.
 
-    work: describes what is done, in plain values. The ``Worker`` that ``lower_cut`` is given does it.
+    work: description of the work, in plain values. The ``Worker`` passed to ``lower_cut`` does the work.
     """
     described = tuple((tuple(one.shape), np.dtype(one.dtype)) for one in results)
     return _outside.bind(*values, work=work, results=described)
 
 
 class _Piece(NamedTuple):
-    """A run of equations, or one ``outside``. takes, gives: variables; donates: places in ``takes`` that nobody reads afterwards."""
+    """A run of equations, or one ``outside``. takes, gives: variables; donates: indices in ``takes`` of values not read afterwards."""
 
     equations: list
     takes: list
@@ -72,14 +72,14 @@ class _Piece(NamedTuple):
 
     @property
     def work(self) -> Hashable | None:
-        """Description of what is done outside; None if this piece is a program."""
+        """Description of the work outside; None if this piece is a program."""
         is_outside = bool(self.equations) and self.equations[0].primitive is _outside
         return self.equations[0].params["work"] if is_outside else None
 
 
 @dataclass(frozen=True)
 class CutLowered:
-    """A function traced and cut: what ``jax.stages.Lowered`` is of one program."""
+    """A traced and cut function, the counterpart of ``jax.stages.Lowered``."""
 
     jaxpr: ClosedJaxpr
     pieces: Sequence[_Piece]
@@ -90,10 +90,10 @@ class CutLowered:
     def compile(
         self, *, compiler_options: Mapping[str, Any] | None = None, compiler: Compiler | None = None
     ) -> CutCompiled:
-        """Compile piece after piece, each for the shardings in which those before it give their results.
+        """Compile the pieces in order, each for the shardings of the results of the pieces before it.
 
-        compiler_options: of XLA, for each program. compiler: compiles each program, in the place of ``Lowered.compile`` with these
-            options. Work between two programs compiles what it needs by itself.
+        compiler_options: XLA options for each program. compiler: compiles each program instead of ``Lowered.compile`` with these
+            options. The worker compiles the work between two programs itself.
         """
         compiler = compiler or partial(jax.stages.Lowered.compile, compiler_options=compiler_options)
         known = dict(zip(self.jaxpr.jaxpr.invars, self.arguments, strict=True))
@@ -120,7 +120,7 @@ class CutLowered:
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """What ``memory_analysis`` says of the programs together: the most temporaries of one, and the results of all."""
+    """``memory_analysis`` of all programs: temporaries of the program with the most, and results summed over all programs."""
 
     temp_size_in_bytes: int
     output_size_in_bytes: int
@@ -131,7 +131,7 @@ class MemoryStats:
 class CutCompiled:
     """The programs of a cut function, called as one.
 
-    out_info: descriptions of what it gives, each with its sharding.
+    out_info: descriptions of the results, each with its sharding.
     """
 
     lowered: CutLowered
@@ -140,11 +140,11 @@ class CutCompiled:
 
     @property
     def output_shardings(self) -> Any:
-        """The shardings of what it gives."""
+        """Shardings of the results."""
         return jax.tree.map(lambda described: described.sharding, self.out_info)
 
     def __call__(self, *arguments: Any) -> Any:
-        """What the function gives; the donated argument's arrays are taken."""
+        """Return the results of the function; the donated argument's arrays are consumed."""
         lowered = self.lowered
         values = dict(zip(lowered.jaxpr.jaxpr.invars, jax.tree.leaves(arguments), strict=True))
         for piece, run in zip(lowered.pieces, self.runs, strict=True):
@@ -157,7 +157,7 @@ class CutCompiled:
         return jax.tree.unflatten(lowered.out_tree, [values[variable] for variable in lowered.jaxpr.jaxpr.outvars])
 
     def memory_analysis(self) -> MemoryStats:
-        """Bytes of one device, work between the pieces left out."""
+        """Return bytes per device, without the work between programs."""
         programs = [run for piece, run in zip(self.lowered.pieces, self.runs, strict=True) if piece.work is None]
         stats = [program.memory_analysis() for program in programs]
         return MemoryStats(
@@ -170,7 +170,7 @@ class CutCompiled:
 def lower_cut(function: Callable, *arguments: Any, donate_argnum: int, worker: Worker) -> CutLowered:
     """Trace a function of described arguments, and cut it at each ``outside``.
 
-    donate_argnum: the argument whose arrays the caller gives away, as of ``jax.jit``. worker: does the work outside.
+    donate_argnum: the argument whose arrays are donated, as in ``jax.jit``. worker: does the work outside.
     """
     jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*arguments)
     leaves = [jax.tree.leaves(argument) for argument in arguments]
@@ -204,13 +204,13 @@ def lower_cut(function: Callable, *arguments: Any, donate_argnum: int, worker: W
 
 
 def _read_by(equations: list, others: set) -> dict:
-    """The variables that equations read, in that order, but for ``others``: the same order gives the same program in every run."""
+    """Return the variables that equations read, except ``others``, in reading order, so that every run gives the same program."""
     read = [value for equation in equations for value in equation.invars if not isinstance(value, Literal)]
     return {value: None for value in read if value not in others}
 
 
 def _usable(takes: list, gives: list, donates: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of ``donates`` whose memory a result of the same shape can take: JAX warns of others."""
+    """Return the ``donates`` whose memory a result of the same shape and dtype can reuse; JAX warns about others."""
     room: dict[tuple, int] = {}
     for variable in gives:
         key = variable.aval.shape, variable.aval.dtype

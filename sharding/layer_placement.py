@@ -1,4 +1,4 @@
-"""``LayerPlacements``: the logical expert in each physical slot of each layer; ``exchange_rounds``: how one becomes another."""
+"""``LayerPlacements``: the logical expert in each physical slot of each layer; ``exchange_rounds``: transfers from one to another."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LayerPlacements:
 
     @classmethod
     def alike(cls, placement: Placement, layers: int) -> LayerPlacements:
-        """All ``layers`` placed like ``placement``."""
+        """Return placements in which all ``layers`` layers use ``placement``."""
         return cls(np.tile(np.array(placement.physical_to_logical, np.int32), (layers, 1)), placement.n_logical)
 
     @property
@@ -71,13 +71,13 @@ class LayerPlacements:
         return CopyTables(*(np.stack(arrays) for arrays in zip(*rows, strict=True)))
 
     def with_one_of_all(self, ranks: int) -> LayerPlacements:
-        """Add a slot to each of ``ranks`` ranks, with a copy of one more expert, numbered ``n_logical``."""
+        """Add one more expert, numbered ``n_logical``, with a slot on each of ``ranks`` ranks."""
         rows = self.physical_to_logical.reshape(self.n_layers, ranks, -1)
         more = np.full((self.n_layers, ranks, 1), self.n_logical, np.int32)
         return LayerPlacements(np.concatenate([rows, more], axis=2).reshape(self.n_layers, -1), self.n_logical + 1)
 
     def with_layer(self, layer: int, row: Sequence[int]) -> LayerPlacements:
-        """The same placements with another row for one layer."""
+        """Return the placements with another row for one layer."""
         rows = self.physical_to_logical.copy()
         rows[layer] = row
         return LayerPlacements(rows, self.n_logical)
@@ -93,7 +93,7 @@ class LayerPlacements:
 
 
 def copy_tables(physical_to_logical: Sequence[int], n_logical: int) -> CopyTables:
-    """The tables of one layer, as wide as any placement on the same number of slots needs."""
+    """Return the tables of one layer, wide enough for any placement on the same number of slots."""
     row = np.asarray(physical_to_logical)
     copies = np.bincount(row, minlength=n_logical).astype(np.int32)
     order = np.argsort(row, kind="stable")

@@ -1,4 +1,4 @@
-"""``MeshSpec``: what ``--mesh dp=4,tp=8,ep=32`` means, whether a model fits it, and the mesh it builds."""
+"""``MeshSpec``: parse ``--mesh dp=4,tp=8,ep=32``, check whether a model fits it, and build the mesh."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
     import numpy as np
 
 USER_AXES = ("pp", "dp", "tp", "ep", "etp")
-"""What a user gives sizes of; the physical mesh's axes are ``MeshSpec.axes``."""
+"""Axes whose sizes a user sets; the axes of the physical mesh are ``MeshSpec.axes``."""
 
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """The user's numbers, and the physical mesh that follows from them.
+    """The user's mesh sizes, and the physical mesh that they define.
 
-    ``pp_size`` stages, each with a run of the model's layers on a mesh of its own. Everything else here is of one stage (``stage``).
-    ``dp_size`` attention replicas of ``tp_size`` devices each; ``ep_size`` groups of ``etp_size`` devices together hold one copy of all
-    routed experts, each of which is cut over the devices of a group (Megatron-Core's expert model and expert tensor parallel sizes).
-    The physical mesh has the axes ``("dp", "ep", "tp")``: ``tp`` as given, ``ep`` the DP ranks over which whole experts are spread,
-    ``dp`` the number of copies; and before ``tp`` an axis ``"etp"`` where an expert is cut over several DP ranks. All axis tuples that
-    arrays are sharded over are properties here, so that no other file spells them out.
+    There are ``pp_size`` pipeline stages, each with consecutive layers on its own mesh; everything else here describes one stage
+    (``stage``). ``dp_size`` attention replicas have ``tp_size`` devices each. ``ep_size`` groups of ``etp_size`` devices together hold one
+    copy of all routed experts; each expert is split over a group (Megatron-Core's expert model and expert tensor parallel sizes). The
+    physical mesh has the axes ``("dp", "ep", "tp")``: ``tp`` as given, ``ep`` the DP ranks over which whole experts are spread, ``dp`` the
+    number of copies. If an expert is split over several DP ranks, an axis ``"etp"`` precedes ``tp``. All axis tuples for sharding arrays
+    are properties here, so that no other file spells them out.
     """
 
     dp_size: int = 1
     tp_size: int = 1
     ep_size: int = 0  # 0: all devices, divided by etp_size
-    etp_size: int = 0  # 0: 1, or tp_size where ep_size is no multiple of it
+    etp_size: int = 0  # 0: 1, or tp_size if ep_size is not a multiple of it
     pp_size: int = 1
 
     def __post_init__(self):
@@ -64,7 +64,7 @@ class MeshSpec:
             )
 
     def _check_expert_width(self) -> None:
-        """Check a size of ``etp`` that was given."""
+        """Check an explicit size of ``etp``."""
         ep, etp, tp = self.ep_size, self.etp_size, self.tp_size
         if self.stage_devices % (ep * etp):
             raise MeshError(
@@ -79,7 +79,7 @@ class MeshSpec:
 
     @classmethod
     def parse(cls, text: str | MeshSpec) -> MeshSpec:
-        """Read ``"dp=4,tp=8"``; an axis left out takes its default (pp, dp and tp 1, ep dp × tp ÷ etp, etp as ep leaves it)."""
+        """Read ``"dp=4,tp=8"``; omitted axes take their defaults (pp, dp and tp: 1; ep: dp × tp ÷ etp; etp: see the field)."""
         if isinstance(text, MeshSpec):
             return text
         sizes: dict[str, int] = {}
@@ -130,7 +130,7 @@ class MeshSpec:
 
     @cached_property
     def _width_over_tp(self) -> bool:
-        """Whether the ``tp`` ranks of a replica share each expert's width, and not the set of experts."""
+        """Whether the ``tp`` ranks of a replica share each expert's width instead of the set of experts."""
         return self.tp_size == 1 or (self.splits_expert_width and self.etp_size % self.tp_size == 0)
 
     @cached_property
@@ -152,12 +152,12 @@ class MeshSpec:
 
     @cached_property
     def expert_copies(self) -> int:
-        """How many complete sets of the routed experts exist."""
+        """Number of complete sets of the routed experts."""
         return self.shape[0]
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """Axes over which requests, and with them the cache's pages, are spread."""
+        """Axes over which requests and their pages of the KV cache are spread."""
         return self.axes[:-1]
 
     @property
@@ -185,11 +185,11 @@ class MeshSpec:
 
     @property
     def expert_width_shards(self) -> int:
-        """Into how many pieces each expert's width is cut."""
+        """Number of pieces into which each expert's width is split."""
         return self.etp_size
 
     def expert_ranks_on_host(self, devices_per_host: int) -> int:
-        """How many neighbours along ``expert_axes`` in a stage share a host of so many devices; 1 where hosts cut them unevenly."""
+        """Return how many neighbours along a stage's ``expert_axes`` share a host; 1 if hosts split them unevenly."""
         import numpy as np
 
         host = (np.arange(self.stage_devices) // devices_per_host).reshape(self.shape)
@@ -211,11 +211,11 @@ class MeshSpec:
         block: int | None = None,
         expert_block: int | None = None,
     ) -> None:
-        """Raise ``MeshError`` naming every number that does not fit this mesh, and what would.
+        """Raise ``MeshError`` that names every number that does not fit this mesh, and numbers that do.
 
         heads: attention heads; experts, redundant: logical and redundant experts (0 for a dense model); expert_width:
         one expert's width; dense_widths: name → width of MLPs split over ``tp``; block: width of a quantisation
-        block (128 for DeepSeek's FP8) that no split may cut; expert_block: that of the experts, where it is another one.
+        block (128 for DeepSeek's FP8) that no split may cut; expert_block: block width of the experts, if different.
         """
         problems = []
         if heads % self.tp_size:
@@ -249,23 +249,23 @@ class MeshSpec:
             raise MeshError(f"mesh {self} does not fit the model: " + "; ".join(problems))
 
     def build(self, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-        """Make the mesh from ``devices`` (default: all of the process group's), ordered by host.
+        """Build the mesh from ``devices`` (default: all devices of the process group), ordered by host.
 
-        ``tp`` neighbours are neighbours on a host first, then ``ep`` neighbours: the last axis moves fastest
-        over devices sorted by process and id (ids alone are not contiguous over processes). ``etp`` lies between the two.
+        Neighbours along ``tp`` share a host first, then neighbours along ``etp``, then along ``ep``: the last axis moves
+        fastest over devices sorted by process and id (ids alone are not contiguous over processes).
 
         Raises:
-            MeshError: fewer devices exist than the mesh wants, JAX does not start, or the mesh has several stages.
+            MeshError: fewer devices exist than the mesh needs, JAX does not start, or the mesh has several stages.
         """
         return self.arrange(self._ordered(devices))
 
     def build_stages(self, devices: Sequence[jax.Device] | None = None) -> list[jax.sharding.Mesh]:
-        """Make the mesh of each stage, as ``build`` does: a stage is a run of neighbours, so whole hosts come first."""
+        """Build the mesh of each stage, as ``build`` does. A stage has consecutive devices, so it fills whole hosts first."""
         ordered, each = self._ordered(devices), self.stage_devices
         return [self.stage.arrange(ordered[first : first + each]) for first in range(0, self.num_devices, each)]
 
     def _ordered(self, devices: Sequence[jax.Device] | None) -> Sequence[jax.Device]:
-        """The devices that the mesh is made of, in its order."""
+        """Return the devices of the mesh, in mesh order."""
         if devices is None:
             devices = _all_devices()
         ordered = sorted(devices, key=device_order)
@@ -282,7 +282,7 @@ class MeshSpec:
         return ordered[: self.num_devices]
 
     def arrange(self, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
-        """Make the mesh from just these devices, row by row in this order."""
+        """Build the mesh from exactly these devices, row by row in this order."""
         import numpy as np
         from jax.sharding import AxisType, Mesh
 
@@ -295,15 +295,15 @@ class MeshSpec:
 
 
 def device_order(device: jax.Device) -> tuple[int, int, int]:
-    """Give the key by which devices are sorted before a mesh takes the first of them: process, slice and id."""
+    """Return the sort key of a device: process, slice and id. A mesh takes the first devices in this order."""
     return device.process_index, getattr(device, "slice_index", 0) or 0, device.id
 
 
 def joined_neighbours(mesh: jax.sharding.Mesh) -> int | None:
-    """How many neighbours in a mesh fast links join, where they join as many everywhere; None where they do not.
+    """Return how many neighbours in a mesh are joined by fast links; None if the number is not the same everywhere.
 
-    JAX says it of accelerators by their slices, which are the chips that ICI joins, or the GPUs of a host or of one NVLink domain.
-    Devices that have no slice, and those of a CPU, are neighbours where they belong to one process.
+    JAX reports joined accelerators as slices: the chips that ICI joins, or the GPUs of a host or of one NVLink domain. CPU devices, and
+    devices without a slice, count as joined if they belong to one process.
     """
     devices = list(mesh.devices.flat)
     slices = [getattr(device, "slice_index", None) for device in devices]
@@ -317,10 +317,10 @@ def joined_neighbours(mesh: jax.sharding.Mesh) -> int | None:
 
 
 def hosts_of_experts(devices: np.ndarray, ranks: int) -> int:
-    """How many hosts a copy of the experts lies on, of which each has as many neighbouring ranks of every copy; 1 where they do not.
+    """Return the number of hosts of a copy of the experts; 1 unless every host has equally many neighbouring ranks of every copy.
 
-    devices: of a mesh, its first axis over the copies. ranks: of an EP group. A host is a process. Where ranks share the width of experts
-    it is 1 too: a rank is then several devices.
+    devices: devices of a mesh, with the copies along the first axis. ranks: ranks of an EP group. A host is a process. Also return 1 if
+    devices share the width of experts, because a rank is then several devices.
     """
     copies = [[device.process_index for device in copy.flat] for copy in devices]
     hosts = len(set(copies[0]))
@@ -336,7 +336,7 @@ def _all_devices() -> Sequence[jax.Device]:
 
     try:
         return jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the latter where the platform asked for has no device
+    except (RuntimeError, AssertionError) as error:  # AssertionError: the requested platform has no device
         asked = os.environ.get("JAX_PLATFORMS")
         reason = f": {error}" if str(error) else ""
         if not asked:
@@ -348,7 +348,7 @@ def _all_devices() -> Sequence[jax.Device]:
 
 
 def advice_on_emulation(count: int) -> str:
-    """What to do where fewer than ``count`` CPU devices were emulated."""
+    """Return advice if fewer than ``count`` CPU devices are emulated."""
     most, why = most_devices()
     if count > most:
         return f"this process can emulate at most {most:,} CPU devices, because {why}; use a smaller mesh"

@@ -17,10 +17,10 @@ from sharding.mesh import MeshSpec
 
 @dataclass(frozen=True)
 class Rules:
-    """Logical axis name → the mesh axes that dimension is split over; ``()`` keeps it whole.
+    """Logical axis name → the mesh axes over which that dimension is sharded; ``()`` does not shard it.
 
-    To try another layout, replace entries: ``Rules.for_mesh(spec).replace(shared_width=())``. in_host: logical axes whose arrays lie in
-    the memory of each device's host, and not on the device (``in_host_memory``).
+    To try another layout, replace entries: ``Rules.for_mesh(spec).replace(shared_width=())``. in_host: logical axes whose arrays are in
+    the memory of each device's host, instead of on the device (``in_host_memory``).
     """
 
     table: Mapping[str, tuple[str, ...]]
@@ -34,7 +34,7 @@ class Rules:
 
     @classmethod
     def for_mesh(cls, spec: MeshSpec) -> Rules:
-        """The usual layout: heads and widths are split over ``tp``, experts as ``spec`` says, and everything else is whole."""
+        """Return the usual layout: heads and widths are sharded over ``tp``, experts as in ``spec``; other weights are not sharded."""
         return cls(
             {
                 "layers": (),
@@ -57,7 +57,7 @@ class Rules:
         )
 
     def replace(self, **changes: tuple[str, ...]) -> Rules:
-        """A table with some entries changed; names must exist.
+        """Return a table with some entries changed; their names must exist.
 
         Raises:
             MeshError: a name that no parameter uses.
@@ -68,11 +68,11 @@ class Rules:
         return dataclasses.replace(self, table={**self.table, **changes})
 
     def in_host_memory(self, *names: str) -> Rules:
-        """A table with which arrays that have one of these logical axes lie in the hosts' memory, pinned, so that devices reach it."""
+        """Return a table that places arrays with one of these logical axes in pinned host memory, which devices can access."""
         return dataclasses.replace(self, in_host=self.in_host | frozenset(names))
 
     def spec(self, axes: tuple[str | None, ...]) -> PartitionSpec:
-        """The ``PartitionSpec`` of an array with these logical axes (None: never split).
+        """Return the ``PartitionSpec`` of an array with these logical axes (None: never sharded).
 
         Raises:
             MeshError: an unknown name, or two dimensions that claim the same mesh axis.
@@ -91,10 +91,10 @@ class Rules:
         return PartitionSpec(*entries)
 
     def sharding(self, mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding:
-        """``NamedSharding`` of an array; checks that every split dimension divides.
+        """Return the ``NamedSharding`` of an array; check that every sharded dimension is divisible.
 
         Raises:
-            MeshError: naming the dimension, its size and the product of the mesh axes.
+            MeshError: a dimension is not divisible; names it, its size and the product of its mesh axes.
         """
         spec = self.spec(axes)
         for name, size, entry in zip(axes, shape, spec, strict=True):
@@ -108,7 +108,7 @@ class Rules:
         return host_sharding(sharding) if self.in_host.intersection(axes) else sharding
 
     def ways(self, mesh: Mesh, name: str) -> int:
-        """Into how many pieces a logical axis is cut on ``mesh``."""
+        """Return the number of shards of a logical axis on ``mesh``."""
         return math.prod(mesh.shape[axis] for axis in self._lookup(name))
 
     def _lookup(self, name: str) -> tuple[str, ...]:
@@ -121,7 +121,7 @@ class Rules:
 
 
 def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes of one entry of a ``PartitionSpec``, which JAX abbreviates."""
+    """Return the mesh axes of one entry of a ``PartitionSpec``, which JAX may abbreviate."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else entry

@@ -12,14 +12,14 @@ from dsjax.plan.rules import refuse
 from sharding.mesh import MeshSpec
 
 _POOLS, _DECODERS = 6, 400
-"""Best prefill pools and decode instances that are paired; below the best of their size, others cannot win a pair."""
+"""How many of the best prefill pools and decode instances are paired; worse ones of the same size cannot win a pair."""
 _BISECTED = 60
-"""On many devices, decode instances whose batch is bisected."""
+"""Number of decode instances whose batch is bisected when there are many devices."""
 _RELIEVED, _HALVINGS = 400, 16
 
 
 class Decoder(NamedTuple):
-    """An instance that only decodes so many requests on a DP rank, and the requests a second that it ends."""
+    """A decode-only instance, its batch (requests per DP rank) and its rate (finished requests per second)."""
 
     instance: Instance
     batch: float
@@ -27,14 +27,14 @@ class Decoder(NamedTuple):
 
     @property
     def each(self) -> float:
-        """Requests a second of a device."""
+        """Requests per second per device."""
         return self.rate / self.instance.layout.devices
 
 
 def separated_candidates(question: Question, fitting: list[Instance], prefilling: list[Instance]) -> list[Candidate]:
-    """Every way to pair prefill pools with decode instances that may be the best.
+    """Return every pairing of prefill pools with decode instances that may be the best.
 
-    fitting: instances that fit into memory; prefilling: those that may compute prompts. `UserError` where a given mesh is none of theirs.
+    fitting: instances that fit into memory; prefilling: instances that may compute prompts. Raise `UserError` if none has a pinned mesh.
     """
     pins, bound, users = question.options.pins, question.objective.ttft, question.workload.concurrency
     prefilling = _pinned(prefilling, pins.prefill_mesh, "--prefill-mesh")
@@ -59,7 +59,7 @@ def separated_candidates(question: Question, fitting: list[Instance], prefilling
 
 
 def _pinned(fitting: list[Instance], mesh: MeshSpec | None, flag: str) -> list[Instance]:
-    """Those of the mesh that was given; `UserError` where no layout that fits has it."""
+    """Return the instances with the pinned mesh; raise `UserError` if no layout that fits has it."""
     pinned = [instance for instance in fitting if mesh in (None, instance.layout.mesh)]
     meshes = {instance.layout.mesh for instance in fitting} if mesh is not None else ()
     near = sorted(meshes, key=lambda m: (abs(m.num_devices - mesh.num_devices), m.tp_size != mesh.tp_size))[:4]
@@ -68,7 +68,7 @@ def _pinned(fitting: list[Instance], mesh: MeshSpec | None, flag: str) -> list[I
 
 
 def _pools(question: Question, fitting: list[Instance]) -> list[PrefillPool]:
-    """For each size of an instance those that no other beats: in prompts a second, and in a prompt's time alone and in full steps."""
+    """Return the pools of each instance size that no other beats in prompts per second and in prompt time, alone and in full steps."""
     bound = question.objective.ttft
     best: dict[int, list[PrefillPool]] = {}
     for instance in fitting:
@@ -82,49 +82,49 @@ def _pools(question: Question, fitting: list[Instance]) -> list[PrefillPool]:
         for pool in sorted(pools, key=lambda p: -p.rate):
             if not any(p.seconds <= pool.seconds and p.alone <= pool.alone for p in front):
                 front.append(pool)
-        # Without a bound on the TTFT only the rate counts; with one, slower but sooner ones too.
+        # Without a TTFT bound only the rate counts; with one, also keep pools with a lower rate and a shorter prompt time.
         kept += front[:1] if bound is None else front[:_POOLS] + front[max(_POOLS, len(front) - _POOLS) :]
     kept.sort(key=lambda p: _worth(question, BUSY * p.rate, p.instance))
     return kept if question.few else kept[: 4 * _POOLS]
 
 
 def _worth(question: Question, rate: float, instance: Instance) -> float:
-    """What instances are sorted by: with a given rate by the devices that serve it, else by requests a second of a device; best first."""
+    """Return the sort key of instances, best first: devices that serve a given rate, else requests per second per device, negated."""
     if question.workload.rate is not None:
         return math.ceil(_wanted(question) / rate) * instance.layout.devices
     return -rate / instance.layout.devices
 
 
 def _wanted(question: Question) -> float:
-    """Requests a second, where a rate is given."""
+    """Return the requests per second to serve, if a rate is given."""
     return question.bounds.throughput / question.workload.output.mean
 
 
 def _decoders(question: Question, decoding: list[Instance], prefilling: list[Instance]) -> list[Decoder]:
-    """The decode instances and batches that are paired."""
+    """Return the decode instances and batches to pair."""
     outputs = max(question.workload.output.mean - 1, 1.0)
 
     def made(instance: Instance, batch: float) -> Decoder:
         return Decoder(instance, batch, batch * instance.replicas / (instance.tpot(batch) * outputs))
 
     every = [made(i, batch) for i in decoding for batch in _decode_batches(question, prefilling, i)]
-    # Batches are compared with each other within a factor of the square root of two.
+    # Only batches within a factor of √2 compete with each other.
     kept = _best(every, lambda d: (d.instance.layout.devices, round(2 * math.log2(d.batch))))
     if question.few:
-        # Where prefill holds back, fewer requests decode than a batch has room for: then each layout's largest counts, not the best rate.
+        # If prefill is the bottleneck, batches are not full: each layout's largest batch then counts, not the one with the best rate.
         largest = {id(d.instance): d for d in sorted(every, key=lambda d: d.batch)}
         known = {(id(d.instance), d.batch) for d in kept}
         kept += [d for key, d in largest.items() if (key, d.batch) not in known]
     elif question.objective.tpot is not None:
-        # Bisected for the best only: there are a thousand layouts.
+        # Bisect only for the best: there are a thousand layouts.
         top = sorted(kept, key=lambda d: _worth(question, d.rate, d.instance))[:_BISECTED]
         every += [made(i, _largest_batch(question, i)) for i in {id(d.instance): d.instance for d in top}.values()]
-    # Of each size the fastest layout at the largest batch that keeps the objective, whatever rung it stands on.
+    # For each size, also keep the fastest layout at the largest batch that meets the objective, on whichever rung.
     return kept + _best(every, lambda d: d.instance.layout.devices)
 
 
 def _best(decoders: list[Decoder], group) -> list[Decoder]:
-    """The one with the highest rate of a device of each group; of those the best."""
+    """Return the decoder with the highest rate per device of each group, best first, at most `_DECODERS`."""
     best: dict = {}
     for decoder in sorted(decoders, key=lambda d: -d.each):
         best.setdefault(group(decoder), decoder)
@@ -132,12 +132,12 @@ def _best(decoders: list[Decoder], group) -> list[Decoder]:
 
 
 def _decode_batches(question: Question, prefilling: list[Instance], instance: Instance) -> list[float]:
-    """Batches that keep the objective, the largest of all among them, found by bisection between two that were tried."""
+    """Return batches that meet the objective, including the largest, which is bisected between two tried batches."""
     bound, wanted = question.objective.tpot, question.workload.concurrency
     if wanted is not None:
         if wanted > instance.max_batch * instance.replicas * most_decode_instances(question, prefilling, instance):
             return []
-        # Three quarters of the devices decode, or as many instances as ever do.
+        # Assume that three quarters of the devices decode, with at least one instance.
         usual = max(1, 3 * question.devices // (4 * instance.layout.devices))
         return [min(wanted / (instance.replicas * usual), float(instance.max_batch))]
     rungs = [float(batch) for batch in question.rungs(instance)]
@@ -150,7 +150,7 @@ def _decode_batches(question: Question, prefilling: list[Instance], instance: In
 
 
 def _largest_batch(question: Question, instance: Instance) -> float:
-    """The largest batch whose decode step alone keeps the TPOT's objective, by bisection; 1 where none does."""
+    """Return the largest batch whose decode step alone meets the TPOT objective, by bisection; 1 if none does."""
     bound, tried = question.objective.tpot, question.rungs(instance)
     low = max((b for b in tried if instance.tpot(float(b)) <= bound), default=0)
     if not low:
@@ -161,7 +161,7 @@ def _largest_batch(question: Question, instance: Instance) -> float:
 
 
 def _splits(question: Question, pool: PrefillPool, decoder: Decoder) -> list[tuple[int, int]]:
-    """(prefill instances, decode instances) that balance both sides, rounded both ways, on the devices at hand."""
+    """Return (prefill instances, decode instances) that balance both sides on the available devices, rounded both ways."""
     kept, other = question.devices_kept(pool.instance), question.devices_kept(decoder.instance)
     devices, work, pins, first = question.devices, question.workload, question.options.pins, question.cluster.prefill
     most = _room(question, kept, other, 1)
@@ -179,8 +179,8 @@ def _splits(question: Question, pool: PrefillPool, decoder: Decoder) -> list[tup
         return _beside_each_other(
             question, kept, other, {max(1, math.floor(needed * rights)), math.ceil(needed * rights)}
         )
-    # Each side has hosts of its own: all decode instances that fit, or fewer where a load is given, and of prefill instances those that
-    # keep up with them, one more, and all.
+    # Each side has its own hosts. Try all decode instances that fit (also fewer if a concurrency is given), each with enough prefill
+    # instances to keep up, one more, and all of them.
     parts = (1,) if work.concurrency is None or pins.decode_count else (1, 2, 4, 8)
     pairs, lefts = [], first.num_devices // kept
     for right in sorted({max(1, (pins.decode_count or most) // part) for part in parts}):
@@ -191,8 +191,8 @@ def _splits(question: Question, pool: PrefillPool, decoder: Decoder) -> list[tup
 
 
 def _fewest(question: Question, pool: PrefillPool, decoder: Decoder, most: int) -> tuple[int, int]:
-    """(prefill instances, decode instances) that a given rate takes: the fewest, unless they are pinned; `most` + 1 prefill instances
-    where so many break the TTFT."""
+    """Return the fewest (prefill instances, decode instances) that serve a given rate, or the pinned counts. If even `most` prefill
+    instances miss the TTFT, return `most` + 1 of them."""
     rate, pins, bound = _wanted(question), question.options.pins, question.objective.ttft
     instance, left = decoder.instance, math.ceil(rate / (BUSY * pool.rate))
     if bound is not None:
@@ -202,7 +202,7 @@ def _fewest(question: Question, pool: PrefillPool, decoder: Decoder, most: int) 
 
 
 def _room(question: Question, kept: int, other: int, left: int) -> int:
-    """Decode instances that keep `other` devices each for which there is room beside `left` prefill instances that keep `kept`."""
+    """Return how many decode instances of `other` devices each fit beside `left` prefill instances of `kept` devices each."""
     first = question.cluster.prefill
     if first is None:
         return (question.devices - left * kept) // other
@@ -210,14 +210,14 @@ def _room(question: Question, kept: int, other: int, left: int) -> int:
 
 
 def _shares(devices: int, kept: int) -> set[int]:
-    """Numbers of prefill instances that are tried for a number of requests in flight: an eighth of the devices to three quarters."""
+    """Return the numbers of prefill instances to try for a given concurrency: one eighth to three quarters of the devices."""
     return {max(1, devices * share // (kept * 8)) for share in (1, 2, 4, 6)}
 
 
 def _beside_each_other(question: Question, kept: int, other: int, lefts: set[int]) -> list[tuple[int, int]]:
-    """(prefill instances, decode instances) for these numbers of prefill instances and a few more that fit."""
+    """Return (prefill instances, decode instances) that fit, for these numbers of prefill instances and slightly larger ones."""
     pins = question.options.pins
-    # Where the TTFT forbids prefill to be as busy, one or two more instances of it relieve the rest.
+    # If the TTFT does not allow prefill instances to be that busy, one or two more relieve them.
     lefts = {left + more for left in lefts for more in (0, 1, 2)}
     if pins.prefill_count is not None:
         lefts = {pins.prefill_count}
@@ -230,7 +230,7 @@ def _beside_each_other(question: Question, kept: int, other: int, lefts: set[int
 
 
 def most_decode_instances(question: Question, prefilling: Sequence[Instance], instance: Instance) -> int:
-    """The most instances of a layout that ever decode for a number of requests in flight beside these that compute prompts, or 0."""
+    """Return the most decode instances of a layout that fit beside the `prefilling` ones for a given concurrency, or 0."""
     other, own = question.devices_kept(instance), question.cluster.prefill is not None
     sizes = {question.devices_kept(i) for i in prefilling}
     pairs = [
@@ -256,7 +256,7 @@ def _relieved(question: Question, late: list[tuple[PrefillPool, Candidate]]) -> 
             middle = (low + high) / 2
             kept = separated(pool, left, instance, right, middle, curve).ttft <= bound
             low, high = (middle, high) if kept else (low, middle)
-        # Where prefill has hosts of its own, no other split makes up for a user who is rounded away.
+        # If prefill has its own hosts, no other split makes up for a user lost to rounding, so do not round to whole users.
         users = users_told_apart(instance, right) if instance.cluster.prefill is None else 1 << 24
         if batch := math.floor(low * users) / users:
             found.append(separated(pool, left, instance, right, batch))

@@ -1,6 +1,6 @@
-"""How unevenly experts are used, and what a placement of them makes of it: the busiest rank.
+"""Skew of expert loads, and the load of the busiest rank under an expert placement.
 
-Nothing about placements is fitted: the policies that the engine runs (`sharding/balancing.py`) are run on the loads that are planned for.
+Nothing about placements is fitted: the planner runs the engine's own policies (`sharding/balancing.py`) on the loads it plans for.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 STEP_INTERVAL = EplbConfig().step_interval
 """Steps between two rebalances, unless `--eplb-config` says otherwise."""
 _DRAWS = 24
-"""Layers that are drawn where no trace is given; the busiest rank's mean over them is then within about 3 %."""
+"""Number of layers to draw if no trace is given; the busiest rank's mean over them is then within about 3 %."""
 _MANY_RANKS = 128
-"""Above which a third of the layers is placed: a layer of so many ranks is as large a sample."""
+"""Above this many ranks, only a third of the layers is placed: each layer is then a larger sample."""
 PLACEMENTS = "placements.csv"
-"""Below `configs`: what the default skew comes to, run beforehand by `tools/make_placements.py`: a search asks for hundreds."""
+"""File in `configs` with results for the default skew, precomputed by `tools/make_placements.py`: a search needs hundreds."""
 
 
 @dataclass(frozen=True, eq=False)
 class Loads:
-    """Tokens of each expert `[layers, experts]`: seen by the balancer, and served with the placement that it makes of them."""
+    """Tokens of each expert `[layers, experts]`: as seen by the balancer, and as served with the resulting placement."""
 
     seen: Float[np.ndarray, "L E"]
     served: Float[np.ndarray, "L E"]
 
 
 class Slots(NamedTuple):
-    """Where experts may lie: ranks of the EP group, physical slots over all of them, groups of the router, hosts of the ranks."""
+    """Slots for experts: ranks of the EP group, physical slots over all ranks, groups of the router, hosts of the ranks."""
 
     ranks: int
     physical: int
@@ -55,12 +55,12 @@ class Slots(NamedTuple):
 
     @property
     def told_apart(self) -> Slots:
-        """Use groups and hosts of 1 where the balancer does not look at them, so that alike places are placed once."""
+        """Set groups and hosts to 1 if the balancer ignores them, so that equivalent slots are placed only once."""
         return self if by_host("auto", self.groups, self.hosts) else self._replace(groups=1, hosts=1)
 
 
 class Placed(NamedTuple):
-    """Busiest rank ÷ mean rank at the middle and at both ends of what is known."""
+    """Busiest rank ÷ mean rank: estimate, and both ends of its interval."""
 
     value: float
     low: float
@@ -69,7 +69,7 @@ class Placed(NamedTuple):
 
 @functools.cache
 def beforehand() -> dict[tuple[Slots, bool], Placed]:
-    """(slots of 256 experts as `told_apart`, whether experts are placed by their load) → what the default skew makes of them."""
+    """Return (slots of 256 experts as `told_apart`, whether experts are placed by load) → result for the default skew."""
     text = bundled_text(PLACEMENTS)
     rows = list(csv.reader(text.splitlines()))[1:]
     return {(Slots(*map(int, row[:4])), row[4] == "1"): Placed(*map(float, row[5:])) for row in rows}
@@ -77,15 +77,15 @@ def beforehand() -> dict[tuple[Slots, bool], Placed]:
 
 @functools.cache
 def quantiles(experts: int) -> Float[np.ndarray, " E"]:
-    """Of a standard normal variable, one for each expert."""
+    """Return quantiles of a standard normal variable, one for each expert."""
     return np.array([statistics.NormalDist().inv_cdf((rank + 0.5) / experts) for rank in range(experts)])
 
 
 @functools.cache
 def drawn(variation: float, experts: int, drift: float) -> Loads:
-    """Loads of `_DRAWS` layers, log-normal over experts with this coefficient of variation; always the same ones.
+    """Return loads of `_DRAWS` layers, log-normal over experts with this coefficient of variation; deterministic.
 
-    drift: the share of the spread that the balancer has not seen.
+    drift: share of the spread that the balancer has not seen.
     """
     rng, each = np.random.default_rng(0), quantiles(experts)
     each = each * (math.sqrt(math.log(1 + variation**2)) / each.std())
@@ -95,10 +95,10 @@ def drawn(variation: float, experts: int, drift: float) -> Loads:
 
 @functools.cache
 def drifted(trace: Loads, drift: float) -> Loads:
-    """A recorded load as what was seen, and what is served after so much drift; the trace itself where it has both, or without drift."""
+    """Return a recorded load as seen, and as served after `drift`; the trace itself if it has both, or without drift."""
     if drift == 0 or trace.served is not trace.seen:
         return trace
-    # An expert without a token is taken as half a token's worth, so that it has a logarithm.
+    # Count an expert without tokens as half a token, so that it has a logarithm.
     before = np.log(np.maximum(trace.seen, 0.5))
     middle = before.mean(axis=1, keepdims=True)
     new = np.random.default_rng(0).permuted(before, axis=1)
@@ -106,19 +106,19 @@ def drifted(trace: Loads, drift: float) -> Loads:
 
 
 def _drift(before: np.ndarray, new: np.ndarray, drift: float) -> np.ndarray:
-    """Logarithms of what is served, as uneven as what was seen: √(1 - drift²) of that, and drift of something new of the same spread."""
+    """Return logarithms of the served loads, as uneven as `before`: √(1 - drift²) of `before` plus drift of `new`, of the same spread."""
     return math.sqrt(1 - drift**2) * before + drift * new
 
 
 @functools.lru_cache(maxsize=4096)
 def busiest(every: tuple[Loads, ...], slots: Slots, balanced: bool) -> list[tuple[float, float, float]]:
-    """Load of the busiest rank ÷ the mean rank's, of each of several loads as they are served: (mean over layers, least, most).
+    """Return the busiest rank's load ÷ the mean rank's for each of several served loads: (mean over layers, least, most).
 
-    balanced: experts are placed by what was seen; else as the engine starts, by no load. Chance is not in it.
+    balanced: place experts by the loads seen; else as the engine starts, without loads. Sampling noise is not included.
     """
     if slots.ranks > _MANY_RANKS:
         every = tuple(Loads(one.seen[: _DRAWS // 3], one.served[: _DRAWS // 3]) for one in every)
-    # Placed together: the policies take all layers at once.
+    # Place all loads together: the policies take all layers at once.
     if balanced:
         placed_LP = _balanced(np.concatenate([one.seen for one in every]), slots)
     else:
@@ -134,14 +134,14 @@ def _balanced(load_LE: np.ndarray, slots: Slots) -> Int[np.ndarray, "L P"]:
 
 
 def _static(experts: int, slots: Slots) -> Int[np.ndarray, "1 P"]:
-    """`Placement.with_redundancy` without a load; its file brings JAX in, which a plan with published kernels does without."""
+    """Do the same as `Placement.with_redundancy` without a load, whose file imports JAX; plans with published kernels need no JAX."""
     if slots.physical == experts:
         return np.arange(experts)[None]
     return rebalance(np.ones((1, experts)), n_physical=slots.physical, ranks=slots.ranks)
 
 
 DRIFT = ends("drift of the experts' load")
-"""Share of the spread of the experts' loads that a balancer has not seen when it places them: value, low, high."""
+"""Share of the spread of expert loads that a balancer has not seen when it places the experts: value, low, high."""
 BUSIEST = "busiest rank ÷ mean"
 
 
@@ -149,7 +149,7 @@ BUSIEST = "busiest rank ÷ mean"
 class Skew:
     """Coefficient of variation (standard deviation ÷ mean) of tokens per expert in a layer: value, low, high.
 
-    trace: the recorded layers that it was measured in; of two recordings, a balancer had seen the first.
+    trace: the recorded layers it was measured on; of two recordings, the balancer has seen the first.
     """
 
     variation: float
@@ -159,10 +159,10 @@ class Skew:
     trace: Loads | None = field(default=None, compare=False, repr=False)
 
     def slowest(self, slots: Slots, experts: int, rows: float, balanced: bool) -> float:
-        """Load of the busiest rank ÷ the mean, averaged over layers; 1 ÷ balancedness.
+        """Return the load of the busiest rank ÷ the mean, averaged over layers; 1 ÷ balancedness.
 
-        rows: mean of a rank; balanced: experts are placed by an earlier load, else as the engine starts. Chance comes on top as squares
-        add: the expected largest of n normal variables is about √(2 ln n) standard deviations.
+        rows: mean rows per rank; balanced: experts are placed by an earlier load, else as the engine starts. Sampling noise is added in
+        quadrature: the expected largest of n normal variables is about √(2 ln n) standard deviations.
         """
         if slots.ranks == 1:
             return 1.0
@@ -176,7 +176,7 @@ class Skew:
         return (measured if seen else assumed)(value, min(value, low), max(value, high), BUSIEST, self.source)
 
     def _placed(self, slots: Slots, experts: int, balanced: bool) -> Sequence[float]:
-        """What the placement leaves of the unevenness, at the middle and at both ends of what is known."""
+        """Return the imbalance that remains after placement: estimate, low, high."""
         slots = slots.told_apart if balanced else slots._replace(groups=1, hosts=1)
         known = beforehand().get((slots, balanced)) if self == DEFAULT_SKEW and experts == 256 else None
         if known:
@@ -194,21 +194,21 @@ class Skew:
         return self.trace is not None and self.trace.seen.shape[1] == experts
 
     def _tells(self, experts: int, balanced: bool) -> bool:
-        """Whether a trace tells the loads: a balancer's drift is told by two recordings of as many experts."""
+        """Whether the trace determines the loads; for a balancer's drift, it needs two recordings with this number of experts."""
         return not balanced or (self._traced(experts) and self.trace.served is not self.trace.seen)
 
     def touched(self, tokens: float, top_k: int, experts: int) -> float:
-        """Experts of a layer that at least one of so many tokens goes to: the sum over experts of 1 - (1 - p)^tokens.
+        """Return the number of experts of a layer that get at least one of `tokens`: the sum over experts of 1 - (1 - p)^tokens.
 
-        Popularity is taken log-normal with this coefficient of variation, at its quantiles.
+        Popularity is assumed log-normal with this coefficient of variation, at its quantiles.
         """
         return _touched(self.variation, tokens, top_k, experts)
 
     def most_touched(self, tokens: float, top_k: int, experts: int, slots: int, ranks: int) -> float:
-        """Those of the rank that has most of them, where each of so many ranks has `slots`: it is waited for.
+        """Return the touched experts of the rank with the most, for which the others wait. Each of `ranks` ranks has `slots` slots.
 
-        A rank's number is taken as normal with the spread of as many draws without putting back, and the largest of n such variables at its
-        median (Blom, Statistical estimates and transformed beta-variables, 1958).
+        The number per rank is approximated as normal, with the spread of draws without replacement; the largest of n such variables is
+        taken at its median (Blom, Statistical estimates and transformed beta-variables, 1958).
         """
         share = min(1.0, self.touched(tokens, top_k, experts) / experts)
         mean = slots * share
@@ -226,9 +226,9 @@ def _touched(variation: float, tokens: float, top_k: int, experts: int) -> float
 
 @functools.cache
 def _unpicked(variation: float, top_k: int, experts: int) -> np.ndarray:
-    """Logarithm of the chance, for each expert, that a token does not go to it."""
+    """Return, for each expert, the logarithm of the probability that a token does not go to it."""
     each = np.exp(math.sqrt(math.log(1 + variation**2)) * quantiles(experts))
-    # No expert can have more than every token.
+    # An expert can get at most every token.
     return np.log1p(-np.minimum(each / each.sum() * top_k, 1 - 1e-9))
 
 
@@ -257,12 +257,12 @@ UNIFORM = Skew(0.0, 0.0, 0.0, "every expert as likely")
 
 
 def read_skew(text: str) -> Skew:
-    """`default`, `uniform`, `zipf:S`, or a JSON file of tokens per expert, `[experts]` or `[layers][experts]`.
+    """Parse `default`, `uniform`, `zipf:S`, or a JSON file of tokens per expert, `[experts]` or `[layers][experts]`.
 
-    Two files, `EARLIER.json,LATER.json`, are a window that a balancer has seen and the one that it then served.
+    Two files, `EARLIER.json,LATER.json`, are the window that the balancer has seen and the window it then serves.
 
     Raises:
-        UserError: none of these, or a file that does not hold such counts.
+        UserError: the text is none of these, or a file does not hold such counts.
     """
     if text in ("default", "uniform"):
         return DEFAULT_SKEW if text == "default" else UNIFORM
@@ -286,7 +286,7 @@ def read_skew(text: str) -> Skew:
 
 
 def _read_trace(file: str) -> np.ndarray:
-    """Counts `[layers, experts]`, alone or as one of the fields in which dsjax and others write them."""
+    """Read counts `[layers, experts]`, alone or in one of the JSON fields that dsjax and others use."""
     try:
         loaded = json.loads(Path(file).read_text(encoding="utf-8"))
         if isinstance(loaded, dict):

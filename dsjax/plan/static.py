@@ -16,18 +16,18 @@ from dsjax.texts import filled
 
 @dataclass(frozen=True)
 class StaticResult:
-    """A batch of each DP rank on one instance. rate: tokens a second a device, prompt tokens in `static_ctx`, output tokens otherwise.
+    """Result of one batch per DP rank on one instance. rate: tokens/s per device; prompt tokens in `static_ctx`, output tokens otherwise.
     None: not part of the mode."""
 
     instance: Instance
     mode: str
     batch: int
-    ttft: float | None  # its prompts, one after another in steps of `--prefill-tokens`
-    tpot: float | None  # of its decode
+    ttft: float | None  # of all its prompts, computed in steps of `--prefill-tokens`
+    tpot: float | None  # of its decode steps
     rate: float
 
     def to_json(self) -> dict[str, Any]:
-        """Stable fields; figures as `Figure.to_json`."""
+        """Return stable JSON fields; figures as `Figure.to_json`."""
         instance, layout = self.instance, self.instance.layout
         return {
             "mesh": str(layout.mesh),
@@ -45,8 +45,8 @@ class StaticResult:
 
 
 def static_of(fitting: list[Instance], mode: str, batch: int | None) -> Sequence[StaticResult]:
-    """Every instance with room for the batch, most tokens a second a device first; batch None: as many as each holds."""
-    # Of several stages, a batch of a DP rank is in as many parts, which they take in turn.
+    """Return results for all instances that hold the batch, most tokens/s per device first. batch None: as many as each holds."""
+    # With several pipeline stages, a DP rank's batch is split into as many micro-batches.
     sizes = [(i, -(-batch // i.layout.mesh.pp_size) if batch else i.max_batch) for i in fitting]
     results = [_result(i, mode, size) for i, size in sizes if max(size, 1) <= i.max_batch]
     return Shown(sorted(results, key=lambda r: -r.rate), lambda rows: [_with_intervals(row) for row in rows])
@@ -77,14 +77,14 @@ def _result(instance: Instance, mode: str, batch: int) -> StaticResult:
 
 
 def no_room(fitting: list[Instance], too_large: list[Instance], batch: int | None) -> str:
-    """How much is missing where no layout holds the batch, and what would fit."""
+    """Return a message: how much is missing if no layout holds the batch, and what would fit."""
     least = min(too_large, key=lambda i: i.memory.weights_total, default=None)
     most = max(fitting, key=lambda i: i.max_batch, default=None)
     return filled("texts", "no_room.txt", least=least, most=most, batch=batch or 1, no_layout=NO_LAYOUT)
 
 
 def show_static(console: Console, results: list[StaticResult], mode: str, rows: int, missing: str) -> None:
-    """The table, or what is missing."""
+    """Print the table, or `missing` if there are no results."""
     rate = ("prompt tokens/s" if mode == "static_ctx" else "tokens/s") + " a device"
     names = ("<layout", "devices", "batch", "of at most", "TTFT s", "TPOT ms", rate)
     cells = [

@@ -1,6 +1,6 @@
-"""`StepBasis`: what a step of an instance is priced from; its routed experts, their ways there and back, and overlapping half batches.
+"""`StepBasis`: inputs for pricing a step of an instance; prices of its routed experts, dispatch, combine and two-batch overlap.
 
-As published, all of a step's computation overlaps all of its communication; dsjax's own program has them window by window
+As published, all of a step's computation overlaps all of its communication; dsjax's own program overlaps them window by window
 (``dsjax/model/two_batch.py``).
 """
 
@@ -27,9 +27,9 @@ from sharding.dispatch import choose_method
 
 @dataclass(frozen=True)
 class StepBasis:
-    """What a step of one instance is priced from. Sizes are of one DP rank, times in seconds.
+    """Inputs for pricing a step of one instance. Sizes are per DP rank, times in seconds.
 
-    shared: a dict that all layouts on one cluster share, with prices that they have in common in the current draw.
+    shared: a dict shared by all layouts on one cluster, with the prices they have in common in the current draw.
     """
 
     config: ModelConfig
@@ -54,7 +54,7 @@ class StepBasis:
         object.__setattr__(self, "dispatch", options.dispatch)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the value of `make`, computed once in a draw for all layouts with the same key."""
+        """Return the value of `make`, computed once per draw for all layouts with the same key."""
         found = self.shared.get(key)
         if found is None:
             found = self.shared[key] = make()
@@ -62,27 +62,27 @@ class StepBasis:
 
     @property
     def places_by_load(self) -> bool:
-        """Whether experts are moved after their load while serving."""
+        """Whether experts are rebalanced by load while serving."""
         return self.balancing and self.layout.redundant > 0
 
     @property
     def in_windows(self) -> bool:
-        """Whether half batches overlap as in dsjax's own step, window by window (`dsjax/model/two_batch.py`), and not as published."""
+        """Whether half batches overlap window by window, as in dsjax's own step (`dsjax/model/two_batch.py`), instead of as published."""
         return self.dispatch != "deepep"
 
     @cached_property
     def expert_slots(self) -> Slots:
-        """Where the experts may lie: hosts count where each copy of the experts has whole hosts, as in the engine (`hosts_of_experts`)."""
+        """Slots for the experts. Hosts count only if each copy of the experts fills whole hosts, as in the engine (`hosts_of_experts`)."""
         ranks, each = self.layout.mesh.ep_size, self.cluster.devices_per_host
         hosts = ranks // each if ranks == self.layout.mesh.num_devices and ranks % each == 0 else 1
         return Slots(ranks, self.config.n_routed_experts + self.layout.redundant, self.config.n_group, max(hosts, 1))
 
     def slowest(self, rows: float) -> float:
-        """Load of the busiest rank ÷ the mean, with `rows` rows on the average rank (`Skew.slowest`)."""
+        """Return the load of the busiest rank ÷ the mean, with `rows` rows on the average rank (`Skew.slowest`)."""
         return self.options.skew.slowest(self.expert_slots, self.config.n_routed_experts, rows, self.places_by_load)
 
     def own_method(self, tokens: float, halved: bool = False) -> str:
-        """The method of dsjax's own dispatch for so many tokens of a device (or of its half batch), as the engine resolves it."""
+        """Return the method of dsjax's own dispatch for `tokens` tokens per device (or per half batch), as the engine resolves it."""
         mesh, whole = self.layout.mesh, max(1, math.ceil(tokens))
         about = {"overlapped": halved, "on_host": self._ranks_on_host, "routed_groups": self.routed_groups}
         return choose_method(self.dispatch, whole, self.config.num_experts_per_tok, mesh.ep_size, "gpu", **about)
@@ -93,33 +93,33 @@ class StepBasis:
 
     @property
     def routed_groups(self) -> tuple[int, int] | None:
-        """(groups of experts, groups that a token's are in); None where copies may lie on other hosts than their group."""
+        """(expert groups, groups chosen per token); None if copies may be on other hosts than their group."""
         return self.config.routed_groups if self.layout.redundant == 0 else None
 
     @cached_property
     def sums_experts(self) -> bool:
-        """Whether nothing is dispatched, with published kernels: where one DP rank is the whole EP group, each device has every token,
-        computes its own experts, and the layer's second sum adds the results up (vLLM's all-to-all is for data parallelism; SGLang's
+        """Whether published kernels skip the dispatch: if one DP rank is the whole EP group, each device has every token and computes
+        its own experts, and the layer's second all-reduce adds up the results (vLLM's all-to-all is for data parallelism; SGLang's
         `--moe-a2a-backend none`)."""
         return self.dispatch == "deepep" and self.layout.unit.mesh.dp_size == 1
 
 
 def tables_of(operators: OperatorTables) -> tuple:
-    """Key of `StepBasis.shared` for what was read from tables of operations for one device."""
+    """Return the key of `StepBasis.shared` for values read from operator tables for one device."""
     return ("tables", id(operators))
 
 
 _TIMED = 7168, 2048, 8
-"""V3's hidden size, expert width and experts of a token: kernels of whole layers were timed with these only."""
+"""V3's hidden size, expert width and experts per token. Kernels of whole layers were timed only with these."""
 
 
 def routed_experts(
     step: StepBasis, tokens: float, decode: bool, busy: float = 1.0, halved: bool = False
 ) -> dict[str, float]:
-    """Seconds of the routed experts, the way there and the way back, in one layer.
+    """Return the seconds of the routed experts, dispatch and combine in one layer.
 
-    tokens: of the fullest DP rank; busy: the mean of all ranks ÷ these; halved: they are one of two half batches. Seconds depend on the
-    tokens of a device and the size of the EP group: with whole experts `dp=32` is as `dp=16,tp=2` with twice the batch.
+    tokens: tokens of the fullest DP rank; busy: mean of all ranks ÷ `tokens`; halved: `tokens` are one of two half batches. The times
+    depend on tokens per device and the EP group size: with whole experts, `dp=32` costs as much as `dp=16,tp=2` with twice the batch.
     """
     mesh = step.layout.mesh
     split = mesh.expert_width_shards
@@ -140,7 +140,7 @@ def _routed(step: StepBasis, rank_tokens: float, decode: bool, busy: float, halv
 
 
 def _products(step: StepBasis, rank_tokens: float, arriving: float, slowest: float, decode: bool) -> float:
-    """Seconds of the busiest rank's products. rank_tokens: mean of a device; arriving: rows of the busiest rank."""
+    """Return the seconds of the busiest rank's expert GEMMs. rank_tokens: mean tokens per device; arriving: rows of the busiest rank."""
     config, mesh, chip, places = step.config, step.layout.mesh, step.chip, step.expert_slots
     experts, top_k, slots = config.n_routed_experts, config.num_experts_per_tok, places.physical // mesh.ep_size
     everyone = rank_tokens * (mesh.num_devices // mesh.expert_copies)
@@ -168,10 +168,10 @@ def _products(step: StepBasis, rank_tokens: float, arriving: float, slowest: flo
         )  # fmt: skip
     if least is not None and timed:
         return least
-    # With few tokens the B200's table is faster than its memory reads the weights; in decode the slower of both counts. With more tokens
-    # than were timed the least is what the most of them took.
+    # With few tokens, the B200's table is faster than its memory can read the weights: decode takes the slower of both. With more tokens
+    # than were timed, the time of the largest timed number is the lower bound.
     received = everyone * (1 - (1 - mesh.ep_size**-1) ** top_k) if mesh.ep_size > 1 else everyone
-    if step.layout.fused:  # one expert more in the same product, with every token of the ranks that share its width
+    if step.layout.fused:  # one more expert in the same GEMM, with all tokens of the ranks that share its width
         used, arriving, slots = used + 1, arriving + rank_tokens * mesh.expert_width_shards, slots + 1
     inner = config.moe_intermediate_size // mesh.expert_width_shards
     return max(chip.experts(used, arriving, received * slowest, slots, config.hidden_size, inner, decode), least or 0.0)
@@ -188,7 +188,7 @@ def _exchanges(step: StepBasis, rank_tokens: float, decode: bool, slowest: float
     elif "etp" in mesh.axes:
         return _ways(step, "even", rank_tokens, slowest, halved, split)
     else:
-        # With one rank the sums over tp are the exchange.
+        # With one EP rank, the all-reduce over tp is the exchange.
         ranks = mesh.num_devices // mesh.expert_copies if mesh.ep_size > 1 else 1
         ways = tuple(zip(rows, (False, True), strict=True))
         normal, low_latency = (
@@ -208,7 +208,7 @@ def _exchanges(step: StepBasis, rank_tokens: float, decode: bool, slowest: float
 
 
 def _own(step: StepBasis, rank_tokens: float, slowest: float, halved: bool) -> tuple[float, float]:
-    """Both ways of dsjax's own dispatch, and the gather behind it of a replica's tokens, which ``tp`` ranks have in parts until then."""
+    """Return dispatch and combine of dsjax's own dispatch. Combine includes gathering a replica's tokens from its ``tp`` ranks."""
     mesh, method = step.layout.mesh, step.own_method(rank_tokens, halved)
     if mesh.ep_size == 1 and mesh.num_devices // mesh.expert_copies == mesh.tp_size > 1:
         there, back = (_half_a_sum(step, rank_tokens * row) for row in _wire_rows(step))
@@ -223,7 +223,7 @@ def _own(step: StepBasis, rank_tokens: float, slowest: float, halved: bool) -> t
 def _ways(
     step: StepBasis, method: str, rank_tokens: float, slowest: float, halved: bool, sharing: int
 ) -> tuple[float, float]:
-    """Seconds of dispatch and of combine by a method of dsjax's own dispatch. sharing: ranks that share an expert's width."""
+    """Return the seconds of dispatch and combine by a method of dsjax's own dispatch. sharing: ranks that share an expert's width."""
     mesh, top_k = step.layout.mesh, step.config.num_experts_per_tok
     about = step.cluster, method, mesh.num_devices // mesh.expert_copies // sharing, rank_tokens, top_k
     how = slowest, halved, step.routed_groups, sharing
@@ -232,25 +232,25 @@ def _ways(
 
 
 def _wire_rows(step: StepBasis) -> tuple[float, float]:
-    """Bytes of a token's row in dispatch, with float32 weights, 16-bit ids and a spare word (sharding/dispatch/wire.py), and in combine."""
+    """Return a token's bytes in dispatch (with float32 weights, 16-bit ids and a spare word: sharding/dispatch/wire.py) and in combine."""
     width = step.config.hidden_size
     return width * step.options.precision.wire + 6 * step.config.num_experts_per_tok + 4, width * BF16
 
 
 def _half_a_sum(step: StepBasis, each: float) -> float:
-    """Seconds of a gather over ``tp``, or of scattered sums: those of an all-reduce that sends as many bytes."""
+    """Return the seconds of an all-gather or reduce-scatter over ``tp``: those of an all-reduce that sends as many bytes."""
     tp = step.layout.mesh.tp_size
     return all_reduce(step.cluster, tp, each * tp / 2)
 
 
 HALVES = "layers, two halves overlapped"
-"""The part of a step that says that it was priced in halves."""
+"""Name of the part of a step that was priced with two-batch overlap."""
 _LAUNCHES = 32, 7
-"""Small operations that a layer has more of for each half: in attention and routing (beside `small kernels`), and in the experts' part."""
+"""Extra small operations per layer and half batch: in attention and routing (beside `small kernels`), and in the experts' part."""
 
 
 def overlapped_layers(step: StepBasis, decode: bool, half: dict[str, float]) -> float:
-    """Seconds of layers whose halves overlap as published: the longer of work and exchanges, and what is not hidden of the shorter."""
+    """Return the seconds of layers that overlap as published: the longer of work and exchanges, plus the exposed part of the shorter."""
     talk = 2 * (half["dispatch"] + half["combine"])
     work = 2 * sum(half.values()) - talk
     if not decode:
@@ -263,9 +263,9 @@ def overlapped_layers(step: StepBasis, decode: bool, half: dict[str, float]) -> 
 
 
 def windowed_layers(step: StepBasis, tokens: float, decode: bool, layers: int, half: dict[str, float]) -> float:
-    """Seconds of so many layers with experts: of each of a layer's four windows the longer counts, what travels or what computes.
+    """Return the seconds of `layers` MoE layers. Each of a layer's four windows takes the longer of communication and computation.
 
-    tokens: of the whole step; half: the layers' parts for one half.
+    tokens: tokens of the whole step; half: seconds of the layers' parts for one half batch.
     """
     there, back = half["dispatch"], half["combine"]
     experts = half["experts"] + half.get("shared experts", 0.0)
@@ -276,11 +276,11 @@ def windowed_layers(step: StepBasis, tokens: float, decode: bool, layers: int, h
     if not decode:
         experts, first = (time / (1 - _communicating(step)) for time in (experts, first))
     windows = sum(max(*pair) for pair in ((back, first), (there, first), (there, experts), (back, experts)))
-    return windows + (there + back + experts) * (2 * further_rounds(step, tokens))  # beside these nothing runs
+    return windows + (there + back + experts) * (2 * further_rounds(step, tokens))  # nothing overlaps these
 
 
 def further_rounds(step: StepBasis, tokens: float) -> int:
-    """Rounds to the busiest rank that halves of so many tokens have beyond those of the whole, which are left out of both."""
+    """Return how many more rounds to the busiest rank half batches need than the whole batch, whose own extra rounds are not priced."""
     mesh, top_k = step.layout.mesh, step.config.num_experts_per_tok
     needed = []
     for each, halved in ((tokens / mesh.tp_size / 2, True), (tokens / mesh.tp_size, False)):
@@ -295,7 +295,7 @@ def further_rounds(step: StepBasis, tokens: float) -> int:
 
 
 def _communicating(step: StepBasis) -> float:
-    """The share of a GPU that communicates in prefill and does not compute."""
+    """Return the share of a GPU that communicates in prefill instead of computing."""
     if step.cluster.hardware.platform != "cuda":
         return 0.0
     who = "multiprocessors that NCCL takes" if step.in_windows else "multiprocessors that communicate"

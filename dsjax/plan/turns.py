@@ -1,7 +1,7 @@
-"""``play_turns``: the layers with experts of a step whose attention and experts are on devices of their own, micro-batch after micro-batch.
+"""``play_turns``: simulate the MoE layers of a step under attention–FFN disaggregation (AFD), one micro-batch after another.
 
-It has the order of ``CompiledPass.run`` (``dsjax/engine/afd/layer_programs.py``): of each layer and micro-batch, the sums of the layer
-before, attention, the rows' way there, the experts, shared experts meanwhile. The dry run plays compiled programs, the planner prices.
+The order is that of ``CompiledPass.run`` (``dsjax/engine/afd/layer_programs.py``). For each layer and micro-batch: sums of the previous
+layer, attention, sending rows, experts, and meanwhile shared experts. The dry run simulates compiled programs, the planner prices.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ THREADS = HOST, ATTENTION, THERE, EXPERTS, BACK = "host", "attention", "there", 
 class Turn(NamedTuple):
     """Seconds of one layer of one micro-batch.
 
-    attend, share, receive: of the attention side. there, back: on the links. begin_there, begin_back: the host begins all copies of a move.
+    attend, share, receive: on the attention side. there, back: on the links. begin_there, begin_back: the host starts a transfer's copies.
     """
 
     attend: float
@@ -30,7 +30,7 @@ class Turn(NamedTuple):
 
 @dataclass
 class Played:
-    """seconds: of the layers. busy: thread → seconds in which it works. spans: (thread, name, layer, micro-batch, begin, end)."""
+    """seconds: of all layers. busy: thread → seconds of work. spans: (thread, name, layer, micro-batch, begin, end)."""
 
     seconds: float = 0.0
     busy: dict[str, float] = field(default_factory=lambda: dict.fromkeys(THREADS, 0.0))
@@ -38,13 +38,13 @@ class Played:
 
 
 def play_turns(turns: Sequence[Turn], layers: int, *, one_call: bool = False) -> Played:
-    """Play so many layers for each micro-batch.
+    """Simulate `layers` layers for each micro-batch.
 
-    Each side computes one program at a time, in the order in which the host starts them, and each link carries one move at a time.
-    one_call: rows, experts and answers are one call over one connection, and calls follow each other; the host waits for the answers.
+    Each side runs one program at a time, in the order in which the host starts them, and each link carries one transfer at a time.
+    one_call: rows, experts and answers are one call over one connection; calls run one after another, and the host waits for the answers.
     """
     played, free = Played(), dict.fromkeys(THREADS, 0.0)
-    answered = [0.0] * len(turns)  # when the answers of a micro-batch can travel back, or are back
+    answered = [0.0] * len(turns)  # when a micro-batch's answers are ready to be sent back, or (one_call) are back
     called = 0.0  # when the one connection is free
 
     def run(thread: str, name: str, seconds: float, *ready: float) -> float:

@@ -33,7 +33,7 @@ def top(
     """Watch a running server: ranks, pages, tokens a second, latencies, hottest experts. Ctrl-C ends."""
     client = StatusClient(url, api_key)
     try:
-        before = client.read()  # a server that is not there is an error; one that goes away later is waited for
+        before = client.read()  # a missing server is an error; one that goes away later is waited for
         if json_file is not None:
             _write(client, before, interval, once, json_file)
         elif once:
@@ -50,7 +50,7 @@ def top(
 def _watch(client: StatusClient, before: StatusReading, interval: float) -> None:
     console = Console()
     shown: dict[str, Any] | None = None
-    # Where nobody can redraw, as in a file, each screen follows the last.
+    # Where the output cannot be redrawn, as in a file, print each screen after the last.
     with Live(Screen(client.url, None), console=console, screen=console.is_terminal, auto_refresh=False) as live:
         show = functools.partial(live.update, refresh=True) if console.is_terminal else console.print
         while True:

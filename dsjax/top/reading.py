@@ -1,4 +1,4 @@
-"""`StatusReading`: what a server said at one moment, from `/metrics`, `/server_info` and `/get_load`."""
+"""`StatusReading`: a server's state at one moment, from `/metrics`, `/server_info` and `/get_load`."""
 
 import math
 import time
@@ -40,17 +40,17 @@ _NAMES = (*(f"{name}_{part}" for name in HISTOGRAMS.values() for part in ("bucke
 
 
 class NoAnswerError(UserError):
-    """The server cannot be asked, or answers with an error."""
+    """The server cannot be reached, or answers with an error."""
 
 
 class Exposition:
-    """The samples of a scrape. A value that is not finite says nothing, so it is passed over."""
+    """Samples of a scrape. Values that are not finite are skipped, because they carry no information."""
 
     def __init__(self, text: str):
         """Parse the text format.
 
         Raises:
-            ValueError: it is not the exposition format.
+            ValueError: the text is not in the exposition format.
         """
         self._samples: dict[str, list[tuple[dict[str, str], float]]] = {}
         for family in text_string_to_metric_families(text):
@@ -58,13 +58,13 @@ class Exposition:
                 self._samples.setdefault(sample.name, []).append((sample.labels, sample.value))
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of a name's samples that have these labels; 0 where there is none."""
+        """Return the sum of a name's samples that have these labels; 0 if there are none."""
         return sum(
             value for sample_labels, value in self._samples.get(name, ()) if labels.items() <= sample_labels.items()
         )
 
     def by(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
-        """The sums by these labels' values."""
+        """Return a name's sums, grouped by the values of these labels."""
         sums: dict[tuple[str, ...], float] = {}
         for sample_labels, value in self._samples.get(name, ()):
             key = tuple(sample_labels.get(label, "") for label in labels)
@@ -72,12 +72,12 @@ class Exposition:
         return sums
 
     def growth(self, before: "Exposition", name: str, *labels: str) -> dict[tuple[str, ...], float]:
-        """How much the sums by these labels' values grew. One that fell was begun anew, by a restart, and grew from 0."""
+        """Return how much the sums of `by` grew. A sum that fell was reset by a restart, and grew from 0."""
         old = before.by(name, *labels)
         return {key: grew(old.get(key, 0.0), value) for key, value in self.by(name, *labels).items()}
 
     def buckets(self, name: str, **labels: str) -> dict[float, float]:
-        """A histogram over all its samples that have these labels: upper bound to cumulative count."""
+        """Return a histogram over all samples that have these labels: upper bound → cumulative count."""
         sums: dict[str, float] = {}
         for sample_labels, value in self._samples.get(f"{name}_bucket", ()):
             if labels.items() <= sample_labels.items():
@@ -86,13 +86,13 @@ class Exposition:
 
 
 def grew(before: float, after: float) -> float:
-    """How much a counter grew that a restart of the server may have set to 0 in between."""
+    """Return how much a counter grew; a restart of the server may have reset it to 0 in between."""
     return after - before if after >= before else after
 
 
 @dataclass(frozen=True)
 class StatusReading:
-    """One moment. `time` is the client's monotonic clock; `info` and `loads` are JSON as the server gave it."""
+    """One reading. `time` is the client's monotonic clock; `info` and `loads` are the server's JSON."""
 
     time: float
     metrics: Exposition
@@ -101,13 +101,13 @@ class StatusReading:
 
 
 class StatusClient:
-    """Asks one server, on one connection."""
+    """Client of one server, over one connection."""
 
     def __init__(self, url: str, api_key: str | None = None):
-        """url: with or without `/v1`; api_key: where the server wants one.
+        """url: with or without `/v1`; api_key: if the server requires one.
 
         Raises:
-            OptionError: it cannot be a server's URL. NoAnswerError: HTTP takes the URL or the key in no request.
+            OptionError: `url` cannot be a server's URL. NoAnswerError: the URL or the key is not valid in an HTTP request.
         """
         check_url("--url", url)
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -120,10 +120,10 @@ class StatusClient:
             raise NoAnswerError("--api-key has letters that no HTTP header takes; expected ASCII") from error
 
     def read(self) -> StatusReading:
-        """Ask all three.
+        """Query all three endpoints.
 
         Raises:
-            NoAnswerError: nobody answers, or not as dsjax does.
+            NoAnswerError: no server answers, or its answers are not those of dsjax.
         """
         try:
             metrics = Exposition(self._get("/metrics", params={"name[]": list(_NAMES)}).text)

@@ -1,4 +1,4 @@
-"""`screen`: a view as the terminal shows it."""
+"""`Screen`: a view drawn on the terminal."""
 
 from typing import Any
 
@@ -20,13 +20,13 @@ _BAR = 10
 
 
 class Screen:
-    """Draws a view in the terminal's width and height. `note` is shown instead of nothing when the server is silent."""
+    """Draws a view in the terminal's width and height. `note` is shown when the server does not answer."""
 
     def __init__(self, url: str, view: dict[str, Any] | None, note: str = ""):
         self._url, self._view, self._note = url, view, note
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Lay out."""
+        """Yield the parts of the screen."""
         if self._note:
             yield Text(self._note, "bold red")
         if self._view is None:
@@ -104,7 +104,7 @@ def _expert_processes(processes: list[dict[str, Any]]) -> Text:
 
 
 def _mesh(generation: dict[str, Any] | None) -> str | None:
-    """A line on the mesh; None while it is the one that was asked for and nobody waits for another."""
+    """Return a line on the mesh; None if it has all wanted devices, is not changing, and no request waits for a larger one."""
     if generation is None:
         return None
     found, wanted, waiting = (generation[name] for name in ("devices", "devices_wanted", "requests_waiting"))

@@ -1,4 +1,4 @@
-"""`view`: two readings as rates, shares and quantiles. Its JSON is what `dsjax top --json` writes."""
+"""`view`: rates, shares and quantiles between two readings, which `dsjax top --json` writes as JSON."""
 
 import json
 import math
@@ -11,33 +11,33 @@ _MOST_EXPERTS = 8
 
 
 def view(before: StatusReading, after: StatusReading) -> dict[str, Any]:
-    """What happened between two readings of one server, with finite numbers alone.
+    """Return what happened between two readings of one server. All numbers are finite.
 
-    Times are seconds, shares are 0 to 1, and what cannot be known (a mean of nothing) is None. Fields:
+    Times are seconds, shares are 0 to 1, and unknown values (such as the mean of nothing) are None. Fields:
 
-    - `model`, `mesh`, `num_devices`: of `/server_info`; `window_seconds`: between the readings.
-    - `ranks`: `/get_load`'s, each with `tokens_per_second` (generated) added.
+    - `model`, `mesh`, `num_devices`: from `/server_info`; `window_seconds`: between the readings.
+    - `ranks`: from `/get_load`, each with `tokens_per_second` (generated) added.
     - `tokens_per_second`: `prompt`, `generation`. `requests`: `running`, `waiting` now; `finished` by reason, `rejected`,
       `preempted`, `not_finite` in the window.
-    - `cache`: `usage` now; `hit_share` of the prompt tokens in the window; `host`, None where no pages go to host memory: `usage`,
-      and pages `stored` and `fetched` in the window; `disk`, None without one: the same, and `failed`; `tiers`, None where there is
-      no offload tier: of `device`, `host` and `disk` the `hit_share` of the prompt tokens in the window, and the `wait` for it
+    - `cache`: `usage` now; `hit_share` of the prompt tokens in the window; `host` (None without offloading to host memory): `usage`,
+      and pages `stored` and `fetched` in the window; `disk` (None without a disk tier): the same, and `failed`; `tiers` (None without
+      an offload tier): for `device`, `host` and `disk`, the `hit_share` of the prompt tokens in the window, and the `wait` for hits
       (`count`, `mean`, `p50`, `p90`, `p99`).
-    - `latency`: by name `count`, `mean`, `p50`, `p90`, `p99`, of the window.
-    - `steps`: `per_second`, `padding_share`, `host_seconds` of a step by part, `compilations_after_warm_up` in all.
-    - `drafts`: None where the server drafts nothing; `per_second` (drafted tokens), `acceptance` of them, `length` (tokens that a row
-      with drafts made), and `per_position`: of rows with drafts, the share whose first, second, … draft was accepted.
+    - `latency`: by name `count`, `mean`, `p50`, `p90`, `p99`, in the window.
+    - `steps`: `per_second`, `padding_share`, `host_seconds` per step by part, `compilations_after_warm_up` in total.
+    - `drafts`: None without speculative decoding; `per_second` (drafted tokens), their `acceptance`, `length` (tokens made by a row
+      with drafts), and `per_position`: the share of rows with drafts whose first, second, … draft was accepted.
     - `experts`: None before anything was recorded; `balancedness`, and `hottest`: `expert`, `ep_rank`, `share` of all tokens,
-      `times_mean`, in the window, or since recording began where the window has none.
-    - `balancing`: None where experts stay where they are; `balancedness` of the server's last window of loads, `layers_left` of the
-      rebalance under way, and in the window `rebalances`, `experts_moved`, `moved_bytes`, `exchanges` and `exchange_seconds`.
-    - `expert_processes`: empty where experts are not in other processes; of each `process` (its place in `--afd-address`): whether it is
-      `connected`, `losses` in the window, `last_gap_seconds`, and `sent` and `received` bytes a second.
-    - `generation`: None where the mesh cannot change; its `number`, from 0, `devices`, `devices_wanted`, whether it is `changing`, and
+      `times_mean`, in the window, or since recording began if the window has no tokens.
+    - `balancing`: None without rebalancing; `balancedness` of the server's last window of loads, `layers_left` of the
+      rebalance in progress, and in the window `rebalances`, `experts_moved`, `moved_bytes`, `exchanges` and `exchange_seconds`.
+    - `expert_processes`: empty unless experts run in other processes; for each `process` (its place in `--afd-address`): whether it is
+      `connected`, `losses` in the window, `last_gap_seconds`, and `sent` and `received` bytes per second.
+    - `generation`: None if the mesh cannot change; its `number`, from 0, `devices`, `devices_wanted`, whether it is `changing`, and
       `requests_waiting` for a larger one.
 
     Raises:
-        NoAnswerError: what was read has other fields or labels than dsjax serve's.
+        NoAnswerError: the readings have other fields or labels than those of dsjax serve.
     """
     try:
         shown = _view(before, after)
@@ -96,9 +96,9 @@ def _view(before: StatusReading, after: StatusReading) -> dict[str, Any]:
 
 
 def quantile(buckets: dict[float, float], share: float) -> float | None:
-    """Estimate a quantile as PromQL's `histogram_quantile` does: linear within a bucket; the last finite bound where it lies beyond.
+    """Estimate a quantile as PromQL's `histogram_quantile` does: linear within a bucket, and the last finite bound beyond it.
 
-    buckets: upper bound to cumulative count, the last one infinite. None where nothing was counted.
+    buckets: upper bound → cumulative count, the last bound infinite. Return None if nothing was counted.
     """
     bounds = sorted(buckets)
     if not bounds or not buckets[bounds[-1]]:

@@ -1,4 +1,4 @@
-"""``DispatchConfig``: which way tokens travel to their experts, and how wide the buffers are."""
+"""``DispatchConfig``: how tokens are sent to their experts, and how large the buffers are."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ WIRES = ("compute", "fp8")
 class DispatchConfig:
     """How rows are exchanged inside an EP group. Every setting gives the same result; they differ in cost.
 
-    method: ``gather``, ``padded``, ``ragged``, ``hierarchical``, ``auto`` (``sharding.dispatch.choice`` has the rule), or a class of your
-        own (``sharding.dispatch.Method``).
+    method: ``gather``, ``padded``, ``ragged``, ``hierarchical``, ``auto`` (``sharding.dispatch.choice`` has the rule), or your own
+        class (``sharding.dispatch.Method``).
     capacity: rows that one rank may send to another in one round of ``padded``, of ``hierarchical`` or of the emulated ``ragged``;
         None applies ``default_capacity``. Tokens over capacity go in further rounds.
-    devices_per_host: neighbours in the mesh that share a host, for ``hierarchical``, and for ``auto`` to take it; None: nothing is known
-        of hosts. Where the ranks of an EP group are on one host, or each on another, ``hierarchical`` is ``padded``. Of
-        ``hierarchical``, ``capacity`` is the rows for another rank, and as many for a host as for all of its ranks.
-    routed_groups: how many groups the router knows, and how many of them a token's experts are in, where a host holds whole groups, or a
-        group whole hosts: ``hierarchical`` then keeps room for the hosts that a token can reach. None: any expert may be chosen.
-    wire: ``compute`` sends rows in their own dtype; ``fp8`` sends e4m3 with a float32 scale per 128 values. The way
-        back is always in the compute dtype.
-    chunk_tokens: most tokens of a rank in one exchange; larger inputs go through a ``lax.scan``. None: no bound.
+    devices_per_host: neighbours in the mesh that share a host. ``hierarchical`` needs it, also when ``auto`` chooses the method. None:
+        hosts are unknown. If the ranks of an EP group are all on one host, or all on different hosts, ``hierarchical`` is ``padded``. For
+        ``hierarchical``, ``capacity`` is the rows for another rank; a host has room for as many rows as all of its ranks.
+    routed_groups: (router groups, groups that contain a token's experts), if a host holds whole groups or a group spans whole hosts:
+        ``hierarchical`` then sizes its buffers for the hosts that a token can reach. None: any expert may be chosen.
+    wire: ``compute`` sends rows in their own dtype; ``fp8`` sends e4m3 with a float32 scale per 128 values. Combine
+        always uses the compute dtype.
+    chunk_tokens: most tokens per rank in one exchange; larger inputs go through a ``lax.scan``. None: no limit.
     report: whether ``dispatch`` also returns counts (tokens per expert, rows, rounds).
-    overlapped: whether something else is computed while rows travel. ``auto`` then takes no ``ragged``, beside which XLA's scheduler for
-        GPUs puts nothing (``docs/dryrun.md``); and the default capacity is rounded up to 4 instead of 8, as each half of a batch has its
-        own.
-    by_choice: whether what a token's experts give comes back apart, and is added where the token is, in the order of its choices: then a
-        token's sum has the same bits whatever the method, the mesh and the placement of experts (``docs/exactness.md``). Otherwise a rank
-        adds what its experts give before it answers, which moves fewer rows.
-    in_memory: carries rows between devices of one process, in the place of XLA's collectives; with ``by_choice``, and not with
-        ``overlapped``, as exchanges then are not one after the other. None: XLA's. ``auto`` then sends nothing where experts can read
-        tokens where they lie (``sharding/dispatch/memory.py``).
+    overlapped: whether something else is computed while rows travel. ``auto`` then never chooses ``ragged``, which XLA's GPU scheduler
+        does not overlap with anything (``docs/dryrun.md``), and the default capacity is rounded up to a multiple of 4 instead of 8,
+        because each half batch has its own.
+    by_choice: whether the results of a token's experts return separately and are added on the token's rank, in the order of its choices.
+        A token's sum then has the same bits for any method, mesh and placement of experts (``docs/exactness.md``). Otherwise a rank adds
+        up the results of its experts before it returns them, which moves fewer rows.
+    in_memory: carries rows between devices of one process, instead of XLA's collectives. It requires ``by_choice``, and excludes
+        ``overlapped``, with which exchanges are not sequential. With it, ``auto`` sends nothing if experts can read tokens in place
+        (``sharding/dispatch/memory.py``). None: use XLA's collectives.
     """
 
     method: Literal["auto", "gather", "padded", "ragged", "hierarchical"] | type[Method] = "auto"
@@ -57,7 +57,7 @@ class DispatchConfig:
 
     @property
     def reads_in_memory(self) -> bool:
-        """Whether experts read tokens where they lie: what these are rounded to on a wire they would not be."""
+        """Whether experts read tokens in place. This needs the ``compute`` wire: tokens read in place are not rounded to FP8."""
         return (
             self.in_memory is not None and self.in_memory.together and (self.method, self.wire) == ("auto", "compute")
         )
@@ -78,34 +78,34 @@ class DispatchConfig:
 
 
 def default_capacity(tokens: int, top_k: int, ranks: int, overlapped: bool = False) -> int:
-    """Rows that a rank may send to one other rank per round, when none is configured.
+    """Return the rows that a rank may send to one other rank per round, if no capacity is configured.
 
     tokens: tokens of the sending rank; ranks: size of the EP group. With even routing a token has an expert on a given
     rank with probability ``p = 1 - (1 - 1/ranks)^top_k``; the rule takes the mean ``tokens * p`` plus four standard
     deviations, rounds it up to a multiple of 8, or 4 where exchanges are ``overlapped``, and never exceeds ``tokens``, at which no second
-    round is possible. A further round (two more collectives for the whole group) is then rare under even routing, though not where few
-    rows go to each of many ranks: with 64 choices on each of 32 ranks some pair has more than its 8 rows in one layer of six.
+    round is possible. A further round (two more collectives for the whole group) is then rare under even routing, except if few
+    rows go to each of many ranks: with 64 choices on each of 32 ranks, some pair exceeds its 8 rows in one of six layers.
     """
     return _with_margin(tokens, 1.0 - (1.0 - 1.0 / ranks) ** top_k, overlapped)
 
 
 def even_routing_rows(tokens: float, top_k: int, ranks: int) -> float:
-    """Mean rows that a rank's tokens send to one other rank when every expert is as likely: ``T (1 - (1 - 1/G)^K)``."""
+    """Return the mean rows from one rank to another if all experts are equally likely: ``T (1 - (1 - 1/G)^K)``."""
     return tokens * (1.0 - (1.0 - 1.0 / ranks) ** top_k)
 
 
 def host_capacity(
     tokens: int, top_k: int, hosts: int, overlapped: bool = False, routed_groups: tuple[int, int] | None = None
 ) -> int:
-    """Rows that a rank may send to one other host per round of ``hierarchical``: as ``default_capacity``, with hosts for ranks."""
+    """Return the rows a rank may send to another host per round of ``hierarchical``: ``default_capacity`` with hosts for ranks."""
     return _with_margin(tokens, hosts_of_a_token(top_k, hosts, routed_groups) / hosts, overlapped)
 
 
 def hosts_of_a_token(top_k: int, hosts: int, routed_groups: tuple[int, int] | None = None) -> float:
-    """Mean number of hosts that hold one of a token's experts, its own among them, when every allowed expert is as likely.
+    """Return the mean number of hosts with an expert of a token, its own host included, if allowed experts are equally likely.
 
-    routed_groups: as in ``DispatchConfig``. The groups of a token lie on few hosts where a host has whole ones; where a group spans
-    several hosts, its share of the token's experts is spread over them.
+    routed_groups: as in ``DispatchConfig``. If hosts hold whole groups, a token's groups are on few hosts. If a group spans several
+    hosts, its share of the token's experts is spread over these hosts.
     """
     groups, chosen = routed_groups or (1, 1)
     if chosen >= groups:
@@ -119,7 +119,7 @@ def hosts_of_a_token(top_k: int, hosts: int, routed_groups: tuple[int, int] | No
 
 
 def _with_margin(tokens: int, p: float, overlapped: bool) -> int:
-    """Rows of so many tokens of which each goes with probability ``p``, four standard deviations more, rounded up."""
+    """Return the mean rows of ``tokens`` tokens sent with probability ``p``, plus four standard deviations, rounded up."""
     wanted = tokens * p + 4.0 * (tokens * p * (1.0 - p)) ** 0.5
     multiple = 4 if overlapped else 8
     return max(1, min(tokens, multiple * -(-int(wanted + 0.999) // multiple)))

@@ -15,13 +15,13 @@ from sharding.mesh import MeshSpec
 from sharding.sums import tree_sum
 
 Parts = tuple[tuple[int, ...], ...]
-"""Ranks along some mesh axes in parts of equal size, of which each exchanges by itself (JAX's ``axis_index_groups``)."""
+"""Ranks along some mesh axes, in parts of equal size that exchange independently (JAX's ``axis_index_groups``)."""
 
 
 class InMemory(Protocol):
-    """An exchange between devices that share a memory.
+    """An exchange between devices that share memory.
 
-    together: whether a rank's experts can read and answer the tokens of all of them where those lie (``sharding/dispatch/memory.py``).
+    together: whether a rank's experts can read and answer the tokens of all ranks in place (``sharding/dispatch/memory.py``).
     """
 
     together: bool
@@ -29,29 +29,29 @@ class InMemory(Protocol):
     def __call__(
         self, rows_NW: jax.Array, axes: tuple[str, ...], ranks: int, gathers: bool, parts: Parts | None = None
     ) -> jax.Array:
-        """Over mesh axes of which ``ranks`` devices meet: all that the axes have, or those of each part.
+        """Exchange rows between ``ranks`` devices: all along the mesh axes, or those of each part.
 
-        It gives what ``lax.all_gather(rows_NW, axes, axis_index_groups=parts, tiled=True)`` gives where it gathers, otherwise what
-        ``lax.all_to_all(rows_NW, axes, 0, 0, axis_index_groups=parts, tiled=True)`` does.
+        Return the result of ``lax.all_gather(rows_NW, axes, axis_index_groups=parts, tiled=True)`` if ``gathers``, otherwise of
+        ``lax.all_to_all(rows_NW, axes, 0, 0, axis_index_groups=parts, tiled=True)``.
         """
 
     def meeting(self, axes: tuple[str, ...]) -> tuple[Int[Array, ""], Int[Array, ""]]:
-        """Which of the groups of devices along ``axes`` this device is in, by a number that no other group has; and its place there."""
+        """Return the unique number of this device's group along ``axes``, and the device's place in the group."""
 
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """The mesh axes an exchange runs over, and what this rank holds. Size-one axes are left out of every collective.
+    """The mesh axes an exchange runs over, and what this rank holds. Axes of size one are left out of every collective.
 
-    axes, size: where whole experts are spread, and over how many ranks.
-    width_axes, width: where each expert's width is split, and into how many pieces (1: not split). The ranks
+    axes, size: axes over which whole experts are spread, and the number of ranks.
+    width_axes, width: axes over which each expert's width is split, and the number of pieces (1: not split). The ranks
         along ``width_axes`` hold the same experts and different tokens.
     experts: physical experts on one rank.
     platform: of the mesh's devices (``cpu``, ``gpu``, ``tpu``), for choices between equal implementations.
-    in_order: whether parts of a width are added in an order that no mesh changes (``sharding.sums``).
-    in_memory: carries rows in the place of XLA's collectives; None: these do.
-    on_host: ranks along ``axes`` that share a host, neighbours all. parts: where only some of the ranks along ``axes`` meet; ``size``
-        is then how many of them do, ``index`` a rank's place among them.
+    in_order: whether parts of a width are added in an order that does not depend on the mesh (``sharding.sums``).
+    in_memory: carries rows instead of XLA's collectives; None: use XLA's collectives.
+    on_host: ranks along ``axes`` that share a host; all are neighbours. parts: set if only some of the ranks along ``axes`` exchange
+        with each other; ``size`` is then their number, and ``index`` a rank's place among them.
     """
 
     axes: tuple[str, ...]
@@ -75,9 +75,9 @@ class ExpertGroup:
         in_memory: InMemory | None = None,
         devices_per_host: int | None = None,
     ) -> ExpertGroup:
-        """The group that ``spec`` lays out, with ``experts`` physical experts in all, a multiple of ``spec.ep_size``.
+        """Return the group that ``spec`` lays out, with ``experts`` physical experts in all, a multiple of ``spec.ep_size``.
 
-        devices_per_host: neighbours in the mesh that share a host; None: nothing is said of hosts.
+        devices_per_host: neighbours in the mesh that share a host; None: hosts are unknown.
         """
         sizes = dict(zip(spec.axes, spec.shape, strict=True))
         axes = tuple(a for a in spec.expert_axes if sizes[a] > 1)
@@ -112,9 +112,9 @@ class ExpertGroup:
         return own if self.parts is None else places_in(self.parts)[own]
 
     def in_two_stages(self) -> tuple[ExpertGroup, ExpertGroup]:
-        """The group of one rank of each host, and that of the ranks of a host. A rank is in one of each; together they reach all.
+        """Return a group of one rank per host, and a group of the ranks of one host. A rank is in one of each; together they reach all.
 
-        To the first a host is what a rank is to the whole group: it holds the experts of all of its ranks.
+        In the first group, a host plays the role of a rank: it holds the experts of all of its ranks.
         """
         places = np.arange(self.size).reshape(-1, self.on_host)
         hosts, near = places.shape
@@ -152,7 +152,7 @@ class ExpertGroup:
         return rows_NW if self.width == 1 else lax.all_gather(rows_NW, self.width_axes, axis=0, tiled=True)
 
     def share_width(self, partial_ND: jax.Array) -> jax.Array:
-        """Undo ``pool_width``: add up the parts, each rank keeping the rows that it brought."""
+        """Undo ``pool_width``: add up the parts; each rank keeps the rows that it contributed."""
         if self.width == 1:
             return partial_ND
         if self.in_order:

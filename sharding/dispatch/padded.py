@@ -48,8 +48,8 @@ class _Kept(NamedTuple):
 class Padded(Method):
     """``Method`` of ``padded``, with room for ``capacity`` rows from each rank to each other in a round.
 
-    Where an expert's width is split over ``tp``, tokens travel between ranks of the same ``tp`` index; the ``tp`` ranks of
-    the destination pool what arrived at each, and afterwards share out the sums.
+    If an expert's width is split over ``tp``, tokens travel between ranks with the same ``tp`` index. The ``tp`` ranks of
+    the destination pool the rows that arrived at each, and afterwards reduce-scatter the sums.
     """
 
     group: ExpertGroup
@@ -83,7 +83,7 @@ class Padded(Method):
         return self.group.size * self.capacity
 
     def _holds_all(self, tokens: int) -> bool:
-        """Whether one round is enough for any routing of so many tokens of a rank."""
+        """Whether one round is enough for any routing of ``tokens`` tokens per rank."""
         return self.capacity >= tokens
 
     def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
@@ -174,7 +174,7 @@ class Padded(Method):
         return self.group.exchange(sums_ND)
 
     def _joined(self, y_TD: Array, more_TD: Array, now_TK: Bool[Array, "T K"]) -> Array:
-        """Add a round's sums. With one choice a row, each row has its sum from exactly one round."""
+        """Add a round's sums. With one choice per row, each row gets its sum from exactly one round."""
         return jnp.where(now_TK, more_TD, y_TD) if now_TK.shape[1] == 1 else y_TD + more_TD
 
     def _cell(self, route: Route, r: jax.Array | int) -> tuple[Int[Array, "T K"], Bool[Array, "T K"]]:

@@ -21,7 +21,7 @@ class DispatchStatistics:
 
     tokens_per_expert: ``[layers, X]`` int64, (token, expert) pairs of each physical expert, summed over EP groups.
     tokens_per_rank: ``[layers, ranks]`` int64, pairs that each device computed. Devices that share an expert's width each count them.
-    rows_sent_per_rank: ``[ranks]`` int64, rows that went to another device, by the rank that the tokens belong to; as many weighted sums
+    rows_sent_per_rank: ``[ranks]`` int64, rows sent to another device, by the rank that the tokens belong to; as many weighted sums
         came back. rows_received_per_rank: likewise, by the rank that received them.
     rounds: exchanges that a rank took part in, over all layers and chunks. More than ``layers × chunks``: tokens overflowed.
     payload_bytes: bytes of the rows sent, both ways. wire_bytes: bytes that devices sent, padding included.
@@ -48,7 +48,7 @@ class DispatchStatistics:
         dtype: jnp.dtype,
         platform: str,
     ) -> DispatchStatistics:
-        """Make the statistics from the counts of ``dispatch``, of one layer or stacked over layers (a scan's output).
+        """Return the statistics of ``dispatch``'s counts, of one layer or stacked over layers (a scan's output).
 
         tokens: tokens of one device, as in ``dispatch_collectives``. width: D. dtype: the compute dtype.
         """

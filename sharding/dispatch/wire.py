@@ -1,4 +1,4 @@
-"""The wire format: a token's row, its experts and their weights in ONE array of unsigned words.
+"""The wire format: a token's row, its experts and their weights in one array of unsigned words.
 
 One array means one collective each way. Words are unsigned integers of the payload's width, because the CPU backend
 sends bfloat16 as float32 and FP8 as float16, and because no backend touches the bits of an integer.
@@ -36,15 +36,15 @@ class WireFormat:
 
     @property
     def word(self) -> jnp.dtype:
-        """The unsigned integer that a row is made of."""
+        """The unsigned integer dtype of a row."""
         return jnp.dtype(_WORDS[1 if self.fp8 else np.dtype(self.dtype).itemsize])
 
     @property
     def fields(self) -> tuple[tuple[int, jnp.dtype], ...]:
-        """``(count, dtype)`` of payload, scales, weights, ids and extra, in the order they lie in a row."""
+        """``(count, dtype)`` of payload, scales, weights, ids and extra, in their order in a row."""
         payload = fp8.E4M3 if self.fp8 else self.dtype
         scales = fp8.num_scales(self.width) if self.fp8 else 0
-        # Expert ids fit 16 bits; in 32-bit words that would need pairing, so they stay 32-bit there.
+        # Expert ids fit 16 bits; 32-bit words would have to hold pairs of them, so ids are 32-bit there.
         id_dtype = jnp.int32 if self.word.itemsize == 4 else jnp.int16
         return (
             (self.width, jnp.dtype(payload)),
@@ -61,7 +61,7 @@ class WireFormat:
 
     @property
     def answer_bytes(self) -> int:
-        """Bytes of a weighted sum on its way back."""
+        """Bytes of a weighted sum in combine."""
         return self.width * np.dtype(self.dtype).itemsize
 
     @property
@@ -76,7 +76,7 @@ class WireFormat:
         weights_NK: Float[Array, "N K"],
         extra: Int[Array, ""],
     ) -> UInt[Array, "N W"]:
-        """Rows, ids, weights and one number (the same in every row) as words ``[N, row_words]``."""
+        """Pack rows, ids, weights and one number (the same in every row) into words ``[N, row_words]``."""
         payload, scales = fp8.quantise(x_ND) if self.fp8 else (x_ND, None)
         values = [payload, scales, weights_NK, ids_NK, jnp.broadcast_to(extra, (x_ND.shape[0], 1))]
         words = [
@@ -89,12 +89,12 @@ class WireFormat:
     def unpack(
         self, words_NW: UInt[Array, "N W"]
     ) -> tuple[PackedRows, Int[Array, "N K"], Float[Array, "N K"], Int[Array, "N"]]:
-        """``(rows, ids, weights, extra)`` of packed rows; weights float32, ids and extra int32."""
+        """Return ``(rows, ids, weights, extra)`` of packed rows; weights float32, ids and extra int32."""
         _, _, weights, ids, extra = self._split(words_NW)
         return PackedRows(self, words_NW), ids.astype(jnp.int32), weights, extra[:, 0]
 
     def payload(self, words: UInt[Array, "*n W"]) -> Float[Array, "*n D"]:
-        """The token rows in packed rows, in the compute dtype."""
+        """Return the token rows of packed rows, in the compute dtype."""
         payload, scales, *_ = self._split(words)
         return fp8.dequantise(payload, scales).astype(self.dtype) if self.fp8 else payload
 
@@ -107,17 +107,17 @@ class WireFormat:
         return values
 
     def empty_row(self, extra: Int[Array, ""]) -> UInt[Array, "1 W"]:
-        """A row that uses no expert: zeros with ids -1."""
+        """Return a packed row that uses no expert: zeros with ids -1."""
         shape = (1, self.top_k)
         return self.pack(jnp.zeros((1, self.width), self.dtype), jnp.full(shape, -1), jnp.zeros(shape), extra)
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Token rows ``[N, D]`` that are still packed: read by ``take``, as from an array, and unpacked only there.
+    """Packed token rows ``[N, D]``. ``take`` reads rows as from an array, and unpacks only these.
 
-    A rank's experts use a fraction of the rows that arrive (an eighth to a half of them in decode); unpacking, or with FP8
-    dequantising, all of them first costs a pass over memory for nothing.
+    A rank's experts use a fraction of the rows that arrive (an eighth to a half of them in decode); unpacking (or, with FP8,
+    dequantising) all of them first would waste a pass over memory.
     """
 
     wire: WireFormat
@@ -134,13 +134,13 @@ class PackedRows:
         return jnp.dtype(self.wire.dtype)
 
     def take(self, indices: Int[Array, "*n"], axis: int = 0, mode: str = "clip") -> Float[Array, "*n D"]:
-        """Rows by index, like ``jax.Array.take`` along axis 0."""
+        """Return rows by index, like ``jax.Array.take`` along axis 0."""
         if axis != 0:
             raise ValueError(f"packed rows are taken along axis 0, not {axis}")
         return self.wire.payload(self.words_NW.take(indices, axis=0, mode=mode))
 
     def take_quantised(self, indices: Int[Array, "*n"]) -> fp8.Quantised:
-        """Rows by index, clipped, as they travelled, of a wire that is FP8: products in FP8 take them without rounding them twice."""
+        """Return rows of an FP8 wire by index (clipped), still quantised, so that FP8 GEMMs do not round them a second time."""
         values, scales, *_ = self.wire._split(self.words_NW.take(indices, axis=0, mode="clip"))
         return fp8.Quantised(values, scales)
 

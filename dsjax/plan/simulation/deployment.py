@@ -11,17 +11,17 @@ from dsjax.plan.network import exposed_transfer
 from dsjax.plan.simulation.service import Decoder, Served, SimulatedEngine, StepPrices
 
 _PAGE = 16
-"""Slots of a page, as `dsjax serve` has them by default."""
+"""Token slots per page, the default of `dsjax serve`."""
 _HOLD_STEPS = 50
-"""Steps for which prompts are held back at most: `attention_dp_config.timeout_iters` of TensorRT-LLM."""
+"""Most steps for which prompts are held back: `attention_dp_config.timeout_iters` of TensorRT-LLM."""
 
 
 class _Clocked:
-    """An instance that begins a step whenever it has work and none is running.
+    """An instance that starts a step whenever it has work and no step is running.
 
-    ahead: a step is planned when the one before begins, so that what arrives during one step waits for the next one too, unless
-    there is none. together: prompts wait until there are so many of them, a DP rank has no request, or `_HOLD_STEPS` have passed. until:
-    the end of the running step. requests: running and waiting.
+    ahead: plan a step when the previous one starts, so that a request that arrives during a step also waits for the next step, if there
+    is one. together: hold prompts until `together` have arrived, a DP rank has no request, or `_HOLD_STEPS` steps have passed. until: end
+    of the running step, seconds. requests: number of running and waiting requests.
     """
 
     def __init__(self, instance: SimulatedEngine | Decoder, ahead: bool = False, together: int = 1):
@@ -64,10 +64,10 @@ class _Clocked:
 
 
 class Service:
-    """What plays a candidate: one of its aggregated instances, or all of a separated service.
+    """Simulation of a candidate: one of its aggregated instances, or a whole separated service.
 
-    A prompt goes to the prefill instance with the fewest tokens waiting, then its KV cache, over the link that is free first, to the
-    decode instance with the fewest requests. longest: most tokens of a request.
+    A prompt goes to the prefill instance with the fewest waiting tokens. Its KV cache then goes over the first free link to the decode
+    instance with the fewest requests. longest: most tokens of a request.
     """
 
     def __init__(self, candidate: Candidate, longest: int):
@@ -80,7 +80,7 @@ class Service:
             self._decode = self._prefill = [_Clocked(engine, True, together)]
             return
         prefill = candidate.prefill
-        # The prefill side holds a step's prompts and those before them in the queue, no more.
+        # A prefill instance only holds the prompts of a step and those ahead of them in the queue.
         batch = 4 * max(1.0, tokens / prefill.workload.computed)
         self._prefill = [
             _Clocked(_engine(prefill, batch, tokens, longest, one_token=True)) for _ in range(candidate.prefill_count)
@@ -96,16 +96,16 @@ class Service:
         self._busy = self._transfer * len(self._free) / ways
 
     def add(self, served: Served, now: float) -> None:
-        """A request arrives."""
+        """Add a request that arrives at `now`."""
         min(self._prefill, key=lambda one: one.instance.scheduler.waiting_tokens).add(served, now)
 
     def next_time(self) -> float:
-        """The nearest end of a step or of a transfer; infinite while idle."""
+        """Return the next end of a step or transfer; infinite while idle."""
         moved = self._moving[0][0] if self._moving else math.inf
         return min(moved, *(one.until for one in (*self._prefill, *self._decode)))
 
     def advance(self) -> list[Served]:
-        """End one step or transfer; give the requests that finished."""
+        """End one step or transfer and return the finished requests."""
         now = self.next_time()
         for one in self._decode:
             if one.until == now:
@@ -120,20 +120,20 @@ class Service:
         return []
 
     def _move(self, served: Served, now: float) -> None:
-        """Send a cache. Where a link was free, all but the exposed share has travelled while later layers were computed."""
+        """Send a KV cache. If a link was free, all but the exposed share was already sent while later layers were computed."""
         begin = max(heapq.heappop(self._free), now - self._hidden)
         heapq.heappush(self._free, begin + self._busy)
         heapq.heappush(self._moving, (begin + self._transfer, served.number, served))
 
     def gaps(self) -> list[tuple[float, float, int]]:
-        """(begin, seconds, decodes) of all decoding steps."""
+        """Return (begin, seconds, decodes) of all decode steps."""
         return [gap for one in self._decode for gap in one.instance.gaps]
 
 
 def _engine(
     instance: Instance, batch: float, tokens: float, longest: int, *, one_token: bool = False
 ) -> SimulatedEngine:
-    """tokens: most prompt tokens of a step. Decodes are in the engine's budget too, so that it is larger by them, as in a recipe."""
+    """Return an engine with at most `tokens` prompt tokens per step. Its token budget also has room for the decodes, as in recipes."""
     options, cache = instance.options, int(instance.memory.cache_tokens)
     seqs, chunk = max(1, math.ceil(batch)), math.ceil(tokens)
     step_tokens = max(seqs, chunk) if one_token else chunk + seqs
@@ -152,7 +152,7 @@ def _engine(
 
 
 def _prices(instance: Instance) -> StepPrices:
-    """Prices of an instance's steps, by all models of its steps."""
+    """Return the step prices of an instance, from all of its step models."""
     models = instance.step_models()
     paces = [tuple(instance.pace(decode, one.overlap) for decode in (False, True)) for one in models]
     through = instance.staged if instance.layout.mesh.pp_size > 1 else None

@@ -1,4 +1,4 @@
-"""`simulate`: play a candidate under a load on virtual time; `SimulationOutcome`: percentiles and goodput beside the mean-value answer."""
+"""`simulate`: run a candidate under a load on virtual time; `SimulationOutcome`: percentiles and goodput beside the mean-value answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dsjax.plan.simulation.service import OfferedLoad, Served, requests
 from dsjax.plan.workload import Objective
 
 _FRONT = float(assumption("front door"))
-"""Seconds of a TTFT that pass before and after the scheduler, which is what is played."""
+"""Seconds of a TTFT that pass before and after the scheduler, the only part that is simulated."""
 FIELDS = {
     TTFT: "ttft_mean_s",
     TTFT_MEDIAN: "ttft_median_s",
@@ -25,8 +25,8 @@ FIELDS = {
     TPOT: "tpot_median_s",
     RATE: "output_tokens_per_s",
 }
-"""Kind of blind prediction → field of `calibrated_report`. Blind rounds played public benchmarks, which start all users at once
-(`tools/plan_data/replay.py`), and were predicted by `reported`."""
+"""Kind of blind prediction → field of `calibrated_report`. The blind rounds simulated public benchmarks, which start all users
+at once (`tools/plan_data/replay.py`), and predicted them with `reported`."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float], weights: Sequence[float] | None = None) -> Spread | None:
-        """Summarise a sample, each value as often as its weight says; None for an empty one."""
+        """Summarise a sample, weighted if `weights` are given; None if it is empty."""
         if not len(values):
             return None
         weights = np.ones(len(values)) if weights is None else weights
@@ -51,7 +51,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Waits:
-    """Seconds to the first token, for each further one (None where outputs have one), and in all, over some of the requests."""
+    """TTFT, TPOT (None if outputs have one token) and end-to-end latency of a set of requests, in seconds."""
 
     requests: int
     ttft: Spread
@@ -60,14 +60,14 @@ class Waits:
 
     @classmethod
     def of(cls, served: Sequence[Served]) -> Waits | None:
-        """Summarise requests; None where there are none."""
+        """Summarise requests; None if there are none."""
         if not served:
             return None
         ttft, tpot, e2e = _times(served)
         return cls(len(served), Spread.of(ttft), Spread.of(tpot[~np.isnan(tpot)]), Spread.of(e2e))
 
     def to_json(self) -> dict[str, Any]:
-        """Stable fields."""
+        """Return stable JSON fields."""
         spreads = {f"{name}_s": getattr(self, name) for name in ("ttft", "tpot", "e2e")}
         return {"requests": self.requests, **{name: one and vars(one) for name, one in spreads.items()}}
 
@@ -82,29 +82,29 @@ def _times(served: Sequence[Served]) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationOutcome(Waits):
-    """One load on one candidate, the whole deployment: the waits of all requests, and more.
+    """Result of one load on the whole deployment of a candidate, with the latencies of all requests.
 
     mean_ttft, mean_tpot: the mean-value answer at the same load.
     """
 
     load: OfferedLoad
-    itl: Spread | None  # over tokens, the time of the step that made each; None where outputs have one token
-    requests_per_s: float  # that ended from the first measured one's arrival to the last one's end
+    itl: Spread | None  # over tokens: time of the step that made each; None if outputs have one token
+    requests_per_s: float  # finished from the first measured arrival to the last measured finish
     tokens_per_s: float  # output tokens
-    kept: float  # share of the requests that kept every objective
+    kept: float  # share of the requests that met every objective
     mean_ttft: float
     mean_tpot: float
-    classes: dict[str, Waits]  # by the names of the workload's classes
-    steady: Waits | None  # where all users began at once, of the requests after each user's first two, if any
-    calibrated: dict[str, Any] | None = None  # `calibrated_report` of such a start, or None
+    classes: dict[str, Waits]  # by class name of the workload
+    steady: Waits | None  # if all users start at once: the requests after each user's first two, if any
+    calibrated: dict[str, Any] | None = None  # `calibrated_report` if all users start at once, or None
 
     @property
     def goodput(self) -> float:
-        """Requests a second that kept every objective."""
+        """Requests per second that met every objective."""
         return self.kept * self.requests_per_s
 
     def to_json(self) -> dict[str, Any]:
-        """Stable fields; seconds and requests a second."""
+        """Return stable JSON fields; seconds and requests per second."""
         return {
             "requests_per_s_offered": self.load.rate,
             "concurrency": self.load.concurrency,
@@ -132,10 +132,10 @@ def outcome(
     gaps: list[tuple[float, float, int]],
     settled: int | None,
 ) -> SimulationOutcome:
-    """Sum up what one of `instances` that do the same has played.
+    """Summarise the simulation of one of `instances` identical instances.
 
-    finishes: seconds at which any request ended. gaps: (begin, seconds, decodes) of each decoding step. settled: number of the request from
-    which a start of all users at once is no longer felt; None without such a start.
+    finishes: end of every request, measured or not, in seconds. gaps: (begin, seconds, decodes) of each decode step. settled: number of the
+    first request that a simultaneous start of all users no longer affects; None without such a start.
     """
     began, ended = measured[0].arrival, max(served.finished for served in measured)
     begins, seconds, decodes = np.array(gaps, float).reshape(-1, 3).T
@@ -162,7 +162,7 @@ def outcome(
 
 
 def mean_value(candidate: Candidate, load: OfferedLoad) -> Candidate:
-    """The mean-value answer for a load: the batch at which the candidate's throughput is what is offered, by bisection."""
+    """Return the mean-value answer for a load: bisect the batch at which the candidate's throughput equals the offered load."""
     if load.rate is None:
         batch = min(load.concurrency / (candidate.decode.replicas * candidate.count), candidate.batch)
         return with_intervals(moved(candidate, batch=batch, concurrency=float(load.concurrency)))
@@ -174,9 +174,9 @@ def mean_value(candidate: Candidate, load: OfferedLoad) -> Candidate:
 
 
 def reported(seen: SimulationOutcome, requests_a_user: float, cold: float) -> dict[str, float]:
-    """What a benchmark that starts all users at once reports, by kind: seconds, and tokens a second of the whole service.
+    """Return the figures that a benchmark with a simultaneous start reports, by kind: seconds, and tokens/s of the whole service.
 
-    cold: extra seconds of each user's first request. The mean gets its share of them, the P99 all.
+    cold: extra seconds of each user's first request. The mean TTFT includes their average over all requests, the P99 all of them.
     """
     figures = {
         RATE: seen.tokens_per_s,
@@ -188,10 +188,10 @@ def reported(seen: SimulationOutcome, requests_a_user: float, cold: float) -> di
 
 
 def calibrated_report(candidate: Candidate, seen: SimulationOutcome) -> dict[str, Any]:
-    """Stable JSON fields of a benchmark that starts all users at once and leaves nothing out.
+    """Return stable JSON fields of a benchmark that starts all users at once and excludes no request.
 
-    They are `level`, `distance`, and for each name of `FIELDS` the value, its 90 % interval, the group of blind predictions that it
-    rests on, and the group's size.
+    The fields are `level`, `distance`, and for each name in `FIELDS` the value, its 90 % interval, the group of blind predictions that
+    the interval is based on, and the group's size.
     """
     distance = distance_of(candidate)
     users = max(1, round(seen.load.concurrency / (candidate.count if candidate.mode == "aggregated" else 1)))
@@ -203,14 +203,14 @@ def calibrated_report(candidate: Candidate, seen: SimulationOutcome) -> dict[str
 
 
 _LOADS = (0.5, 0.7, 0.85, 0.95)
-"""Shares of a candidate's own rate that are played where the question gives neither rate nor concurrency."""
+"""Shares of a candidate's own rate to simulate if the question gives neither rate nor concurrency."""
 
 _WARM = 1.25
-"""Mean stays of a request before the first that is measured arrives."""
+"""Warm-up before the first measured arrival, in mean request latencies."""
 
 
 def loads(candidate: Candidate, burstiness: float = 1.0, at_once: bool = False) -> list[OfferedLoad]:
-    """The question's own load, or shares of the rate that the mean-value answer promises; at_once: as many users as the plan has."""
+    """Return the question's load, or shares of the rate that the mean-value answer predicts; at_once: as many users as the plan has."""
     work = candidate.decode.workload
     if at_once or work.concurrency is not None:
         users = candidate.concurrency if work.concurrency is None else work.concurrency
@@ -231,16 +231,16 @@ def simulate(
     at_once: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> SimulationOutcome:
-    """Play requests until `num_requests` after the first `warmup` have finished.
+    """Simulate requests until `num_requests` after the first `warmup` have finished.
 
-    An aggregated service is one instance under its share of the load; a separated one is played whole.
+    An aggregated service is simulated as one instance under its share of the load; a separated one is simulated whole.
 
     Args:
-        warmup: requests of the whole service that are left out of the figures. None: a mean stay's and a quarter, so that the steady
-            state is seen.
-        at_once: a fixed number in flight starts all at once, as benchmarks do, and nobody comes after the last; otherwise one after
-            the other over a mean stay, and others behind the last all the time.
-        progress: called with the measured requests that have finished.
+        warmup: requests of the whole service to exclude from the figures. None: those of 1.25 mean request latencies, so that the
+            figures describe the steady state.
+        at_once: start a fixed concurrency all at once, as benchmarks do, and send nothing after the last measured request. Otherwise
+            spread the starts over a mean request latency, and keep sending requests after the last measured one.
+        progress: called with the number of measured requests that have finished.
     """
     work, longest = candidate.decode.workload, candidate.decode.config.max_position_embeddings
     instances = candidate.count if candidate.mode == "aggregated" else 1

@@ -44,7 +44,7 @@ def simulations(
                 bar.update(task, completed=done)
 
             seen = simulate(candidate, load, objective, **choices, progress=progress)
-            if at_once and warmup == 0:  # the benchmarks of the blind rounds left no request out
+            if at_once and warmup == 0:  # the benchmarks of the blind rounds excluded no request
                 seen = dataclasses.replace(seen, calibrated=calibrated_report(candidate, seen))
             outcomes.append(seen)
     return outcomes

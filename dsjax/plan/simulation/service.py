@@ -1,7 +1,7 @@
-"""Requests that arrive, instances on virtual time, and the prices of their steps.
+"""Arriving requests, instances on virtual time, and the prices of their steps.
 
-`SimulatedEngine` has the engine's own scheduler and computes prompts; `Decoder` gets KV caches from elsewhere. `StepPrices` prices their
-steps by the model that plans are made with (`StepModel.step`).
+`SimulatedEngine` runs the engine's own scheduler and computes prompts; `Decoder` receives KV caches computed elsewhere. `StepPrices` prices
+their steps with the planner's step model (`StepModel.step`).
 """
 
 import heapq
@@ -23,10 +23,10 @@ from dsjax.plan.workload import Lengths, Workload
 
 @dataclass(frozen=True)
 class OfferedLoad:
-    """rate: requests a second, arriving on their own; or concurrency: requests in flight, each finished one replaced at once.
+    """Either a rate (requests per second, open loop) or a concurrency (requests in flight; a new one replaces each finished one at once).
 
-    burstiness: shape of the gamma distribution of the times between arrivals, as `vllm bench serve` has it: 1 is Poisson, less is
-    burstier, infinity is even.
+    burstiness: shape of the gamma distribution of inter-arrival times, as in `vllm bench serve`: 1 is Poisson, less is burstier, infinity
+    is even.
     """
 
     rate: float | None
@@ -42,7 +42,7 @@ class OfferedLoad:
 
 @dataclass(slots=True, eq=False)
 class Served:
-    """One request. arrival, first, finished: seconds of its arrival, first and last token. shared: prompt tokens that are in the cache."""
+    """One request. arrival, first, finished: time of its arrival, first and last token, seconds. shared: prompt tokens in the cache."""
 
     number: int
     arrival: float
@@ -55,7 +55,7 @@ class Served:
 
 
 def requests(load: OfferedLoad, work: Workload, longest: int, seed: int) -> Iterator[Served]:
-    """Endless; the same seed gives the same requests, whatever serves them. longest: most tokens of a request."""
+    """Generate requests endlessly; the same seed gives the same requests, whatever serves them. longest: most tokens of a request."""
     times, prompts, outputs, kinds = (np.random.default_rng((seed, stream)) for stream in range(4))
     now, shares = 0.0, [one.share for one in work.kinds]
     for number in itertools.count():
@@ -69,7 +69,7 @@ def requests(load: OfferedLoad, work: Workload, longest: int, seed: int) -> Iter
 
 
 def _length(lengths: Lengths, source: np.random.Generator) -> int:
-    """Log-normal, or even, with the given mean and coefficient of variation; at least 1."""
+    """Sample a log-normal or uniform length with the given mean and coefficient of variation; at least 1."""
     mean, variation = lengths.mean, lengths.variation
     if not variation:
         return max(1, round(mean))
@@ -83,15 +83,15 @@ def _length(lengths: Lengths, source: np.random.Generator) -> int:
 _SHARED_TOKEN, _OWN_TOKEN, _PARAMS = 1, 2, SamplingParams()
 _SOME, _NONE = RowResult((0,)), RowResult()
 _CONTEXTS = 64
-"""Mean contexts of a rank's decodes that are told apart in an octave, so that their prices are kept: within 0.55 %."""
+"""Rounding steps per octave for a rank's mean decode context, so that prices can be reused: within 0.55 %."""
 
 
 class StepPrices:
-    """Middle estimates of steps by whichever model makes them shortest: an engine overlaps where that pays.
+    """Central estimates of step times, from the model with the shortest step: an engine overlaps only if that is faster.
 
-    paces: of each model, how much longer programs take than their operations, with prompts and of decodes alone (`Instance.pace`).
-    through: `Instance.staged`, where the models are of one stage. The planner's allowances for uneven prompts and contexts are left out,
-    because the simulation has the unevenness itself.
+    paces: for each model, program time ÷ time of its operations, with prompts and for decodes alone (`Instance.pace`). through:
+    `Instance.staged`, if the models describe one pipeline stage. The planner's allowances for uneven prompts and contexts are left out,
+    because the simulation models the unevenness itself.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class StepPrices:
         self._drafts, self._through = drafts, through
 
     def seconds(self, ranks: Sequence[RankWork]) -> float:
-        """Seconds of a step with this work on each DP rank (idle ones included); 0 where there is none.
+        """Return the seconds of a step with this work on each DP rank (idle ones included); 0 without work.
 
-        What prompts and decodes have in common is saved at the pace of the faster program.
+        Computing prompts and decodes together saves time, which is scaled by the smaller of the two paces.
         """
         ranks = [_rounded(rank) if rank.decodes else rank for rank in ranks]
         tokens = max(rank.decodes * (1 + self._drafts) + rank.prompts for rank in ranks)
@@ -136,16 +136,16 @@ def _rounded(rank: RankWork) -> RankWork:
 
 @dataclass(eq=False)
 class SimulatedEngine:
-    """One instance under the engine's scheduler: aggregated serving, or with `one_token` the prefill side.
+    """One instance under the engine's scheduler: aggregated serving, or the prefill side if `one_token`.
 
     mixes: a rank computes prompts and decodes in one step; otherwise its decodes wait for the next step without prompts. gaps: (begin,
-    seconds, decodes) of each step with decodes: a running request waits so long for its next token.
+    seconds, decodes) of each step with decodes, where `seconds` is how long a running request waits for its next token.
     """
 
     prices: StepPrices
     scheduler: Scheduler
     one_token: bool = False
-    made: float = 1.0  # tokens that a decode step yields for a request on average, more than one with drafts
+    made: float = 1.0  # mean tokens per request and decode step, more than one with drafts
     mixes: bool = True
     gaps: list[tuple[float, float, int]] = field(default_factory=list)
     _plan: StepPlan | None = None
@@ -165,19 +165,19 @@ class SimulatedEngine:
     def add(self, served: Served) -> None:
         """Queue a request."""
         name = str(served.number)
-        # Only the shared part may be found in the cache: what follows is each request's own from its first token on.
+        # Only the shared part may hit the prefix cache: every token after it is unique to the request.
         tokens = [_SHARED_TOKEN] * served.shared + [_OWN_TOKEN + served.number] * (served.prompt - served.shared)
         output = 1 if self.one_token else served.output
         self.scheduler.add(Request(name, tokens, served.prompt, _PARAMS, output, 0, arrival_time=served.arrival))
         self._serving[name] = served
 
     def begin(self, now: float) -> float:
-        """Start a step; give its seconds."""
+        """Start a step and return its seconds."""
         self._plan = self.scheduler.schedule(now)
         ranks = [_work(rank, self._waits(rank)) for rank in self._plan.ranks]
         seconds = self.prices.seconds(ranks)
         if decodes := sum(work.decodes for work in ranks):
-            # Where decodes waited for prompts, their next token comes later by that.
+            # If decodes waited for prompts, the wait delays their next token.
             self.gaps.append((now - self._stalled, seconds + self._stalled, decodes))
             self._stalled = 0.0
         elif any(rank.decodes for rank in self._plan.ranks):
@@ -185,7 +185,7 @@ class SimulatedEngine:
         return seconds
 
     def end(self, now: float) -> list[Served]:
-        """Enter the step's tokens; give the requests that finished."""
+        """Record the step's tokens and return the finished requests."""
         done, results = [], []
         for rank in self._plan.ranks:
             if self._waits(rank) or self.made == 1:
@@ -216,7 +216,7 @@ def _work(rank: RankPlan, waits: bool) -> RankWork:
 
 
 def _tokens_of_a_step(before: int, made: float) -> RowResult:
-    """Whole tokens of a request's next step: `made` on average; `before`: the tokens that it has made, the first by its prompt."""
+    """Return the whole tokens of a request's next step, `made` on average. before: tokens made so far, the first by its prompt."""
     if not before:
         return _SOME
     steps = max(0, math.ceil((before - 1) / made - 1e-9))
@@ -224,9 +224,9 @@ def _tokens_of_a_step(before: int, made: float) -> RowResult:
 
 
 class Decoder:
-    """One instance that only decodes: requests come with their KV caches and run to their end in a slot of the emptiest rank.
+    """One decode-only instance: requests arrive with their KV caches and run to the end in a slot of the least loaded rank.
 
-    made, gaps: as in `SimulatedEngine`. seqs: slots of a rank.
+    made, gaps: as in `SimulatedEngine`. seqs: slots per rank.
     """
 
     def __init__(self, prices: StepPrices, ranks: int, *, seqs: int, made: float = 1.0):
@@ -246,7 +246,7 @@ class Decoder:
         self._waiting.append(served)
 
     def begin(self, now: float) -> float:
-        """Admit while slots are free, and start a step; give its seconds."""
+        """Admit requests while slots are free, start a step and return its seconds."""
         made = self._made
         while self._waiting and min(self._decodes) < self._seqs:
             served = self._waiting.popleft()
@@ -264,7 +264,7 @@ class Decoder:
         return seconds
 
     def end(self, now: float) -> list[Served]:
-        """Give the requests that finished with this step."""
+        """Return the requests that finished with this step."""
         self._steps += 1
         done = []
         while self._ends and self._ends[0][0] <= self._steps:
