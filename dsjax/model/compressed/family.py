@@ -282,7 +282,7 @@ class Compressed:
             scale=config.softmax_scale,
         )
 
-    def _normalise(self, x: Float[Array, "N M"], eps: float) -> Float[Array, "N M"]:
+    def _normalise(self, x: Float[Array, "*b M"], eps: float) -> Float[Array, "*b M"]:
         """``unweighted``, by the kernel where kernels attend."""
         return self.kernels.native.norm(x, jnp.ones(x.shape[-1:], x.dtype), eps) if self.native else unweighted(x, eps)
 
