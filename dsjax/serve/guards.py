@@ -403,7 +403,7 @@ class UsualRequests(Guard):
     """The innermost middleware. It calls the endpoints of common requests directly, without FastAPI.
 
     FastAPI's router, exit stacks and headers take more CPU time than the server's own work for a request (docs/performance.md).
-    All others, including requests with an error in headers or body, go to FastAPI, so that error messages come from one place.
+    Other requests, including those with an error in headers or body, go to FastAPI, so that error messages come from one place.
 
     Args:
         routes: routes of `openai_routes`; only POST routes are used.

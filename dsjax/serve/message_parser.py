@@ -48,7 +48,7 @@ class ReasoningSplitter:
         self.num_tokens = 0
 
     def push(self, text: str, finished: bool = False, token_ids: Sequence[int] = ()) -> MessagePiece:
-        """Add text and its tokens; return the message piece they complete. finished: the answer has ended; hold nothing back."""
+        """Add text and its tokens; return the piece that they add to the message. finished: the answer has ended; hold nothing back."""
         before = self._section
         split = self._split(text, finished)
         if before is not Section.CONTENT:
@@ -162,7 +162,7 @@ class MessageParser:
         return 0 if self._reasoning is None else self._reasoning.num_tokens
 
     def push(self, text: str, finished: bool = False, token_ids: Sequence[int] = ()) -> MessagePiece:
-        """Add text and its tokens; return the message piece they complete. finished: the answer has ended; hold nothing back."""
+        """Add text and its tokens; return the piece that they add to the message. finished: the answer has ended; hold nothing back."""
         piece = self._reasoning.push(text, finished, token_ids) if self._reasoning else MessagePiece(content=text)
         if not self._include_reasoning:
             piece.reasoning = ""
