@@ -67,7 +67,7 @@ def create_app(serving: Serving, before_routes: Callable[[ASGIApp], ASGIApp] | N
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientGoneError):
-        return Response(status_code=499)  # nginx's number for the log; no client receives it
+        return Response(status_code=499)  # nginx's status for a client that left; only the log shows it
     answer = to_api_error(error)
     if answer.status == 405 and request.method == "OPTIONS":
         methods = answer.headers["Allow"]

@@ -1,21 +1,21 @@
-"""Limits of a request's fields, besides those that are options of `serve`."""
+"""Fixed limits on request fields. Configurable limits are options of `dsjax serve`."""
 
 MAX_COMPLETIONS = 128
-"""Largest `n`, as at OpenAI."""
+"""Largest `n`, as in OpenAI's API."""
 
 MAX_PROMPTS = 1024
-"""Prompts of one request."""
+"""Most prompts in one request."""
 
 MAX_SEQUENCES = 4096
-"""Completions of one request: prompts times `n`."""
+"""Most completions of one request: number of prompts times `n`."""
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
-"""Parts of one message's content."""
+"""Most content parts in one message."""
 
 MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128
-"""Calls of one assistant message."""
+"""Most tool calls in one assistant message."""
 
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1024
@@ -24,17 +24,17 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_CHARACTERS = 256
 MAX_BIASES = 4096
 MAX_CHOICES = 1024
-"""Strings of a structured output's `choice`."""
+"""Most strings in a structured output's `choice`."""
 
 MAX_GRAMMAR_BYTES = 64 * 1024
-"""Limit of a JSON schema, regex or grammar, and of all schemas of a request's tools together."""
+"""Largest JSON schema, regex or grammar, and largest total size of a request's tools as JSON."""
 
 MAX_METADATA = 16
-"""Entries of `metadata`, as at OpenAI."""
+"""Most entries in `metadata`, as in OpenAI's API."""
 
 MAX_NAME_CHARACTERS = 256
-"""Model names, users, salts, sessions."""
+"""Longest model name, user, cache salt or session."""
 
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_INTEGER = 2**31 - 1
-"""Largest integer: counts are int32 on devices."""
+"""Largest integer field, because counts are int32 on devices."""

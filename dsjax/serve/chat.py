@@ -1,4 +1,4 @@
-"""Answers of `/v1/chat/completions`, whole or as the chunks of a stream."""
+"""Answers of `/v1/chat/completions`, complete or streamed as chunks."""
 
 import dataclasses
 from abc import abstractmethod
@@ -32,10 +32,10 @@ class ChatAnswer(Answer):
             self._head["service_tier"] = "default"
         self._tokenizer = serving.engine.tokenizer
         self._section: Section | None = None
-        self._parsers: list[MessageParser] = []  # by choice of a stream
+        self._parsers: list[MessageParser] = []  # one per choice of a stream
         self._prompt_is_sent = False
         self._only_text_changes = not (body.logprobs or body.return_token_ids or body.continuous_usage)
-        # By choice and names of the delta's fields.
+        # Keyed by choice index and the names of the delta's fields.
         self._text_events: dict[tuple[int, tuple[str, ...]], TextEvent] = {}
 
     def without_effect(self) -> list[str]:
@@ -43,10 +43,10 @@ class ChatAnswer(Answer):
         return self._body.fields_without_effect(self._tokenizer.chat_template if self._tokenizer else None)
 
     async def start(self, place: RequestOptions) -> OutputStream:
-        """Check everything, render the template and queue the prompt.
+        """Validate the request, render the chat template and queue the prompt.
 
         Raises:
-            ApiError, UserError: nothing was queued.
+            ApiError, UserError: the request was refused; nothing was queued.
         """
         body = self._body
         body.check()
@@ -65,7 +65,7 @@ class ChatAnswer(Answer):
         return stream
 
     def _form(self) -> dict[str, Any] | None:
-        """Return the form of the answer: forced tool calls, the requested form, or either that form or tool calls."""
+        """Return the output constraint: forced tool calls, the requested format, or either of the two; None: free text."""
         body, tool_format = self._body, self._serving.tool_format
         form, forced = self._serving.with_whitespace(body.form_of_text()), body.forced_tools
         if forced and (self._tokenizer is None or tool_format is None):
@@ -100,7 +100,7 @@ class ChatAnswer(Answer):
         )
 
     def _form_after(self, prompt: ChatPrompt) -> int | None:
-        """Return the token after which a form binds; reasoning is always free. None: from the first token."""
+        """Return the id of the token after which the constraint applies (reasoning is unconstrained). None: from the first token."""
         reasoning = self._serving.reasoning
         if reasoning is None or reasoning.start_of(prompt.text, prompt.unfinished) is not Section.REASONING:
             return None
@@ -156,9 +156,9 @@ class ChatAnswer(Answer):
     def chunks_of(
         self, prompt_index: int, output: RequestOutput, *, as_events: bool = True
     ) -> list[ChatResponse | bytes]:
-        """Return the chunks of one output for the completions that have something new.
+        """Return the chunks for the completions that changed in one output.
 
-        as_events: return chunks that only add text as events in bytes.
+        as_events: encode chunks that only add text as server-sent events (bytes).
 
         Raises:
             ApiError: a completion failed.
@@ -217,7 +217,7 @@ class ChatAnswer(Answer):
         return {"content": [self._token(entry) for entry in completion.logprobs]}
 
     def _token(self, entry: TokenLogprobs) -> dict[str, Any]:
-        """Return the sampled token and the requested number of most probable ones, which may include it."""
+        """Return the log-probabilities of the sampled token and of the `top_logprobs` most probable ones, which may include it."""
         count = self._body.top_logprobs or 0
         ranked = [(token, score) for token, score in entry.items() if score.rank is not None and score.rank <= count]
         ranked.sort(key=lambda pair: pair[1].rank)
@@ -232,7 +232,7 @@ class ChatAnswer(Answer):
 def _by_delta(
     completion: CompletionOutput, piece: MessagePiece, num_reasoning: int
 ) -> list[tuple[CompletionOutput, dict[str, Any]]]:
-    """Pair each delta with its tokens: the first `num_reasoning` with the reasoning, the others with the last delta."""
+    """Pair each delta with its tokens: the first `num_reasoning` tokens with the reasoning, the rest with the last delta."""
     *first, last = piece.deltas()
     parts = []
     for delta in first:
@@ -245,7 +245,7 @@ def _by_delta(
 
 
 class RetoldAnswer(StreamedAnswer):
-    """A chat answer in the form of another API."""
+    """A chat answer converted to another API's format."""
 
     def __init__(self, serving: Serving, body: Any, answer_id: str, request_id: str):
         self.id, self._body = answer_id, body
@@ -253,10 +253,10 @@ class RetoldAnswer(StreamedAnswer):
         self._chat = ChatAnswer(serving, body.to_chat(), request_id)
 
     async def start(self, place: RequestOptions) -> OutputStream:
-        """Check everything and queue the prompt, as the chat answer does.
+        """Validate the request and queue the prompt, as `ChatAnswer.start` does.
 
         Raises:
-            ApiError, UserError: nothing was queued.
+            ApiError, UserError: the request was refused; nothing was queued.
         """
         return await self._chat.start(place)
 
@@ -291,7 +291,7 @@ def _delta(index: int, delta: dict[str, Any]) -> ChatChoice:
 
 
 def _end(completion: CompletionOutput, parser: MessageParser) -> dict[str, Any]:
-    """Return the finish reason: `tool_calls` if there are any and the completion was not cut off."""
+    """Return the finish reason: `tool_calls` if the message has tool calls and was not truncated."""
     called = parser.has_calls and completion.finish_reason is FinishReason.STOP
     reason = "tool_calls" if called else completion.finish_reason
     return {"finish_reason": reason, "stop_reason": completion.stop_reason}

@@ -36,7 +36,7 @@ class TextPart(StrictModel):
 
 
 def refuse_other_kinds(kind: Any, kinds: Collection[str]) -> None:
-    """Raise a validation error for a part of another kind than these."""
+    """Raise a validation error if a part's type is not one of `kinds`."""
     if isinstance(kind, str) and kind not in kinds:
         raise PydanticCustomError(
             "text_only", "found a part of type {kind}, but this model reads text only", {"kind": kind}
@@ -44,7 +44,7 @@ def refuse_other_kinds(kind: Any, kinds: Collection[str]) -> None:
 
 
 def text_or_list(part: Any, most: int) -> Any:
-    """Return the type of a text or a list of parts. Thanks to the discriminator, an error names the branch that was meant."""
+    """Return the type for a string or a list of parts. The discriminator makes errors refer to the branch that the client used."""
     return Annotated[
         Annotated[str, Tag("text")] | Annotated[list[part], Field(max_length=most), Tag("parts")],
         Discriminator(lambda content: "parts" if isinstance(content, list) else "text"),
@@ -94,7 +94,7 @@ class ChatMessage(StrictModel):
         return "\n".join(part.text for part in self.content)
 
     def check(self, index: int) -> None:
-        """Raise `ApiError` for fields that the role does not have."""
+        """Raise `ApiError` if the role does not allow a field of the message, or if the message has no content."""
         where = f"messages[{index}]"
         if self.role != "assistant":
             for name in ("tool_calls", "reasoning_content", "reasoning", "prefix"):
@@ -156,7 +156,7 @@ class AllowedToolChoice(StrictModel):
 
 
 THINKING_SWITCHES = ("thinking", "enable_thinking")
-"""Variables by which templates turn reasoning on or off: DeepSeek-V3.1's and other models'."""
+"""Template variables that turn reasoning on or off, in DeepSeek-V3.1 and in other models."""
 
 
 class PromptFields(StrictModel):
@@ -169,12 +169,12 @@ class PromptFields(StrictModel):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the model's own template")
 
     def check_prompt_fields(self) -> None:
-        """Raise `ApiError` for messages and tools that contradict each other or are too large."""
+        """Raise `ApiError` if messages and tools are inconsistent or too large."""
         called: set[str | None] = set()
         for index, message in enumerate(self.messages):
             message.check(index)
             called.update(call.id for call in message.tool_calls or ())
-            # The call or the answer may lack an id.
+            # Tool calls and tool messages may lack an id.
             known = called if None in {message.tool_call_id, *called} else called & {message.tool_call_id}
             if message.role == "tool" and not known:
                 reason = f"messages[{index}]: found a tool's answer to {message.tool_call_id!r}, which no message before it calls"
@@ -200,7 +200,7 @@ class PromptFields(StrictModel):
         return dict(self.chat_template_kwargs or {})
 
     def tool_dicts(self, named: Collection[str] | None = None) -> list[dict[str, Any]]:
-        """Return the tools as dicts for templates and grammars. named: only these; None: all."""
+        """Return the tools as dicts for templates and grammars. named: names of the tools to include; None: all."""
         tools = (tool for tool in self.tools or () if named is None or tool.function.name in named)
         return [tool.model_dump(exclude_none=True) for tool in tools]
 
@@ -241,7 +241,7 @@ class ChatRequest(SamplingFields, PromptFields):
             raise ApiError(400, f"tool_choice names {unknown[0]!r}, which is none of the tools", param="tool_choice")
 
     def template_variables(self, template: Template) -> dict[str, Any]:
-        """Return the template's variables: those given, and those for `thinking` and `reasoning_effort`."""
+        """Return the template's variables, derived from `thinking` and `reasoning_effort`; `chat_template_kwargs` overrides them."""
         variables = dict(self.chat_template_kwargs or {})
         switch, effort = self.thinking and self.thinking.type, self.reasoning_effort
         if switch is not None or effort is not None:
@@ -283,16 +283,16 @@ class ChatRequest(SamplingFields, PromptFields):
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
-        """The tools of which one must be called; empty if the answer may be text."""
+        """The tools among which the model must call one; empty if the answer may be text."""
         is_forced, allowed = self._choice
         return self.tool_dicts(allowed) if is_forced else []
 
     def token_limit(self) -> int | None:
-        """Return the most tokens of the answer: `max_completion_tokens`, or `max_tokens`, its older name.
+        """Return the maximum number of output tokens: `max_completion_tokens`, or `max_tokens`, its older name.
 
         Raises:
             ApiError: both are given and differ.
-            SamplingError: it is below 1.
+            SamplingError: the limit is below 1.
         """
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; give one", param="max_completion_tokens")
@@ -307,7 +307,7 @@ class ChatRequest(SamplingFields, PromptFields):
 
         Raises:
             ApiError: `top_logprobs` without `logprobs`.
-            SamplingError: it is out of range.
+            SamplingError: `top_logprobs` is out of range.
         """
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
             raise SamplingError("top_logprobs", f"found {self.top_logprobs}, expected 0 to {MAX_LOGPROBS}")
@@ -319,10 +319,10 @@ class ChatRequest(SamplingFields, PromptFields):
 
 
 def as_chat(fields: Mapping[str, Any], param: str) -> ChatRequest:
-    """Create the chat request that another API's body means.
+    """Convert another API's request to a chat request.
 
     Raises:
-        ApiError: too many messages, or calls in one turn. param: the field that the error names.
+        ApiError: there are too many messages, or too many tool calls in one turn. The error names the field `param`.
     """
     try:
         return ChatRequest.model_validate(fields)

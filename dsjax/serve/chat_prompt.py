@@ -23,7 +23,7 @@ class ChatPrompt:
     """A rendered prompt.
 
     Attributes:
-        unfinished: the assistant's text at the end of the prompt that the answer continues; None: a new message.
+        unfinished: text of the last assistant message, which the answer continues; None: the answer is a new message.
     """
 
     text: str
@@ -38,10 +38,10 @@ def render_prompt(
 
     Args:
         tools: the tools to offer to the model.
-        form: how the model writes tool calls; None if the server has no format for them.
+        form: the model's tool-call format; None if the server has none.
 
     Raises:
-        ApiError, ChatTemplateError: there is no template, or it refuses the messages.
+        ApiError, ChatTemplateError: the model has no chat template, or the template refuses the messages.
     """
     if tokenizer is None or tokenizer.chat_template is None:
         raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
@@ -67,7 +67,7 @@ def render_prompt(
 
 
 def conversation_prompt(tokenizer: Tokenizer, **fields: Any) -> EncodedPrompt:
-    """Return the prompt that `/v1/chat/completions` makes of a conversation. fields: those of `PromptFields`.
+    """Return the prompt that `/v1/chat/completions` renders for a conversation. fields: the fields of `PromptFields`.
 
     Raises:
         UserError: the messages or tools are not valid.
@@ -84,7 +84,7 @@ def conversation_prompt(tokenizer: Tokenizer, **fields: Any) -> EncodedPrompt:
 
 
 def _messages(messages: Sequence[ChatMessage], has_tool_calls: bool, form: CallFormat | None) -> list[dict[str, Any]]:
-    """Return messages as templates read them. Tool calls and results become text if the template has no place for them."""
+    """Return the messages as dicts for a template. Tool calls and results become text if the template does not support them."""
     rendered: list[dict[str, Any]] = []
     for message in messages:
         role = "system" if message.role == "developer" else message.role

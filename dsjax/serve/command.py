@@ -161,7 +161,7 @@ def serve_model(
     front_end_listeners: Sequence[socket.socket] = (),
     log_json: bool = False,
 ) -> int:
-    """Serve a loaded model until shutdown and return the exit code. It listens while it warms up.
+    """Serve a loaded model until shutdown and return the exit code. The server listens during warm-up.
 
     front_end_listeners: one for each front end process; empty: this process serves HTTP itself, on `listener`.
     """
@@ -219,7 +219,7 @@ def serve_model(
 
 
 def metrics_of(model: "LLM", name: str) -> "Metrics":
-    """Create the metrics of a loaded model. name: the one that clients use."""
+    """Create the metrics of a loaded model. name: the model name that clients use."""
     from dsjax.engine.afd.messages import ExpertLinks
     from dsjax.engine.device.process import device_memory
     from dsjax.serve.metrics import Metrics

@@ -1,7 +1,7 @@
-"""HTTP connections: limits on what is read, and answers as JSON or server-sent events.
+"""HTTP connections: limits on incoming data, and answers as JSON or server-sent events.
 
-All code that uses uvicorn's internals is here (`BoundedConnection`, `BodyWriter`). It was checked with uvicorn 0.54; pyproject.toml bounds
-the version.
+Only this module uses uvicorn's internals (`BoundedConnection`, `BodyWriter`). Tested with uvicorn 0.54; pyproject.toml bounds the
+version.
 """
 
 import asyncio
@@ -29,17 +29,17 @@ Answer = TypeVar("Answer")
 logger = logging.getLogger(__name__)
 
 CONNECTION_SEND = "connection_send"
-"""Key in a scope's state of the connection's own `send`, which bypasses the middlewares."""
+"""Key in a scope's state for the connection's own `send`, which bypasses the middlewares."""
 MAX_HEAD_BYTES = 64 * 1024
 _UNWATCHED = "A request is computed to its end, whether or not its client is there."
 PROBES = frozenset({b"/health", b"/ready"})
 """Paths that are answered even on connections beyond the limit."""
 _MOST_PROBES = 64
-"""Most connections beyond the limit whose request is read, as it may be for one of `PROBES`."""
+"""Most connections beyond the limit on which a request is still read, because it may be for one of `PROBES`."""
 _PROBE_SECONDS = 5.0
 """Timeout for the head of a request on such a connection."""
 _OTHER_FILES = 256 + _MOST_PROBES
-"""Upper estimate of a process's open files besides its clients' connections."""
+"""Estimated upper bound on a process's open files other than client connections."""
 _RETRY_SECONDS = 2
 _UPGRADE_HEADERS = (b"upgrade", b"connection", b"http2-settings")
 
@@ -48,12 +48,12 @@ def to_json(body: Any) -> bytes:
     """Return compact JSON. A lone surrogate, which an error message may quote from a request, becomes `?`."""
     try:
         return pydantic_core.to_json(body)
-    except ValueError:  # it refuses lone surrogates
+    except ValueError:  # pydantic_core refuses lone surrogates
         return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def event_of(chunk: Mapping[str, Any]) -> bytes:
-    """Return a chunk as a server-sent event without a name."""
+    """Return a chunk as an unnamed server-sent event."""
     return b"data: %b\n\n" % to_json(chunk)
 
 
@@ -91,7 +91,7 @@ class StreamedAnswer(Protocol):
         """Return the chunks that are sent before any output."""
 
     def chunks_of(self, prompt_index: int, output: RequestOutput) -> Iterable[Mapping[str, Any] | bytes]:
-        """Return the chunks of one output; those in bytes are complete events.
+        """Return the chunks of one output; chunks in bytes are complete server-sent events.
 
         Raises:
             ApiError: a completion failed.
@@ -102,7 +102,7 @@ class StreamedAnswer(Protocol):
 
 
 class BodyWriter:
-    """Writes parts of a streamed body to uvicorn's connection, as its coroutine `send` does, byte for byte."""
+    """Writes parts of a streamed body to uvicorn's connection: the same bytes as uvicorn's `send`, but without awaiting."""
 
     _STATE = ("chunked_encoding", "flow", "disconnected", "transport")
 
@@ -112,7 +112,7 @@ class BodyWriter:
 
     @classmethod
     def behind(cls, send: Send) -> "BodyWriter | None":
-        """Return a writer for a connection's own `send`; None for any other, or if uvicorn's internals differ."""
+        """Return a writer for a connection's own `send`; None for any other `send`, or if uvicorn's internals differ."""
         cycle = getattr(send, "__self__", None)
         known = isinstance(cycle, RequestResponseCycle) and all(hasattr(cycle, name) for name in cls._STATE)
         return cls(cycle) if known else None
@@ -129,11 +129,11 @@ class BodyWriter:
 
 
 class EventStream(StreamingResponse):
-    """An answer's chunks as server-sent events, followed by `[DONE]`. An error becomes an `error` event before it.
+    """An answer's chunks as server-sent events, followed by `[DONE]`. An error is sent as an event before `[DONE]`.
 
-    Hundreds of streams have an event in every step. So events that are ready together are written together and bypass the middlewares,
-    which only look at an answer's start and end; while the client keeps up, this answer's task is not woken. `resources` are closed
-    however the response ends, even if the client left before its first byte.
+    Hundreds of streams may have an event in every step. Events that are ready together are therefore written together, bypassing the
+    middlewares, which only look at an answer's start and end. While the client keeps up, this answer's task is not woken. `resources` are
+    closed however the response ends, even if the client left before its first byte.
     """
 
     _END = b"data: [DONE]\n\n"
@@ -180,14 +180,14 @@ class EventStream(StreamingResponse):
             last = self._events(self._answer.last_chunks())
         except ClientGoneError:
             return
-        except Exception as error:  # the status has been sent, so an event has to tell
+        except Exception as error:  # the status is already sent, so report the error as an event
             answer = to_api_error(error)
             note_error(self._scope, answer)
             last = self._events([self._failure(answer)])
         await send({"type": "http.response.body", "body": last + self._END, "more_body": False})
 
     async def _send_each(self, outputs: list[tuple[int, RequestOutput]]) -> None:
-        """Send the events of some outputs, up to one that failed."""
+        """Send the events of these outputs, stopping at the first that fails."""
         chunks: list[Mapping[str, Any] | bytes] = []
         try:
             for index, output in outputs:
@@ -196,7 +196,7 @@ class EventStream(StreamingResponse):
             await self._send_all(chunks)
 
     def _write_each(self, outputs: list[tuple[int, RequestOutput]]) -> bool:
-        """Send the events of some outputs without waiting. Return False, and send nothing, if that is not possible."""
+        """Send the events of these outputs without waiting. Return False, having sent nothing, if the writer is not ready."""
         writer = self._writer
         if writer is None or not writer.is_ready:
             return False
@@ -245,7 +245,7 @@ async def unless_client_leaves(request: Request, work: Awaitable[Answer]) -> Ans
 
 
 async def _disconnected(receive: Receive) -> bool:
-    """Return True once the client has left; False at once if that cannot be watched."""
+    """Return True once the client has left; False if watching fails."""
     with contained("client watch", _UNWATCHED):
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -254,11 +254,11 @@ async def _disconnected(receive: Receive) -> bool:
 
 
 class _HeadTooLargeError(Exception):
-    """Raised in the parser, which answers 400 and closes."""
+    """Raised in a parser callback; the client gets a 400 and the connection is closed."""
 
 
 class _TooManyConnectionsError(Exception):
-    """Raised in the parser, which answers 429 and closes."""
+    """Raised in a parser callback; the client gets a 429 and the connection is closed."""
 
 
 def too_many_connections() -> ApiError:
@@ -268,9 +268,9 @@ def too_many_connections() -> ApiError:
 
 
 def affordable_connections(wanted: int) -> int:
-    """Return the most connections that a process can have, up to `wanted`; 0: no limit.
+    """Return the number of connections that this process can accept, at most `wanted`; 0: no limit.
 
-    It raises the process's limit of open files as far as the system allows, and reserves some files for the engine and for probes.
+    Raises the process's limit on open files as far as the system allows, and reserves some files for the engine and for probes.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + _OTHER_FILES
@@ -297,7 +297,7 @@ def bounded_connections(
 ) -> type[HttpToolsProtocol]:
     """Return a protocol class for uvicorn, which creates one object for each connection.
 
-    It uses httptools, which is faster than h11: that checks every event of every stream against its state machines.
+    Uses httptools, which is faster than h11: h11 checks every event of every stream against its state machines.
 
     Args:
         most: most open connections; 0: no limit.
@@ -305,13 +305,13 @@ def bounded_connections(
     """
 
     class BoundedConnection(HttpToolsProtocol):
-        """Closes a connection whose first request, or whose later one once it has begun, has no complete head within `head_timeout`.
+        """Closes a connection if a request head takes over `head_timeout`, from connecting or, for later requests, its first byte.
 
-        On a connection beyond the limit, only the head of the request is read; the answer is 429 unless the path is one of `PROBES`.
-        At most `_MOST_PROBES` of these are open at once; further ones are closed unread.
+        On connections beyond the limit, only the request head is read, and the answer is 429 unless the path is one of `PROBES`.
+        At most `_MOST_PROBES` such connections are open at once; further ones are refused unread.
 
-        A head of more than `MAX_HEAD_BYTES`, trailers of a chunked body included, is refused before it is complete. An offer to change
-        the protocol is ignored, as HTTP allows; the parser by itself would end such a request at its head.
+        A head larger than `MAX_HEAD_BYTES`, including a chunked body's trailers, is refused before it is complete. A protocol upgrade
+        request is ignored, as HTTP allows; the parser alone would end such a request at its head.
         """
 
         _head_timer: asyncio.TimerHandle | None = None
@@ -371,7 +371,7 @@ def bounded_connections(
                 super().on_message_complete()
 
         def _stay(self, rest: bytes) -> None:
-            """Read the request again, without the offer to change the protocol."""
+            """Parse the request again without its upgrade headers."""
             method = self.parser.get_method()
             if method == b"CONNECT":
                 self.send_400_response("CONNECT asks for a proxy, which this server is not")
@@ -392,7 +392,7 @@ def bounded_connections(
             self.transport.close()
 
         def _watch_head(self) -> None:
-            """Start the timer for a head, unless it runs: further bytes do not restart it."""
+            """Start the timer for a request head unless it is running; further bytes do not restart it."""
             if self._head_timer is None:
                 self._head_bytes = 0
                 seconds = min(head_timeout, _PROBE_SECONDS) if self._is_beyond else head_timeout

@@ -9,7 +9,7 @@
     </｜DSML｜invoke>
     </｜DSML｜function_calls>
 
-V4's block is named ``tool_calls``. A parameter with ``string="true"`` is text as it is; any other is JSON.
+V4's block is named ``tool_calls``. A parameter with ``string="true"`` is literal text; any other is JSON.
 """
 
 import json
@@ -27,17 +27,17 @@ _PARAMETER, _PARAMETER_END = f'<{DSML}parameter name="', f"</{DSML}parameter>"
 _TAGS = (f"<{DSML}", f"</{DSML}")
 _HEAD = re.compile(r'(.*?)"\s+string="(true|false)"\s*>', re.DOTALL)
 _NOTES = frozenset({"type", "title", "description", "default", "examples"})
-"""Fields of a schema that do not constrain a string."""
+"""Schema keywords that do not constrain a string beyond its type."""
 _LISTED = _NOTES | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
-"""Fields of an object's schema that is no more than a list of properties."""
+"""Schema keywords of an object that only lists its properties."""
 
 
 class DsmlFormat(CallFormat):
-    """Tool calls as an encoder's prompts write them.
+    """Tool calls in the format of an encoder's prompts.
 
-    Each property of a function's schema is a parameter, in the schema's order. Where a call is forced, a string whose schema says more
-    than its type is written as JSON, so that the schema binds, and a schema that is more than a list of properties takes all arguments
-    as one JSON object.
+    Each property of a function's schema is a parameter, in the schema's order. In a forced call, a string with constraints other than
+    type and enum is written as JSON, so that its schema applies. If the function's schema is more than a list of properties, all
+    arguments are one JSON object.
     """
 
     markers = (DSML,)
@@ -48,7 +48,7 @@ class DsmlFormat(CallFormat):
         self.openings = (f"<{DSML}{encoder.block}>", _INVOKE)
 
     def parser(self, most: int) -> "DsmlParser":
-        """Return a parser of one answer, which returns at most that many calls."""
+        """Return a parser for one answer that returns at most `most` calls."""
         return DsmlParser(self._encoder.block, most)
 
     def _rules(
@@ -61,7 +61,7 @@ class DsmlFormat(CallFormat):
             rules = [f'text: TEXT <[{token}]> "parameter>\\n"', r"TEXT: /(?s:.*)<\//"]
 
         def written(text: str) -> str:
-            """Return a text, which may contain one tag, as terminals."""
+            """Return a text, which may contain the DSML token once, as grammar terminals."""
             before, _, after = text.partition(DSML)
             return json.dumps(text) if token is None else f"{json.dumps(before)} <[{token}]> {json.dumps(after)}"
 
@@ -71,7 +71,7 @@ class DsmlFormat(CallFormat):
         parameter_end, invoke_end = written(f"{_PARAMETER_END}\n"), written(f"{_INVOKE_END}\n")
 
         def value(schema: Any, definitions: Mapping[str, Any]) -> str:
-            """Return the rule of a parameter's attribute, value and end."""
+            """Return the grammar rule for a parameter's `string` attribute, value and closing tag."""
             if isinstance(schema, dict) and schema.get("type") == "string" and schema.keys() <= _NOTES | {"enum"}:
                 choices = schema.get("enum")
                 if choices is None:
@@ -106,18 +106,18 @@ DSML_FORMATS = {
 
 
 class DsmlParser(CallParser):
-    """Parser of DSML. The result does not depend on where the text is cut.
+    """Streaming parser of DSML. The result does not depend on how the text is split.
 
     Arguments become one JSON object. A text parameter is passed on as it arrives, a JSON parameter once it is complete; if it is not
-    valid JSON, it becomes a string. A call whose body is a JSON object instead of parameters is read too. Text that is cut off inside a
-    tag is dropped, and so is a parameter whose tag cannot be read. block: name of the tag around all calls.
+    valid JSON, it becomes a string. A call whose body is a JSON object instead of parameters is accepted too. Text that ends inside a
+    tag is dropped, as is a parameter with an unreadable tag. block: name of the tag around all calls.
     """
 
     def __init__(self, block: str, most: int):
         super().__init__(most)
         begin, self._end = f"<{DSML}{block}>", f"</{DSML}{block}>"
         self._openings = (f"\n\n{begin}", begin, f"\n\n{_INVOKE}", _INVOKE)
-        self._ends = (_PARAMETER_END, _INVOKE_END, self._end)  # any of them ends a value; models leave some out
+        self._ends = (_PARAMETER_END, _INVOKE_END, self._end)  # any of these ends a value, since models omit some
         self._num_parameters = 0
 
     def _text(self, piece: MessagePiece, finished: bool) -> bool:

@@ -18,11 +18,11 @@ _MOST_PROBLEMS = 3
 _MOST_CHARACTERS = 1000
 _RETRY_SECONDS = 1
 THREAD_UNSUPPORTED = "thread_unsupported_request"
-"""Code upon which Anthropic's client sends the whole conversation each time."""
+"""Error code that makes Anthropic's client send the whole conversation with each request."""
 
 
 class ApiError(HTTPException):
-    """An answer with an error. The client sees the message, so it tells nothing internal.
+    """An error response. The client sees the message, so the message must not reveal internals.
 
     retry_after: seconds for `Retry-After`, which every 429 and 503 has.
     """
@@ -95,7 +95,7 @@ def _from_http(error: HTTPException) -> ApiError:
 
 
 def _from_validation(error: RequestValidationError) -> ApiError:
-    """Convert validation errors to a 400, as OpenAI has it, which names the first problems."""
+    """Convert validation errors to a 400, as in OpenAI's API. The message lists the first problems."""
     problems = error.errors()
     first = problems[0]
     location = _steps(first["loc"], error.body)
@@ -116,14 +116,14 @@ def _from_validation(error: RequestValidationError) -> ApiError:
 
 
 def _steps(location: Sequence[str | int], body: Any) -> list[str | int]:
-    """Return a location's path within the body, without the name of a union's branch that may come first."""
+    """Return an error location's path within the body, without a leading union branch name."""
     steps = [part for part in location if part != "body"]
     is_kind = location[0] == "body" and len(steps) > 1 and isinstance(body, dict) and steps[0] not in body
     return steps[1:] if is_kind else steps
 
 
 def _path(location: Sequence[str | int], body: Any, kind: str) -> str:
-    """Return where in the body a problem is, without the branches of unions that pydantic names in a location."""
+    """Return the path of a problem in the body, without the union branch names that pydantic adds to locations."""
     parts, value = [], body
     steps = _steps(location, body)
     for at, part in enumerate(steps):
@@ -133,7 +133,7 @@ def _path(location: Sequence[str | int], body: Any, kind: str) -> str:
         ):
             value = value[part]
         elif not (is_last and kind == "missing") and parts:
-            continue  # the name of a branch
+            continue  # a union branch's name
         parts.append(str(part))
     return ".".join(parts)
 

@@ -1,8 +1,8 @@
-"""ASGI middlewares that every request passes before its route: log, counter, request id, key, body.
+"""ASGI middlewares that run before a request's route: access log, response counter, request id, API keys, body limits.
 
-`create_app` puts them around the application, and `Server` puts `RequestLog` around all. The last one calls the endpoints of usual requests
-itself. All code that relies on how FastAPI and Starlette route a request is here (`StrictRoute`, `UsualRequests`, the route in a
-request's scope). It was checked with FastAPI 0.165 and Starlette 1.10; pyproject.toml bounds both.
+`create_app` adds them to the application, and `Server` adds `RequestLog` as the outermost. The innermost, `UsualRequests`, calls endpoints
+directly. Only this module relies on how FastAPI and Starlette route a request (`StrictRoute`, `UsualRequests`, the route in a request's
+scope). Tested with FastAPI 0.165 and Starlette 1.10; pyproject.toml bounds both.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from dsjax.serve.page.routes import PAGE_PATHS
 access_log = logging.getLogger("dsjax.access")
 
 _QUIET = frozenset({"/health", "/ready", "/metrics", "/get_load"})
-_CLIENT_LEFT = 499  # nginx's number for the log; no client receives it
+_CLIENT_LEFT = 499  # nginx's status for a client that left; only the log shows it
 ADMIN_PATHS = frozenset(
     {
         "/flush_cache",
@@ -57,7 +57,7 @@ ADMIN_PATHS = frozenset(
     }
 )
 OPEN_PATHS = frozenset({"/health", "/ready"})
-"""Paths for load balancers, which have no key."""
+"""Paths that need no key, for load balancers."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _ALLOWED = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARACTERS}}}")
 _random = random.Random()  # not `secrets`, which makes a system call each time
@@ -81,12 +81,12 @@ class Guard(ABC):
 class RequestLog(Guard):
     """The outermost middleware. It logs each request once its answer has ended, in place of uvicorn's access log.
 
-    It reads `request_id`, `completions` (the core's `Request`s) and `error` (an error's code) from the scope's state. Paths that are
-    polled are logged at level debug whatever the status, since `/ready` is 503 throughout the warm-up.
+    It reads `request_id`, `completions` (the core's `Request`s) and `error` (an error's code) from the scope's state. Polled
+    paths are logged at level debug whatever their status, since `/ready` returns 503 throughout warm-up.
     """
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on; log it however it ended."""
+        """Pass a request on and log it, even if it fails."""
         begun = time.monotonic()
         status = _CLIENT_LEFT
         ended = False
@@ -115,7 +115,7 @@ class RequestLog(Guard):
 def of_completions(requests: Sequence[EngineRequest]) -> dict[str, Any]:
     """Return the log's fields about a request's completions; empty if it has none.
 
-    `output_tokens` counts generated tokens, which may be a few more than the answer has before a stop string.
+    `output_tokens` counts generated tokens, which may be a few more than the answer contains after a stop string cuts it.
     """
     if not requests:
         return {}
@@ -147,7 +147,7 @@ def _fields(scope: Scope, status: int, seconds: float) -> dict[str, Any]:
 
 
 def _sentence(fields: dict[str, Any]) -> str:
-    """Return the log line for people. The path is quoted, so that no request can forge a line of its own."""
+    """Return the human-readable log line. The path is quoted so that a request cannot forge log lines."""
     request = f"{fields['method']} {json.dumps(fields['path'])} {fields['status']} in {fields['seconds'] * 1e3:.1f} ms"
     parts = [f"{fields['client']} {request}"]
     if "completions" in fields:
@@ -161,7 +161,7 @@ def _sentence(fields: dict[str, Any]) -> str:
 
 
 def beginning_with(message: Message, receive: Receive) -> Receive:
-    """Return a `receive` that returns this message first, then those of `receive`."""
+    """Return a `receive` that first returns `message`, then the messages of the given `receive`."""
     messages = [message]
 
     async def receive_again() -> Message:
@@ -171,7 +171,7 @@ def beginning_with(message: Message, receive: Receive) -> Receive:
 
 
 class ResponseCounts(Guard):
-    """Counts answers by the path of their route; those without a route are counted together."""
+    """Counts answers by the path of their route; answers without a route count under `none`."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics):
         super().__init__(app)
@@ -192,7 +192,7 @@ class ResponseCounts(Guard):
             await self._app(scope, receive, counted)
         except Exception:
             if not begun:
-                self._count(scope, 500)  # Starlette answers with 500, further out
+                self._count(scope, 500)  # an outer Starlette middleware answers 500
             raise
 
     def _count(self, scope: Scope, status: int) -> None:
@@ -227,12 +227,12 @@ class RequestIds(Guard):
 
 
 def new_id() -> str:
-    """Return 32 random hexadecimal digits. They need not be secret: aborting a request by its id takes the admin key."""
+    """Return 32 random hexadecimal digits. They need not be secret: aborting a request by its id requires the admin key."""
     return f"{_random.getrandbits(128):032x}"
 
 
 def request_id_of(request: Request, field: str | None) -> str:
-    """Return the id of the answer: the header's, else the body's field, else the generated one."""
+    """Return the request id: from the header, else from the body's field, else generated."""
     state = request.scope["state"]
     if field is not None and not state["request_id_given"]:
         state["request_id"] = field
@@ -242,7 +242,7 @@ def request_id_of(request: Request, field: str | None) -> str:
 class Keys(Guard):
     """Refuses requests without a valid key before their body is read.
 
-    If the server has keys, all paths but `open_paths` need one, even paths that do not exist, so that nobody can probe for them. Sets
+    If the server has keys, all paths except `open_paths` need one, even unknown paths, so that clients cannot probe for paths. Sets
     `scope["state"]["admin"]`: whether the key is the admin key.
     """
 
@@ -253,10 +253,10 @@ class Keys(Guard):
         self._keys = [key.encode() for key in options.api_keys]
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request with a valid key on."""
+        """Pass on a request with a valid key."""
         headers = Headers(scope=scope)
         given = _given_key(headers.get("authorization", ""), scope["method"])
-        given = given or headers.get("x-api-key", "").encode()  # of Anthropic's clients
+        given = given or headers.get("x-api-key", "").encode()  # sent by Anthropic's clients
         scope.setdefault("state", {})["admin"] = self._admin is not None and hmac.compare_digest(given, self._admin)
         refusal = self._refusal(scope, given)
         await (self._app if refusal is None else error_response(scope, refusal))(scope, receive, send)
@@ -288,8 +288,8 @@ class Keys(Guard):
 def _given_key(authorization: str, method: str) -> bytes:
     """Return the key in an Authorization header; empty: none.
 
-    A browser cannot send a bearer key when it opens the page, so GET and HEAD also take the key as a basic password. Other methods do
-    not, because a browser would send the password with requests that other sites make.
+    A browser cannot send a bearer key when it opens the page, so GET and HEAD also accept the key as a Basic password. Other
+    methods do not, because a browser would add the password to requests from other sites (CSRF).
     """
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() == "bearer":
@@ -301,9 +301,9 @@ def _given_key(authorization: str, method: str) -> bytes:
 
 
 class BodyLimits(Guard):
-    """Reads the whole body, within limits of size and time, before passing the request on.
+    """Reads the whole body, within limits on size and time, before passing the request on.
 
-    So an unfinished body costs no more than its own bytes. A disconnect after the body is passed on.
+    An unfinished body thus costs no more than its own bytes. A disconnect after the body is passed on.
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions):
@@ -350,7 +350,7 @@ class BodyLimits(Guard):
 
 
 def strict_json(body: bytes) -> Any:
-    """Parse a body as JSON without NaN, lone surrogates and more than 200 levels.
+    """Parse a body as JSON; refuse NaN, lone surrogates and more than 200 nesting levels.
 
     Raises:
         ValueError: it is not JSON.
@@ -362,7 +362,7 @@ class StrictRequest(Request):
     """A request whose body is parsed by `strict_json`."""
 
     async def json(self) -> Any:
-        """Read the body.
+        """Return the parsed body.
 
         Raises:
             ApiError: it is not JSON.
@@ -400,18 +400,18 @@ class HeadRequests(Guard):
 
 
 class UsualRequests(Guard):
-    """The innermost middleware. It calls the endpoints of usual requests directly, without FastAPI.
+    """The innermost middleware. It calls the endpoints of common requests directly, without FastAPI.
 
-    FastAPI's router, exit stacks and headers take more processor time than the server's own work for a request (docs/performance.md).
-    Unusual requests and those with an error in headers or body go to FastAPI, so that error messages come from one place.
+    FastAPI's router, exit stacks and headers take more CPU time than the server's own work for a request (docs/performance.md).
+    Other requests, including those with an error in headers or body, go to FastAPI, so that error messages come from one place.
 
     Args:
-        routes: routes of `openai_routes`; only those for POST are used.
+        routes: routes of `openai_routes`; only POST routes are used.
         answer_error: returns the answer for an exception of an endpoint.
     """
 
     _ERRORS = (UserError, HTTPException, ClientGoneError)
-    """Exceptions that have an answer; any other is a defect and is raised."""
+    """Exceptions with an error response; any other is a bug and propagates."""
     _SESSION, _RANK = b"x-session-affinity", b"x-data-parallel-rank"
     _READ = frozenset({b"content-type", _SESSION, _RANK})
 
@@ -430,7 +430,7 @@ class UsualRequests(Guard):
         }
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a usual request; pass any other on."""
+        """Answer a common request; pass on any other."""
         if scope["method"] != "POST" or scope["path"] not in self._endpoints:
             await self._app(scope, receive, send)
             return
@@ -450,7 +450,7 @@ class UsualRequests(Guard):
         await response(scope, receive, send)
 
     def _read(self, scope: Scope, message: Message, schema: type[BaseModel]) -> tuple[BaseModel, RequestOptions] | None:
-        """Return a request's body and options; None if it is unusual or wrong. `BodyLimits` has made the body one message."""
+        """Return a request's body and options; None if FastAPI must handle it. `BodyLimits` sends the body as one message."""
         given = [(name, value) for name, value in scope["headers"] if name in self._READ]
         headers = dict(given)
         session, rank = headers.get(self._SESSION), headers.get(self._RANK)

@@ -1,4 +1,4 @@
-"""Processes of `dsjax serve` that take no requests: all but the first of a group, and processes with experts alone."""
+"""`dsjax serve` processes that take no requests: all but process 0 of a group, and processes with only routed experts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Probes:
         http: options of the HTTP server; `/metrics` needs one of its API keys if there are any.
 
     Attributes:
-        phase: what the process does now; `/ready` answers 200 in phase `ready`.
+        phase: the current phase; `/ready` answers 200 in phase `ready`.
         work: the follower or the expert worker, once it exists.
     """
 
@@ -51,17 +51,17 @@ class Probes:
 
     def _device_memory(self) -> Iterable[tuple[str, int, int]]:
         if self.phase not in ("warming up", "ready"):
-            return ()  # asking for devices before they are set up would start JAX without them
+            return ()  # querying devices before their setup would initialise JAX without them
         from dsjax.engine.device.process import device_memory
 
         return device_memory()
 
     def of_work(self, name: str) -> Callable[[], float]:
-        """Return a function that reads a number of `work`; 0 before `work` exists."""
+        """Return a function that reads a numeric attribute of `work`; 0 before `work` exists."""
         return lambda: 0.0 if self.work is None else float(getattr(self.work, name))
 
     def listen(self, listener: socket.socket) -> str:
-        """Start to answer, in a thread; return the URL."""
+        """Start the HTTP server in a thread; return its URL."""
         config = uvicorn.Config(
             self.app(),
             log_config=None,
@@ -70,7 +70,7 @@ class Probes:
             http=bounded_connections(self._http.request_timeout, affordable_connections(self._http.max_connections)),
             **self._http.tls,
         )
-        server = uvicorn.Server(config)  # takes no signals in a thread that is not the main one
+        server = uvicorn.Server(config)  # handles no signals outside the main thread
         start_thread("headless server", server.run, [listener], name="dsjax-headless")
         host, port = listener.getsockname()[:2]
         return self._http.url(host, port)
@@ -125,7 +125,7 @@ class Headless(Probes):
         add_expert_link_metrics(registry, self._expert_links)
 
     def _expert_links(self) -> ExpertLinks | None:
-        """This process's links to the processes with experts, for the rows of its own devices."""
+        """Return this process's links to the processes with experts, for the rows of its own devices."""
         executor = getattr(self.work, "executor", None)
         return None if executor is None else executor.extension(ExpertLinks)
 
@@ -139,7 +139,7 @@ class Headless(Probes):
         return "rendezvous" if self.work is None else self.work.phase
 
     def serve(self, args: EngineArgs, listener: socket.socket, console: Console) -> None:
-        """Join, load, and follow until process 0 ends.
+        """Join the group, load the model, and follow process 0 until it ends.
 
         Raises:
             UserError, GroupError: the group cannot be joined, or it has failed.
@@ -165,7 +165,7 @@ class HeadlessExperts(Probes):
     """A process that has only routed experts and answers the attention side's calls (`--afd-role expert`).
 
     Args:
-        rank: its place in `--afd-address`, the label `expert_process` of its metrics.
+        rank: index in `--afd-address`, and label `expert_process` of the metrics.
 
     Attributes:
         phase: loading, ready or shutting down.
@@ -194,7 +194,7 @@ class HeadlessExperts(Probes):
         """
         url = self.listen(listener)
         console.print(f"/health, /ready and /metrics at {url}", highlight=False)
-        join_group(args, None)  # has devices emulated
+        join_group(args, None)  # sets up emulated devices
         from dsjax.engine.expert_process import load_experts
 
         self.work = load_experts(args, show_progress=True)

@@ -9,16 +9,16 @@ from typing import Any
 from dsjax.errors import UserError
 
 LEVELS = {"critical": 50, "error": 40, "warning": 30, "info": 20, "debug": 10, "trace": 5}
-"""uvicorn's names; `trace` shows the bytes of connections."""
+"""uvicorn's level names; `trace` logs the bytes of connections."""
 
 _OURS = ("dsjax", "sharding", "uvicorn")
 
 
 def configure_logging(level: str, *, as_json: bool = False) -> None:
-    """Send the process's log to stderr. Our loggers and uvicorn's have the level `level`, other libraries' `warning`.
+    """Send the process's log to stderr. Loggers of dsjax and uvicorn get `level`, those of other libraries `warning`.
 
     Raises:
-        UserError: no such level.
+        UserError: the level is unknown.
     """
     if level not in LEVELS:
         raise UserError(f"--log-level is {level!r}, expected one of {', '.join(LEVELS)}")

@@ -1,6 +1,6 @@
 """Streaming parsers that split an assistant's text into reasoning, content and tool calls.
 
-`ReasoningSplitter` finds the reasoning, `ToolCallParser` (in `tool_calls.py`) the calls, and `MessageParser` is both together.
+`ReasoningSplitter` finds the reasoning, `ToolCallParser` (in `tool_calls.py`) the calls, and `MessageParser` combines both.
 """
 
 import enum
@@ -22,17 +22,17 @@ class Section(enum.Enum):
 
 
 class ReasoningSplitter:
-    """Splits an answer's text into reasoning and content. The result does not depend on where the text is cut.
+    """Splits an answer's text into reasoning and content. The result does not depend on how the text is divided into pushes.
 
-    Line breaks next to the tags are dropped. So is an opening tag at the beginning, which some models write although the prompt has one.
-    A tool call ends the reasoning unless a closing tag follows later; then it is a draft within the reasoning.
+    Line breaks next to the tags are dropped, as is an opening tag at the start, which some models repeat after the prompt's.
+    A tool call ends the reasoning unless a closing tag follows later; then the call is a draft within the reasoning.
 
     Args:
-        close_token_id: token id of the closing tag; None if it is no token: then tokens that arrive with it count as reasoning.
+        close_token_id: token id of the closing tag; None if the tag is not one token; then tokens that arrive with it count as reasoning.
         openings: markers that begin a tool call, with their token ids or None.
 
     Attributes:
-        num_tokens: tokens of the reasoning so far, with its closing tag.
+        num_tokens: number of reasoning tokens so far, including the closing tag.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ReasoningSplitter:
         self.num_tokens = 0
 
     def push(self, text: str, finished: bool = False, token_ids: Sequence[int] = ()) -> MessagePiece:
-        """Add text and its tokens; return what they add to the message. finished: the answer has ended; hold nothing back."""
+        """Add text and its tokens; return the piece that they add to the message. finished: the answer has ended; hold nothing back."""
         before = self._section
         split = self._split(text, finished)
         if before is not Section.CONTENT:
@@ -98,7 +98,7 @@ class ReasoningSplitter:
         keep = 0 if finished else num_undecided(self._buffer, (CLOSE, *self._openings))
         ready = self._buffer[: begun.at if begun else len(self._buffer) - keep]
         if begun or not finished:
-            ready = ready.rstrip("\n")  # they go if a tag or a call comes next
+            ready = ready.rstrip("\n")  # dropped if a tag or a call follows
         self._buffer = self._buffer[len(ready) :]
         if begun and finished:
             self._section, self._ended_by_call, self._at_start = Section.CONTENT, True, True
@@ -119,7 +119,7 @@ class ReasoningParser:
 
     @classmethod
     def choose(cls, name: str, tokenizer: Tokenizer | None) -> "ReasoningParser | None":
-        """Return the parser of a name. `auto`: a parser if the closing tag is a token and the template writes it, else None."""
+        """Return the parser with this name. `auto`: a parser if the closing tag is a token and the template writes it, else None."""
         if name == "none" or tokenizer is None:
             return None
         close = tokenizer.token_id(CLOSE)
@@ -131,7 +131,7 @@ class ReasoningParser:
     def start_of(self, prompt: str, unfinished: str | None = None) -> Section:
         """Return the section in which an answer begins, judged by the end of the prompt.
 
-        unfinished: the assistant's text at the end of the prompt that the answer continues; None: a new message.
+        unfinished: text of the last assistant message, which the answer continues; None: the answer is a new message.
         """
         if unfinished is not None:
             thinking = OPEN in unfinished and CLOSE not in unfinished
@@ -145,7 +145,7 @@ class ReasoningParser:
 
 
 class MessageParser:
-    """Splits off the reasoning, then the tool calls. A parser that is None changes nothing."""
+    """Splits off the reasoning, then the tool calls. A parser that is None is skipped."""
 
     def __init__(self, reasoning: ReasoningSplitter | None, tools: ToolCallParser | None, include_reasoning: bool):
         self._reasoning, self._tools = reasoning, tools
@@ -158,11 +158,11 @@ class MessageParser:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Number of reasoning tokens so far, with the closing tag."""
+        """Number of reasoning tokens so far, including the closing tag."""
         return 0 if self._reasoning is None else self._reasoning.num_tokens
 
     def push(self, text: str, finished: bool = False, token_ids: Sequence[int] = ()) -> MessagePiece:
-        """Add text and its tokens; return what they add to the message. finished: the answer has ended; hold nothing back."""
+        """Add text and its tokens; return the piece that they add to the message. finished: the answer has ended; hold nothing back."""
         piece = self._reasoning.push(text, finished, token_ids) if self._reasoning else MessagePiece(content=text)
         if not self._include_reasoning:
             piece.reasoning = ""

@@ -1,7 +1,7 @@
-"""`Metrics`: the server's metrics under vLLM's names and ours, which docs/observability.md lists.
+"""`Metrics`: the server's metrics, with vLLM's names and dsjax's own. docs/observability.md lists them.
 
 `CompletionMetrics` counts tokens and latencies of completions from the updates that the event loop receives. `History` keeps the sums of
-the last minutes, for a page that is opened late.
+the last minutes, for a page that is opened later.
 """
 
 import time
@@ -46,28 +46,28 @@ REQUEST_SECONDS = (
 FETCH_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 HISTORY_INTERVAL, HISTORY_SECONDS, LATENCY_SECONDS = 2.0, 300.0, 60.0
-"""Seconds between two points of the history, of the whole history, and of the page's quantiles."""
+"""In seconds: interval between two points of the history, length of the history, window of the page's quantiles."""
 LATENCIES = ("vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds")
 
 
 class Metrics:
-    """An `EngineObserver` with a registry of its own.
+    """An `EngineObserver` with its own metrics registry.
 
-    All methods are called in the event loop's thread, except that `render` may run in another: it copies each number, so two families
-    may differ by one step, but no sample is lost or counted twice.
+    All methods run in the event loop's thread, except `render`, which may run in another. `render` copies each number: two families may
+    differ by one step, but no sample is lost or counted twice.
 
     Args:
         model_name: value of the label `model_name`.
-        num_ranks: DP ranks. The label `engine` is their number.
+        num_ranks: number of DP ranks. The label `engine` is the rank's index.
         device_memory: returns (device, bytes in use, bytes of memory) at each scrape.
         max_model_len: upper bound of the histograms of token counts.
         experts_per_device: physical experts of one device; 0 for a model without experts.
-        most_drafts: most drafts of a row; 0: no speculative decoding, and no samples of its metrics.
+        most_drafts: most draft tokens of a row; 0: no speculative decoding, and no samples of its metrics.
         page_bytes: bytes of a KV cache page on all devices of a DP rank.
-        generations: epochs of the mesh; None if it never changes. parked: then, the requests that wait for a larger mesh.
+        generations: mesh epochs; None if the mesh never changes. parked: requests that wait for a larger mesh; None without epochs.
         prefills: this process's prefill engines.
         expert_links: returns the links to processes with experts; None without such processes.
-        links: returns the links to the group's other processes; None without a group. interfaces: then, the host's network cards.
+        links: returns the links to the group's other processes; None without a group. interfaces: returns the host's network cards.
         clock: the clock of `Request.arrival_time`, in seconds.
     """
 
@@ -171,11 +171,11 @@ class Metrics:
         self._state.parts.update(parts)
 
     def show_exchange_share(self, share: float | None) -> None:
-        """Set the share of device time in collectives in the last profile; None: it has no operation."""
+        """Set the share of device time in collectives in the last profile; None: the profile has no operations."""
         self._state.exchange_share = share
 
     def on_change(self, num_ranks: int, experts_per_device: int) -> None:
-        """Continue with another mesh. Removed ranks keep their counts and have no load; recorded expert counts are dropped."""
+        """Switch to another mesh. Removed ranks keep their counts and have no load; recorded expert counts are dropped."""
         state = self._state
         self._completions.begin(num_ranks)
         state.num_ranks = max(state.num_ranks, num_ranks)
@@ -190,20 +190,20 @@ class Metrics:
         self._completions.end(requests, reason)
 
     def on_outputs(self, outputs: Sequence[RequestOutput]) -> None:
-        """Do nothing: outputs tell nothing about latencies, as an answer that is not streamed has only one."""
+        """Do nothing: outputs do not show latencies, because an answer that is not streamed has only one output."""
 
     def on_rejected(self, reason: str) -> None:
         """Count a refused request."""
         self._rejections.add((reason,))
 
     def on_response(self, handler: str, method: str, status: int) -> None:
-        """Count an answer. handler: the route's path, not the client's, which bounds the number of labels."""
+        """Count an answer. handler: the route's path rather than the requested path, which bounds the number of labels."""
         self._responses.add((handler, method, f"{status // 100}xx"))
 
     # Called by a scrape.
 
     def render(self, names: Iterable[str] = (), *, openmetrics: bool = False) -> bytes:
-        """Return the exposition of all samples, or of those with these names; unknown names are ignored."""
+        """Return the exposition of all samples, or only of the samples in `names`; unknown names are ignored."""
         return exposition(self.families(), frozenset(names), openmetrics=openmetrics)
 
     def families(self) -> Sequence[Family]:
@@ -213,7 +213,7 @@ class Metrics:
 
 
 class _Track:
-    """An unfinished completion: when the event loop received its first and last token, and how many."""
+    """An unfinished completion: when the event loop received its first and last tokens, and the number of tokens."""
 
     __slots__ = ("first", "last", "tokens")
 
@@ -223,16 +223,16 @@ class _Track:
 
 
 class CompletionMetrics:
-    """Counts completions by the core's id. Each of a request's `n` completions counts, as in vLLM.
+    """Counts completions by the core's completion id. Each of a request's `n` completions counts, as in vLLM.
 
-    With t_1 … t_n the times at which the event loop received a completion's tokens:
+    With t_1 … t_n the times at which the event loop receives a completion's tokens, the metrics are:
 
     - time to first token: t_1 − arrival; inter-token latency: each t_i − t_{i−1}; time per output token: (t_n − t_1) / (n − 1),
-      for n > 1 alone (vLLM enters 0 for n = 1);
+      only for n > 1 (vLLM records 0 for n = 1);
     - queue: first scheduled − arrival; prefill: t_1 − first scheduled; decode: t_n − t_1; inference: prefill + decode; end to end:
-      end − arrival. So queue + prefill + decode = end to end, but for a stop string found later.
+      end − arrival. So queue + prefill + decode = end to end, unless a stop string is found later.
 
-    A completion that was aborted or failed is counted under that reason and is in no histogram of whole requests.
+    An aborted or failed completion is counted under that reason; histograms of whole requests do not include it.
     """
 
     def __init__(self, registry: Registry, num_ranks: int, max_model_len: int, clock: Callable[[], float]):
@@ -289,7 +289,7 @@ class CompletionMetrics:
         self.begin(num_ranks)
 
     def begin(self, num_ranks: int) -> None:
-        """Show at least this many ranks; new ones begin with 0."""
+        """Export at least this many ranks; new ranks start at 0."""
         for number in range(len(self._ranks), num_ranks):
             rank = (str(number),)
             self._ranks.append(rank)
@@ -339,7 +339,7 @@ class CompletionMetrics:
             self._end(request, self._tracks.pop(request.request_id, None), reason, now)
 
     def _of(self, request: Request) -> Labels:
-        """Return a request's rank: 0 if it ended before it got one, the last known one if the mesh has just grown."""
+        """Return a request's rank label: 0 if it ended before it got a rank, the last known rank if the mesh has just grown."""
         return self._ranks[min(max(request.rank, 0), len(self._ranks) - 1)]
 
     def _count_first(self, request: Request, now: float) -> None:
@@ -376,15 +376,15 @@ class _Point(NamedTuple):
 
 
 class History:
-    """Points with the sums since the start, at most one every two seconds.
+    """Time series of sums since the start, with at most one point every two seconds.
 
-    A point is added before a step is counted, and when the history is read, so that an idle server does nothing. The sums of two points
-    around an idle time are equal.
+    A point is added before a step is counted, and when the history is read, so an idle server does no work. The sums before and
+    after an idle period are equal.
 
     Args:
         families: returns the families of `Metrics`.
         loads: returns the ranks' last known loads.
-        clock: seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -405,9 +405,9 @@ class History:
                 self._points.popleft()
 
     def to_json(self) -> HistoryBody:
-        """Return all points, oldest first, and the current one last.
+        """Return all points, oldest first; the last is the current one.
 
-        The current point replaces one from just before: the rate between them would mean nothing.
+        The current point replaces one that is almost as recent, because the rate between the two would be meaningless.
         """
         self.note()
         now = self._clock()

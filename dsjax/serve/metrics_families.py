@@ -1,12 +1,12 @@
 """Metric families that keep plain numbers and create samples and text only at a scrape.
 
-prometheus_client's histograms take a lock and search their buckets for each observation: about a millisecond a step with 1,024 running
+prometheus_client's histograms take a lock and search their buckets for each observation: about a millisecond per step with 1,024 running
 requests. These histograms take a count with each value, so that requests with an equal wait are observed together. Gauges read the
 engine's latest state at the scrape.
 
 prometheus_client's encoders take 0.15 to 0.2 s for the 8,500 samples of 32 ranks, which delays the engine's thread and the streams;
 `exposition` takes an eighth of that. For OpenMetrics prometheus_client 0.26 also writes the colon of `vllm:` as `_` by default. A test
-holds both outputs equal.
+compares both outputs.
 """
 
 import bisect
@@ -20,15 +20,15 @@ from prometheus_client.utils import floatToGoString
 
 Labels = tuple[str, ...]
 Sample = tuple[str, Labels, float]
-"""(suffix of the family's name, label values, value). A bucket has the label `le` in addition, last."""
+"""(suffix of the family's name, label values, value). A bucket's last label is `le`."""
 Reading = float | None | Iterable[tuple[Labels, float]]
 """Value of a gauge: a number, None for no sample, or pairs of label values and a number."""
 
 
 def fields_of(records: Callable[[], Iterable[tuple[Labels, Any]]]) -> Callable[[str], Callable[[], Reading]]:
-    """Return a function from a field's name to a `read` function of a gauge. A field that is None has no sample.
+    """Return a function that maps a field's name to a gauge's `read` function. A field that is None has no sample.
 
-    records: returns the records with their label values at a scrape.
+    records: called at each scrape; returns pairs of label values and a record.
     """
     return lambda name: (
         lambda: [(labels, value) for labels, record in records() if (value := getattr(record, name)) is not None]
@@ -69,7 +69,7 @@ class Registry(CollectorRegistry):
 
 
 class Family(Collector):
-    """A name, label names and samples. `name` of a counter lacks `_total`, which its samples add.
+    """A metric family: name, label names and samples. A counter's `name` has no `_total`; its samples add it.
 
     common: names and values of the first labels; default: the registry's.
     """
@@ -90,11 +90,11 @@ class Family(Collector):
         registry.register(self)
 
     def samples(self) -> Iterable[Sample]:
-        """Yield the current samples, also while another thread adds some."""
+        """Yield the current samples; safe while another thread adds samples."""
         raise NotImplementedError
 
     def describe(self) -> Iterable[Metric]:
-        """Yield the family without samples, from which the registry learns the names."""
+        """Yield the family without samples, so that the registry learns its names."""
         yield Metric(self.name, self.documentation, self.kind)
 
     def collect(self) -> Iterable[Metric]:
@@ -116,7 +116,7 @@ class Counter(Family):
         self._values: dict[Labels, float] = {}
 
     def add(self, labels: Labels, amount: float = 1) -> None:
-        """Add to a sum. Adding 0 makes it visible, which makes a rate over its first increase right."""
+        """Add to a sum. Adding 0 exports the series early, so that Prometheus' `rate` includes the first increase."""
         self._values[labels] = self._values.get(labels, 0) + amount
 
     def samples(self) -> Iterable[Sample]:
@@ -126,7 +126,7 @@ class Counter(Family):
 
 
 class Gauge(Family):
-    """A gauge, whose `read` is called at a scrape."""
+    """A gauge whose `read` is called at each scrape."""
 
     kind = "gauge"
     _suffix = ""
@@ -136,21 +136,21 @@ class Gauge(Family):
         self._read = read
 
     def samples(self) -> Iterable[Sample]:
-        """Yield what `read` returns."""
+        """Yield the samples that `read` returns."""
         reading = self._read()
         for labels, value in [((), reading)] if isinstance(reading, int | float) else reading or ():
             yield self._suffix, self._common + labels, value
 
 
 class Total(Gauge):
-    """A counter whose `read` is called at a scrape."""
+    """A counter whose `read` is called at each scrape."""
 
     kind = "counter"
     _suffix = "_total"
 
 
 class _Buckets:
-    """The counts, not cumulative, and the sum of one histogram."""
+    """Non-cumulative bucket counts and the sum of one histogram."""
 
     __slots__ = ("counts", "sum")
 
@@ -192,14 +192,14 @@ class Histogram(Family):
 
 
 class _SummedFamily:
-    """A family plus the same family's samples of other processes."""
+    """A family with the samples of other processes added."""
 
     def __init__(self, family: Family, others: Mapping[tuple[str, Labels], float]):
         self.name, self.documentation, self.labelnames = family.name, family.documentation, family.labelnames
         self.kind, self._family, self._others = family.kind, family, others
 
     def samples(self) -> Iterable[Sample]:
-        """Yield the family's samples, then those that only other processes have."""
+        """Yield the family's samples, then the samples that only other processes have."""
         left = dict(self._others)
         for suffix, labels, value in self._family.samples():
             yield suffix, labels, value + left.pop((suffix, labels), 0)
@@ -208,7 +208,7 @@ class _SummedFamily:
 
 
 def summed(families: Iterable[Family], snapshots: Iterable[Iterable[tuple[str, str, Labels, float]]]) -> list[Family]:
-    """Return families with sums over processes. snapshots: samples of each other process, with the family's name first."""
+    """Return the families, summed over processes. snapshots: each other process's samples, with the family's name first."""
     added: dict[str, dict[tuple[str, Labels], float]] = {}
     for snapshot in snapshots:
         for name, suffix, labels, value in snapshot:
@@ -227,7 +227,7 @@ def one_two_five(most: int) -> list[int]:
 
 
 def exposition(families: Iterable[Family], names: Set[str] = frozenset(), *, openmetrics: bool = False) -> bytes:
-    """Return Prometheus's text format, or OpenMetrics, of all samples or those with these names (`x_total`, `x_bucket`, …)."""
+    """Return all samples, or only those in `names` (`x_total`, `x_bucket`, …), in Prometheus's text format or OpenMetrics."""
     lines: list[str] = []
     for family in families:
         written = list(_sample_lines(family, names))

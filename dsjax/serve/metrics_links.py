@@ -47,7 +47,7 @@ def add_link_metrics(registry: Registry, links: Links, interfaces: Callable[[], 
 def add_expert_link_metrics(registry: Registry, links: Callable[[], ExpertLinks | None]) -> None:
     """Add the counts of the link to each process with experts. The label is the process's index in `--afd-address`.
 
-    links: returns the current links, which change with the expert side; None: there are none yet.
+    links: returns the current links, which change with the expert side; None before there are any.
     """
     name, label = "dsjax_expert_process", "expert_process"
     of = fields_of(lambda: [((str(n),), counts) for n, counts in enumerate(getattr(links(), "counts", ()))])

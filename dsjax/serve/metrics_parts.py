@@ -32,12 +32,12 @@ class LatestState:
     """The engine's last known state.
 
     Attributes:
-        num_ranks: DP ranks since the start. Ranks that are gone report no load.
+        num_ranks: largest number of DP ranks since the start. Removed ranks report a load of 0.
         experts_per_device: physical experts of one device. Expert `x` is on EP rank `x // experts_per_device` (label `ep_rank`).
         page_bytes: bytes of a KV cache page, on all devices of a DP rank.
         parts: counts of the core's plugins by name (`StepStats.parts`).
-        experts: sums since recording began. They stay when recording stops.
-        exchange_share: the collectives' share of the devices' time in the last profile; None before one, or if it has no operation.
+        experts: sums since recording began, kept after it stops.
+        exchange_share: share of device time in collectives in the last profile; None without a profile or without operations.
     """
 
     num_ranks: int
@@ -56,7 +56,7 @@ class LatestState:
 
 
 def _only(record: Any | None) -> list[tuple[Labels, Any]]:
-    """Return a record without labels for `fields_of`, or no record."""
+    """Return a record without labels for `fields_of`; an empty list if the record is None."""
     return [] if record is None else [((), record)]
 
 
@@ -233,7 +233,7 @@ def add_transfer_metrics(registry: Registry, state: LatestState) -> None:
 
 
 def add_memory_metrics(registry: Registry, read: Callable[[], Iterable[tuple[str, int, int]]]) -> None:
-    """Add used and available memory of each device. read: as `dsjax.engine.device.process.device_memory`."""
+    """Add used and available memory of each device. read: like `dsjax.engine.device.process.device_memory`."""
     registry.gauge(
         "dsjax_device_memory_used_bytes",
         "Bytes of a device's memory in use.",
@@ -251,8 +251,8 @@ def add_memory_metrics(registry: Registry, read: Callable[[], Iterable[tuple[str
 def add_expert_metrics(registry: Registry, state: LatestState) -> None:
     """Add tokens by expert and the traffic of dispatch; no samples before the first recorded step.
 
-    The sums restart with each recording, which Prometheus treats as a counter reset. V3 would have 15,000 samples by layer and expert, so
-    experts are summed over layers; `/dump_expert_distribution_record` has each layer.
+    The sums restart with each recording, which Prometheus treats as a counter reset. Each expert is summed over layers, because
+    DeepSeek-V3 would have 15,000 samples by layer and expert; `/dump_expert_distribution_record` has each layer.
     """
 
     def recorded(value: Callable[[ExpertCounts], Reading]) -> Callable[[], Reading]:
@@ -341,7 +341,7 @@ class DraftMetrics:
     """Drafted and accepted tokens of speculative decoding, over all ranks.
 
     Args:
-        most_drafts: number of draft positions that are shown, as 0, from the start.
+        most_drafts: number of draft positions to export from the start, with value 0.
     """
 
     def __init__(self, registry: Registry, state: LatestState, most_drafts: int):
@@ -372,7 +372,7 @@ class DraftMetrics:
 
 
 def add_generation_metrics(registry: Registry, generations: Generations, parked: ParkedRequests) -> None:
-    """Add the current and the wanted mesh, and the work of changes. parked: requests that wait for a larger mesh."""
+    """Add metrics of the current mesh, the wanted mesh and mesh changes. parked: requests that wait for a larger mesh."""
     ahead = generations.ahead
     for name, documentation, value in (
         ("dsjax_generation", "Number of the mesh; it begins with 0.", lambda: generations.number),

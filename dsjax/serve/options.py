@@ -1,4 +1,4 @@
-"""`ServeOptions`: the HTTP options of `dsjax serve`, checked when made."""
+"""`ServeOptions`: the HTTP options of `dsjax serve`, validated on construction."""
 
 import dataclasses
 import ipaddress
@@ -50,7 +50,7 @@ class HttpOptions(Checked):
 
     def __post_init__(self):
         super().__post_init__()
-        self.origins  # noqa: B018 - wrong ones are refused here
+        self.origins  # noqa: B018 - raises for invalid origins
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise UserError("--ssl-keyfile is given without --ssl-certfile; give both")
         if self.ssl_certfile is not None:
@@ -85,10 +85,10 @@ class HttpOptions(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(HttpOptions):
-    """All options of the server, beside the engine's.
+    """All server options except the engine's.
 
     Attributes:
-        api_keys: keys for all endpoints but the admin ones; empty: these are open to everybody.
+        api_keys: keys for all endpoints except the admin endpoints; empty: no key is needed.
         admin_api_key: key for all endpoints; None: admin endpoints are closed.
         step_timeout: seconds after which a step counts as a hang; 0: never.
     """
@@ -118,10 +118,10 @@ KEY_VARIABLE, ADMIN_KEY_VARIABLE = "DSJAX_API_KEY", "DSJAX_ADMIN_API_KEY"
 
 
 def check_key_variables(variables: Mapping[str, str] = os.environ) -> None:
-    """Check that no variable for keys is set and empty: the command line would treat it as not set.
+    """Check that no API key variable is set but empty: the command line would treat it as unset.
 
     Raises:
-        UserError: one is empty.
+        UserError: a variable is set but empty.
     """
     for name in (KEY_VARIABLE, ADMIN_KEY_VARIABLE):
         if name in variables and not variables[name].strip():
@@ -132,16 +132,16 @@ def check_key_variables(variables: Mapping[str, str] = os.environ) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an IP address is reachable from its own machine alone."""
+    """Return whether an IP address is reachable only from its own machine."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
 
 
 def check_listener(listener: socket.socket, keys: Sequence[str], allow_unauthenticated: bool) -> None:
-    """Check that a listening socket is not open to other machines without a key; close it if it is.
+    """Close the listening socket and raise `UserError` if other machines can reach it without a key.
 
     Raises:
-        UserError: its address is beyond loopback, and there is neither a key nor `--allow-unauthenticated`.
+        UserError: the address is not loopback, and there is neither a key nor `--allow-unauthenticated`.
     """
     address = listener.getsockname()[0]
     if not keys and not allow_unauthenticated and not is_loopback(address):
@@ -154,10 +154,10 @@ def check_listener(listener: socket.socket, keys: Sequence[str], allow_unauthent
 
 
 def read_keys(given: Iterable[str], files: Iterable[Path]) -> tuple[str, ...]:
-    """Read keys from the command line and from files with one key a line; blank lines and `#` comments are skipped.
+    """Read keys from the command line and from files with one key per line; blank lines and `#` comments are skipped.
 
     Raises:
-        UserError: a file cannot be read, or holds no key: then the server would be open to all.
+        UserError: a file cannot be read, or holds no key, which would leave the server open to all.
     """
     keys = list(given)
     for path in files:

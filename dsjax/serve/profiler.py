@@ -1,4 +1,4 @@
-"""JAX traces of the running server, and the share of device time that collectives take in one."""
+"""JAX traces of the running server, and the share of a trace's device time spent in collectives."""
 
 import re
 from collections.abc import Iterable
@@ -10,29 +10,29 @@ from dsjax.serve.errors import ApiError
 _EXCHANGE = re.compile(
     r"(ragged[-_])?all[-_](to[-_]all|gather|reduce)|reduce[-_]scatter|collective[-_](permute|broadcast)|p(sum|max|min|permute|broadcast)"
 )
-"""Names of collectives in XLA, and in JAX, whose name an operation keeps if it comes from a primitive."""
+"""Names of collectives in XLA and in JAX. An operation that comes from a JAX primitive keeps the primitive's name."""
 
 _AROUND_OTHERS = re.compile(r"(while|call|conditional|async)\b")
-"""Operations that contain others, whose time is counted instead."""
+"""Operations that contain others; only the time of the inner operations is counted."""
 
 
 class DeviceTime(NamedTuple):
-    """Seconds of operations, summed over devices. Operations that overlap on a device both count."""
+    """Seconds spent in operations, summed over devices. Operations that overlap on a device both count."""
 
     exchanges: float
     all: float
 
     @property
     def exchange_share(self) -> float | None:
-        """Share of the collectives, 0 to 1; None if there is no operation."""
+        """Share of the time spent in collectives, 0 to 1; None if there are no operations."""
         return self.exchanges / self.all if self.all else None
 
 
 def device_time(folder: Path) -> DeviceTime:
     """Return the time of operations and of collectives in the newest trace under a folder.
 
-    A collective's time on a device includes waiting for the last device. Of an asynchronous one, only its start and done operations
-    count, in which the device waits, and not the part behind other work.
+    A collective's time on a device includes waiting for the last device. For an asynchronous collective, only its start and done
+    operations count, during which the device waits, not the part that overlaps other work.
     """
     import jax
 
@@ -45,7 +45,7 @@ def device_time(folder: Path) -> DeviceTime:
 
 
 def sum_of(operations: Iterable[tuple[str | None, float]]) -> DeviceTime:
-    """Sum operations, given as (name in the compiled program, seconds). Those without a name ran on the host."""
+    """Sum operations, given as (name in the compiled program, seconds). Skip operations without a name, which ran on the host."""
     exchanges = everything = 0.0
     for name, seconds in operations:
         if name is None or _AROUND_OTHERS.match(name):
@@ -85,7 +85,7 @@ class Profiler:
         """End the trace, write it and return its folder.
 
         Raises:
-            ApiError: none is running.
+            ApiError: no trace is running.
         """
         if not self._running:
             raise ApiError(400, "no profile is running; start one first", code="no_profile")

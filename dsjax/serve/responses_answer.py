@@ -24,8 +24,8 @@ _PREFIX = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 class OutputItems:
     """The output items of one answer, built from a chat message's deltas; each delta yields events.
 
-    Only messages have log-probabilities: those of reasoning and calls are dropped. Log-probabilities of tokens whose text a parser still
-    holds back wait until it is known which item they belong to.
+    Only messages have log-probabilities; those of reasoning and tool calls are dropped. While a parser holds back the text of some
+    tokens, their log-probabilities are kept until it is known which item they belong to.
     """
 
     def __init__(self):
@@ -36,7 +36,7 @@ class OutputItems:
         self._undecided: list[dict[str, Any]] = []  # log-probabilities
 
     def push(self, delta: Mapping[str, Any], logprobs: Sequence[dict[str, Any]], reasoning_tokens: int) -> list[Event]:
-        """Add a delta of a chat message, and the number of reasoning tokens among all of its tokens so far."""
+        """Add a chat message's delta and return its events. reasoning_tokens: reasoning tokens of the message so far."""
         events = []
         self._num_scored += len(logprobs)
         self._undecided += logprobs
@@ -52,7 +52,7 @@ class OutputItems:
         return events
 
     def finish(self, status: str) -> list[Event]:
-        """Close the open item. An answer without any item becomes an empty message."""
+        """Close the open item. An answer without items gets an empty message."""
         events = []
         is_message = self._open is not None and self._open["type"] == "message"
         if not self.items or (is_message and self._undecided):
@@ -128,7 +128,7 @@ class OutputItems:
 
 
 class ResponsesAnswer(RetoldAnswer):
-    """A chat answer in the form of this API."""
+    """A chat answer converted to the Responses API's format."""
 
     def __init__(self, serving: Serving, body: ResponsesRequest, request_id: str):
         super().__init__(serving, body, f"resp-{request_id}", request_id)
@@ -143,10 +143,10 @@ class ResponsesAnswer(RetoldAnswer):
         return own + [name for name in self._chat.without_effect() if name not in ("store", "metadata", *own)]
 
     async def start(self, place: RequestOptions) -> OutputStream:
-        """Check everything and queue the prompt, as the chat answer does.
+        """Validate the request and queue the prompt, as `ChatAnswer.start` does.
 
         Raises:
-            ApiError, UserError: nothing was queued.
+            ApiError, UserError: the request was refused; nothing was queued.
         """
         with naming_the_form("text.format", instead_of="response_format"):
             return await super().start(place)
@@ -155,7 +155,7 @@ class ResponsesAnswer(RetoldAnswer):
         return self._response(self._status, self._chat.usage())
 
     def first_chunks(self) -> list[Event]:
-        """Return the events for a response that was created and is in progress."""
+        """Return the events `response.created` and `response.in_progress`."""
         self._chat.first_chunks()
         shown = self._response("in_progress", None)
         return self._numbered(
@@ -169,7 +169,7 @@ class ResponsesAnswer(RetoldAnswer):
         return self._numbered(events)
 
     def last_chunks(self) -> list[Event]:
-        """Return the events that close the items, and the one with the whole answer."""
+        """Return the events that close the items, and the final event with the whole answer."""
         events = self._items.finish(self._status)
         return self._numbered([*events, {"type": f"response.{self._status}", "response": self._built()}])
 
@@ -230,7 +230,7 @@ class ResponsesAnswer(RetoldAnswer):
 
 
 class NamedEvents(EventStream):
-    """Named events without a final `[DONE]`, for this API and Anthropic's."""
+    """Named server-sent events without a final `[DONE]`, for the Responses API and Anthropic's."""
 
     _END = b""
 
@@ -256,5 +256,5 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copy(item: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy an item deep enough that an event does not change with it."""
+    """Copy an item deeply enough that later changes to the item do not change an event."""
     return {name: [dict(part) for part in value] if isinstance(value, list) else value for name, value in item.items()}

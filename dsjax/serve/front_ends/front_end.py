@@ -1,4 +1,4 @@
-"""A front end: the HTTP server, the tokenizer and the detokenizer, over an engine in another process.
+"""Front end process: HTTP server, tokenizer and detokenizer for an engine in another process.
 
 The engine's process starts it as `python -m dsjax.serve.front_ends.front_end CHANNEL LISTENER` with two inherited descriptors.
 """
@@ -77,7 +77,7 @@ class RemoteEngine(RequestStreams):
 
     channel: Channel
     waiting = (0, 0)
-    """Requests and tokens in the queue: none, because the engine's process admits for all front ends."""
+    """Requests and tokens in the queue: always 0, because the engine's process admits requests for all front ends."""
     change_under_way = None
     """None: requests wait in the engine's process while the mesh changes."""
     running = False
@@ -107,11 +107,11 @@ class RemoteEngine(RequestStreams):
         """Do nothing: the engine's process starts its own thread."""
 
     async def call(self, function: Any) -> Any:
-        """Refuse: the core is in another process, to which such requests are forwarded."""
+        """Raise `EngineDeadError`: the core is in another process, and requests that need it are forwarded there."""
         raise EngineDeadError("the engine is in another process")
 
     async def shutdown(self, timeout: float = 10.0) -> None:
-        """End the streams that are left."""
+        """End the remaining streams."""
         self.closing = self._gone = True
         self.abort_all()
         self.channel.fail(EngineClosingError("the server is shutting down"))
@@ -138,7 +138,7 @@ class RemoteEngine(RequestStreams):
         raise queue_full(response.refusal)
 
     def resize(self, scheduler: SchedulerConfig, num_ranks: int) -> None:
-        """Check requests against the limits of another mesh from now on."""
+        """Apply the request limits of a changed mesh."""
         self.num_ranks = num_ranks
         self._inputs.change(scheduler)
 
@@ -193,7 +193,7 @@ class Forwarding(Guard):
         if (scope["path"].rstrip("/") or "/") not in FORWARDED:
             await self._app(scope, receive, send)
             return
-        message = await receive()  # `BodyLimits` has made one message of the body
+        message = await receive()  # one message, because `BodyLimits` has read the whole body
         state = scope["state"]
         state["forwarded"] = True
         headers = [(n, v) for n, v in scope["headers"] if n not in _HOP_BY_HOP and n != b"x-request-id"]
@@ -214,7 +214,7 @@ class Forwarding(Guard):
 
 
 class FrontEndServer(Server):
-    """A `Server` that the engine's process starts and ends. It ignores signals, which a terminal sends to both."""
+    """A `Server` that the engine's process starts and ends. It ignores signals, which a terminal sends to both processes."""
 
     def __init__(self, serving: Serving, engine: RemoteEngine, end: socket.socket, **options: Any):
         super().__init__(serving, **options)
@@ -273,7 +273,7 @@ class FrontEndServer(Server):
 
 def run(channel_fd: int, listener_fd: int) -> int:
     """Serve on an inherited listening socket for the engine at the other end of an inherited channel; return the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # until uvicorn takes it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # until uvicorn installs its handler
     end = socket.socket(fileno=channel_fd)
     listener = socket.socket(fileno=listener_fd)
     try:

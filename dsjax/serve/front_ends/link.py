@@ -27,10 +27,10 @@ class FrontEnd:
         self.samples: list = []
         self.listens = asyncio.Event()
         self.preparing: set[int] = set()
-        """Handles whose logit rules are being made and that have not been aborted."""
+        """Handles whose logit rules are being compiled and that have not been aborted."""
 
     def send(self, message: Any) -> None:
-        """Send a message. Kill the process if it has left too much unread; its end is then noticed like any other."""
+        """Send a message. Kill the process if too many bytes are unread; `FrontEnds` then replaces it as after any exit."""
         self.channel.send(message)
         if self.channel.unsent > MOST_UNSENT_BYTES:
             logger.error("front end %d does not read what it is told; it is ended", self.index)
@@ -46,7 +46,7 @@ class Links(Protocol):
         """Send a message to every front end."""
 
     def fail(self) -> None:
-        """Report that the engine has failed; each front end tells its clients and ends."""
+        """Report an engine failure; each front end fails its requests and exits."""
 
     async def abort(self, request_id: str | None) -> int:
         """Abort the requests with an id, or all, in every front end; return their number."""
@@ -55,4 +55,4 @@ class Links(Protocol):
         """Collect the counters of all front ends."""
 
     async def end(self) -> None:
-        """Let all front ends stop listening and end; kill those that take too long."""
+        """Make all front ends stop listening and exit; kill any that take too long."""

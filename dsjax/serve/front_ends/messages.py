@@ -21,7 +21,7 @@ from dsjax.serve.options import ServeOptions
 
 _LENGTH = 4
 MOST_UNSENT_BYTES = 64 << 20
-"""Most unread bytes of messages to a front end. One that is further behind hangs and is killed."""
+"""Most unread bytes of messages to a front end. A front end with more is considered hung and killed."""
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
@@ -32,8 +32,8 @@ class NewRequest(msgspec.Struct, array_like=True):
     """One prompt and its completions, as the engine's core needs them.
 
     Attributes:
-        completions: handle, id and seed of each. The handle is the front end's number for a completion in all later messages.
-        params: without stop strings, which the front end looks for.
+        completions: handle, id and seed of each. The front end assigns the handle, which identifies a completion in later messages.
+        params: sampling parameters without stop strings, which the front end matches.
         cache_salt, session: bytes, because JSON strings may hold lone surrogates.
     """
 
@@ -51,7 +51,7 @@ class NewRequest(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, prepared: PreparedRequest, first_handle: int) -> NewRequest:
-        """Create the message of a request that the front end has checked; its completions get consecutive handles."""
+        """Create the message for a validated request; its completions get consecutive handles."""
         first = prepared.completions[0]
         return cls(
             [(first_handle + k, r.request_id, r.seed) for k, r in enumerate(prepared.completions)],
@@ -111,14 +111,14 @@ class RequestProgress(msgspec.Struct, array_like=True):
 
 
 UpdateEntry = tuple[int, RowResult | None, FinishReason | None, RequestProgress | None]
-"""An `Update` with the completion's handle, and with its progress up to its first token and at its end."""
+"""An `Update` with the completion's handle. The progress is sent up to the first token and at the end."""
 
 
 # From a front end.
 
 
 class Hello(_Message):
-    """The front end listens."""
+    """The front end is listening."""
 
 
 class Add(_Message):
@@ -142,7 +142,7 @@ class Snapshot(_Message):
 
 
 class Count(_Message):
-    """How many requests an `AbortById` has ended."""
+    """Number of requests that an `AbortById` aborted."""
 
     number: int
     count: int
@@ -152,7 +152,7 @@ class Count(_Message):
 
 
 class Welcome(_Message):
-    """All that a front end needs to start. tokenizer: the text of `tokenizer.json`, and its configuration."""
+    """Everything a front end needs to start. tokenizer: the text of `tokenizer.json`, and its configuration."""
 
     options: ServeOptions
     scheduler: SchedulerConfig
@@ -179,7 +179,7 @@ class PhaseIs(_Message):
 
 
 class Resized(_Message):
-    """The mesh has changed, and with it the limits of requests."""
+    """The mesh and its request limits have changed."""
 
     scheduler: SchedulerConfig
     max_model_len: int
@@ -195,7 +195,7 @@ class StepUpdates(_Message):
 class AddResponse(_Message):
     """Answer to an `Add`. refusal: why the requests were refused; None: they were admitted.
 
-    param: the sampling parameter at fault. failed: the engine's process had an error. Neither: the queue is full.
+    param: the sampling parameter at fault. failed: the engine's process had an error. With neither, the queue is full.
     """
 
     number: int
@@ -211,7 +211,7 @@ class Gather(_Message):
 
 
 class AbortById(_Message):
-    """Abort the requests with this id of a client, or all; their clients get an error."""
+    """Abort the requests with this request id, or all if None; their clients get an error."""
 
     number: int
     request_id: str | None
@@ -236,7 +236,7 @@ FromEngine = (
 
 
 class Channel:
-    """One end of the socket pair. Messages arrive whole and in order; a question has a number, which its answer repeats."""
+    """One end of the socket pair. Messages arrive whole and in order. An answer repeats the number of its question."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receives: Any):
         self._reader, self._writer = reader, writer
@@ -254,7 +254,7 @@ class Channel:
         """Send a message; drop it if the other end is closed.
 
         Raises:
-            UserError: it holds a string that is not valid Unicode.
+            UserError: the message holds a string that is not valid Unicode.
         """
         if self._writer.is_closing():
             return
@@ -265,7 +265,7 @@ class Channel:
         self._writer.write(len(body).to_bytes(_LENGTH, "little") + body)
 
     def ask(self, question: Callable[[int], _Message]) -> asyncio.Future:
-        """Send the message `question(number)`; the future is the answer that `resolve` gets for that number."""
+        """Send the message `question(number)`; return a future for the answer, which `resolve` completes."""
         number = next(self._numbers)
         self.send(question(number))
         self._waiting[number] = asyncio.get_running_loop().create_future()
@@ -282,7 +282,7 @@ class Channel:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # marks it as retrieved: nobody may wait for it any more
+                future.exception()  # mark the exception as retrieved: the future may have no waiter
 
     async def messages(self) -> AsyncIterator[Any]:
         """Yield the other end's messages until it closes."""

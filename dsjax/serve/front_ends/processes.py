@@ -47,7 +47,7 @@ _RESTART_SECONDS = 0.5
 
 
 class FrontEnds:
-    """All front ends. Each one's listening socket stays open in this process, so that its successor gets the connections that wait.
+    """All front ends. This process keeps their listening sockets open, so that a restarted front end gets the pending connections.
 
     Attributes:
         gate: limits the queue over all front ends; None: no limit.
@@ -69,14 +69,14 @@ class FrontEnds:
 
     @property
     def links(self) -> list[FrontEnd]:
-        """The front ends that run."""
+        """The running front ends."""
         return list(self._links.values())
 
     async def start(self, address: str) -> None:
-        """Start all and wait until they listen. address: of the engine's own server, for forwarded requests.
+        """Start all front ends and wait until they listen. address: the engine's own server, for forwarded requests.
 
         Raises:
-            UserError: one of them does not start.
+            UserError: a front end does not start.
         """
         self.address = address
         for index in range(len(self._listeners)):
@@ -95,7 +95,7 @@ class FrontEnds:
             link.send(message)
 
     def fail(self) -> None:
-        """Report that the engine has failed; each front end tells its clients and ends."""
+        """Report an engine failure; each front end fails its requests and exits."""
         self._ending = True
         self.send_all(Failed())
 
@@ -119,7 +119,7 @@ class FrontEnds:
         return summed(families, snapshots + [link.samples for link in self.links])
 
     async def end(self) -> None:
-        """Let all front ends stop listening and end; kill those that take too long."""
+        """Make all front ends stop listening and exit; kill any that take too long."""
         self._ending = True
         self.send_all(EndProcess())
         deadline = time.monotonic() + _END_SECONDS
@@ -145,7 +145,7 @@ class FrontEnds:
         task.add_done_callback(self._tasks.discard)
 
     async def _keep(self, index: int) -> None:
-        """Restart a front end whenever it dies, unless it dies again and again before it listens."""
+        """Restart a front end whenever it dies, unless it repeatedly dies before it listens."""
         failed = 0
         while not self._ending:
             link = None
@@ -155,7 +155,7 @@ class FrontEnds:
             except OSError as error:
                 note_failure("front end", error, "It is started again.")
                 how = f"it cannot be started: {error.strerror or error}" if link is None else _how(link.process)
-            except Exception as error:  # it sent something else than a message
+            except Exception as error:  # it sent an invalid message
                 note_failure("front end", error, "Another takes its place.")
                 how = f"{type(error).__name__}: {error}"
             else:
@@ -266,7 +266,7 @@ class FrontEnds:
             link.preparing -= handles
 
     def _requests(self, message: Add) -> list[list[Request]]:
-        """Create the core's requests. Compiling a grammar takes long."""
+        """Create the core's requests. This is slow if a grammar has to be compiled."""
         make_rules = self.engine.make_rules
         return [
             request.requests(make_rules(request.params, frozenset(request.stop_ids), request.token_ids))
@@ -300,7 +300,7 @@ class FrontEnds:
         return [future.result() for future in futures if future.done() and future.exception() is None]
 
     async def _gather_often(self) -> None:
-        """Collect counters every two seconds, for the history and so that few are lost when a front end dies."""
+        """Collect counters every two seconds for the history, and so that few are lost when a front end dies."""
         while True:
             await asyncio.sleep(_GATHER_SECONDS)
             with contained("front end counters"):

@@ -1,4 +1,4 @@
-"""`SharedEngine`: the engine behind front ends, to which it sends the tokens of their requests."""
+"""`SharedEngine`: an engine that serves front end processes and sends them the tokens of their requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsjax.serve.front_ends.messages import EndStreams, NewRequest, RequestProgr
 
 
 class SharedEngine(ThreadedEngine):
-    """An engine for requests that front ends have checked. It sends tokens on and handles no text.
+    """An engine for requests that front ends have validated. It forwards tokens and does not handle text.
 
     Attributes:
         make_rules: creates a request's logit rules.
@@ -24,7 +24,7 @@ class SharedEngine(ThreadedEngine):
         super().__init__(parts)
         self.make_rules = parts.inputs.make_rules
         self.front_ends: Links | None = None
-        # By the core's id of a completion.
+        # Keyed by the core's completion id.
         self._owners: dict[str, _Owner] = {}
 
     @property
@@ -77,7 +77,7 @@ class SharedEngine(ThreadedEngine):
                 observer.on_step(stats)
 
     def fail_requests(self, error: BaseException) -> None:
-        """Let all front ends fail their requests and end."""
+        """Make all front ends fail their requests and exit."""
         self.error = error
         self._owners.clear()
         self.front_ends.fail()
@@ -92,7 +92,7 @@ class _Owner:
         self.link, self.handle, self.first_sent = link, handle, False
 
     def entry(self, update: Update) -> UpdateEntry:
-        """Return an update as the front end gets it."""
+        """Return an update in the form that the front end receives."""
         request, result, reason = update
         progress = None if self.first_sent and reason is None else RequestProgress.of(request)
         self.first_sent |= result is not None and bool(result.token_ids)

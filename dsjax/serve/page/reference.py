@@ -22,14 +22,14 @@ _BOUNDS = (
     ("pattern", "matches {}"),
 )
 _SAID_BY_TYPE = (-(2**31), 1 - 2**31, 2**31 - 1)
-"""Bounds that only say that an integer has 32 bits."""
+"""Bounds that only express the int32 range; the page omits them."""
 
 
 def reference(schema: Schema) -> str:
     """Return the page as HTML, with the schema's texts escaped.
 
     Args:
-        schema: of OpenAPI 3.1, as `FastAPI.openapi` gives it.
+        schema: an OpenAPI 3.1 schema, as `FastAPI.openapi` returns it.
     """
     source = (importlib.resources.files(__package__) / "docs.html").read_text(encoding="utf-8")
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
@@ -68,7 +68,7 @@ def _words(shape: Schema) -> str:
 
 
 def type_name(schema: Schema) -> Markup:
-    """Return a type in words with its bounds, and links to the shapes that it names. `null` is left out."""
+    """Return a type in words, with its bounds and links to the schemas that it references. Omit `null`."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return Markup('<a href="#{0}">{1}</a>').format(name, name.rpartition("__")[2])

@@ -1,4 +1,4 @@
-"""`GET /` and the files that it loads, and `GET /docs`."""
+"""Routes of the web page (`GET /` and the files that it loads) and of `GET /docs`."""
 
 import functools
 import importlib.resources
@@ -21,7 +21,7 @@ _FILES = {
 }
 
 PAGE_PATHS = frozenset({*_FILES, "/docs"})
-"""Paths that a browser loads without a key, so that it asks its user for one as a password."""
+"""Paths that a browser requests without a key; it then asks the user for the key as a password."""
 
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
