@@ -157,7 +157,7 @@ class PageLoads:
         self.landing.clear()
 
     def release(self, request: Request) -> None:
-        """Release what is held for a request that starts or has ended."""
+        """Release the pages and loads of a request that starts or has ended."""
         self._pool.release(request.held_pages)
         request.held_pages = []
         self._loaded.pop(request, None)

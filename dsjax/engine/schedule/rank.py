@@ -73,7 +73,7 @@ class Rank:
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
 
     def uncached(self, request: Request) -> int:
-        """Return how many tokens of a request this rank would have to compute, i.e. those neither cached nor promised."""
+        """Return how many tokens of a request this rank would have to compute: tokens neither cached nor promised."""
         names = self.readable(request)
         found = self.pool.count(names, self.promised, self.loads)
         cached = self.pool.usable(names, found, self.loads, self.promised)
@@ -130,7 +130,7 @@ class Rank:
         self.loads.clear()
 
     def invalidate(self) -> None:
-        """Forget pages that failed commands may have left incomplete: all on the device, and those on their way to a KV connector."""
+        """Forget pages that failed commands may have left incomplete: all pages on the device, and pages being sent to a KV connector."""
         self.loads.cancel()
         self.pool.forget_all()
         self.loads.invalidate()
@@ -264,7 +264,7 @@ class Rank:
             windows = self.pool.pages_for(min(left, self.config.prefill_chunk, budget)) if self.pool.num_windows else 0
             shared = self.pool.find(at_border)
             if not self.pool.can_hold(cached + shared + last_page, count + headroom, windows):
-                # Release the pages held for other requests before those held for this one.
+                # Release pages held for other requests before the pages held for this one.
                 if self.loads.release_held(self.waiting, request) or self.loads.release_held(self.waiting):
                     continue
                 break

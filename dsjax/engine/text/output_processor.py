@@ -18,7 +18,7 @@ NON_FINITE = "the model gave values that are not finite for this request"
 
 
 class Completion:
-    """Collects the updates of one completion. `take` returns what the caller asked to see."""
+    """Collects the updates of one completion. `take` returns the output in the caller's `OutputKind`."""
 
     def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None):
         self.index, self.request = index, request
@@ -84,7 +84,7 @@ class Completion:
         return new >= interval or self._num_taken == 0 or self.finish_reason is not None
 
     def take(self, kind: OutputKind) -> CompletionOutput:
-        """Return the completion so far, or with `DELTA` what is new since the last call."""
+        """Return the completion so far, or with `DELTA` only the part since the last call."""
         token_ids, text, logprobs = self._token_ids, self._text, self._logprobs
         self._num_taken = self._num_forgotten + len(token_ids)
         if kind is OutputKind.DELTA:  # so that a long text is not copied for each token

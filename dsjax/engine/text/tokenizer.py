@@ -77,7 +77,7 @@ class Tokenizer:
         """Read `tokenizer.json` or `tiktoken.model`, and `tokenizer_config.json` and `chat_template.jinja` if present.
 
         Args:
-            mode: what renders conversations, one of `TOKENIZER_MODES`. `hf`: the chat template; `auto`: the chat template, else the encoder
+            mode: renderer of conversations, one of `TOKENIZER_MODES`. `hf`: the chat template; `auto`: the chat template, else the encoder
                 of the `model_type` in `config.json`; other names: the encoder of that name.
             chat_template: template file to use instead of the directory's.
             model_directory: directory of the model's `config.json`; default: `directory`.
@@ -118,7 +118,7 @@ class Tokenizer:
 
     @classmethod
     def from_texts(cls, backend: str, config: Mapping[str, Any]) -> "Tokenizer":
-        """Make the same tokenizer in another process from what `to_texts` returned."""
+        """Create the same tokenizer in another process from the values of `to_texts`."""
         return cls(tokenizers.Tokenizer.from_str(backend), config)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
