@@ -1,4 +1,4 @@
-"""`RequestStreams`: checks requests, has them computed and delivers their outputs. `OutputStream`: the outputs that one caller reads."""
+"""`RequestStreams`: checks and submits requests and delivers their outputs. `OutputStream`: the outputs for one caller."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ from dsjax.engine.text.output_processor import OutputProcessor
 from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError, RequestOutput
 
 INLINE_LENGTH = 2048
-"""Most characters or tokens that are prepared in the event loop; up to this length a thread costs more than it saves."""
+"""Maximum number of characters or tokens prepared in the event loop; up to this length a thread costs more than it saves."""
 
 
 class OutputStream:
@@ -77,8 +77,8 @@ class OutputStream:
 
         Raises what `__anext__` would, after the outputs before it.
 
-        at_once: takes outputs while this method waits, if none of them ends a request, and returns whether it has taken them; then the
-            reader is not woken. Waking a task and all the coroutines in which it waits costs more than writing the event of a token.
+        at_once: called with new outputs while this method waits, if none of them ends a request. Returns whether it has consumed them; if
+            so, the reader is not woken. Waking a task and its chain of coroutines costs more than writing a token's event.
         """
         if not self._open:
             return []
@@ -116,7 +116,7 @@ class OutputStream:
         return self._index[output.request_id], output
 
     def close(self) -> None:
-        """Abort the unfinished requests. Their pages are free before the engine's next step."""
+        """Abort the unfinished requests. Their pages are released before the engine's next step."""
         unfinished, self._open = self._open, set()
         if unfinished:
             self._abort(sorted(unfinished))
@@ -129,10 +129,10 @@ class OutputStream:
 
 
 class RequestStreams(ABC):
-    """Follows requests in the event loop's thread. A subclass has them computed in a thread or in another process.
+    """Tracks requests in the event loop's thread. A subclass runs the engine in a thread or in another process.
 
-    error: why the engine has failed; None: it works. closing: whether the engine refuses new requests. observers: called in the event
-    loop's thread with every step and output. Add them before `start`.
+    error: why the engine has failed; None while it works. closing: whether the engine refuses new requests. observers: called in the
+    event loop's thread for every step and output. Add them before `start`.
     """
 
     def __init__(self, inputs: InputProcessor, outputs: OutputProcessor):
@@ -144,7 +144,7 @@ class RequestStreams(ABC):
 
     @abstractmethod
     async def _admit(self, prepared: Sequence[PreparedRequest]) -> None:
-        """Have checked requests computed; raise if they are refused."""
+        """Submit checked requests to the engine. Raise if it refuses them."""
 
     @abstractmethod
     def _end(self, completion_ids: Sequence[str]) -> None:
@@ -167,7 +167,7 @@ class RequestStreams(ABC):
         Raises:
             UserError: a prompt or a parameter is wrong; nothing is queued.
             EngineDeadError: the engine has failed.
-            EngineClosingError: the engine takes no more requests.
+            EngineClosingError: the engine accepts no more requests.
         """
         ids = [f"{request_id}-{index}" for index in range(len(prompts))] if len(prompts) > 1 else [request_id]
         # Draw seeds in the order of arrival; threads may prepare prompts in any order.
@@ -184,9 +184,9 @@ class RequestStreams(ABC):
         *,
         in_thread: bool,
     ) -> OutputStream:
-        """Queue the one prompt that `render` returns with its parameters. Raises as `submit`, and what `render` raises.
+        """Queue the single prompt that `render` returns, with its parameters. Raises the errors of `submit` and of `render`.
 
-        in_thread: render and prepare in a worker thread, because that takes long.
+        in_thread: whether to render and prepare in a worker thread, because it takes long.
         """
         return await self._submit([request_id], render, [self._inputs.draw_seed()], options, in_thread)
 
@@ -228,7 +228,7 @@ class RequestStreams(ABC):
         return stream
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests whose caller has gone."""
+        """Abort requests whose caller has gone."""
         ended = self._forget(request_ids)
         for observer in self.observers if ended else ():
             with contained("observers", "It misses that requests have ended."):
@@ -250,7 +250,7 @@ class RequestStreams(ABC):
         self.abort(list(self._streams))
 
     def deliver(self, updates: list[Update], stats: StepStats | None) -> None:
-        """Turn a step's updates into text, and pass it to streams and observers."""
+        """Turn a step's updates into outputs, and pass them to streams and observers."""
         followed: list[Update] = []
         failed: dict[str, Exception] = {}
         outputs, to_abort = self._outputs.process(updates, failed, followed if self.observers else None)

@@ -42,10 +42,10 @@ class StepStats:
         duration: seconds from planning the step to entering its results. With asynchronous scheduling two steps overlap.
         host_seconds: by part: `plan`, `launch` (lay out and send inputs), `device` (wait for the previous step, and compute), `enter`.
         num_decode_tokens, num_prompt_tokens: computed tokens. A preempted request's tokens are prompt tokens when they are recomputed.
-        num_padding_tokens: computed for padding slots.
+        num_padding_tokens: tokens computed for padding slots.
         compilations_after_warm_up: total so far; must stay 0. ranks: loads after the step.
         drafts: None if the step had no drafts to verify.
-        parts: totals so far of each engine plugin, by its name: `balance` (`BalanceStats`), `disk` (`DiskCounts`), `transfers`
+        parts: totals so far, by engine plugin: `balance` (`BalanceStats`), `disk` (`DiskCounts`), `transfers`
             (`TransferCounts`).
         page_waits: (tier, seconds) of each wait for pages from that tier since the previous stats.
     """
@@ -66,7 +66,7 @@ class StepStats:
 
 
 class EngineObserver(Protocol):
-    """Gets each event of `AsyncEngine` in the event loop's thread. Its methods must return quickly, because streams wait meanwhile."""
+    """Receives the events of `AsyncEngine` in the event loop's thread. Methods must return quickly, because they block all streams."""
 
     def on_step(self, stats: StepStats) -> None:
         """A step has ended."""
@@ -75,10 +75,10 @@ class EngineObserver(Protocol):
         """A step updated completions that a client waits for. Their outputs may not be delivered yet."""
 
     def on_ended(self, requests: Sequence[Request], reason: FinishReason) -> None:
-        """These completions ended outside a step: their text contained a stop string, or no client waits for them any more."""
+        """Completions ended outside a step: their text contained a stop string, or their client is gone."""
 
     def on_outputs(self, outputs: list[RequestOutput]) -> None:
-        """These outputs were delivered. They have first or later tokens, or the end of a completion."""
+        """Outputs were delivered. Each has new tokens or the end of a completion."""
 
     def on_rejected(self, reason: str) -> None:
         """A request was rejected before it reached the engine."""

@@ -18,10 +18,10 @@ from dsjax.engine.program_cache.library import Shelf
 from sharding.cores import most_threads
 
 _PATIENCE = 120.0
-"""Seconds to wait while other processes finish no program. One may have been stopped, so the rest is then compiled here too."""
+"""Seconds to wait without another process finishing a program. That process may be stopped, so this one then compiles the rest too."""
 _LOOK_SECONDS = 0.05
 _YOUNG_OBJECTS = 20_000
-"""Allocations between two garbage collections while tracing; this many make tracing a fifth shorter."""
+"""Allocations between two garbage collections while tracing. This value shortens tracing by a fifth."""
 
 ProgramKey = tuple[Hashable, ...]
 """A program's kind, and the values that distinguish it from others of its kind."""
@@ -64,8 +64,8 @@ class CompiledPrograms:
     ) -> None:
         """Compile programs on all cores at once; call ``after`` with each key, in order, once all programs are available.
 
-        Processes of one host that start together share the work: each starts at a different program, skips those that another process
-        has begun, and loads them when they are stored.
+        Processes of one host that start together share the work: each starts at a different program, skips the programs that another
+        process is compiling, and loads them when they are stored.
         """
         pool = ThreadPoolExecutor(most_threads(), thread_name_prefix="compile")
         turns: list[Turn] = []
@@ -127,7 +127,7 @@ class CompiledPrograms:
 
 
 class _RareCollections:
-    """Collects garbage less often while programs are traced: traces are large, live graphs, which Python would scan every 700 objects.
+    """Collects garbage less often during tracing: traces are large, live graphs, which Python would otherwise scan every 700 objects.
 
     Blocks may overlap across threads: the first raises the thresholds, and the last restores them.
     """

@@ -1,7 +1,7 @@
-"""`DraftChoice`: how many tokens to draft, by the steps' measured times and by the drafts that are accepted.
+"""`DraftChoice`: chooses the number of draft tokens from measured step times and acceptance rates.
 
-With n drafts a row makes E(n) = 1 + Σ P(its first k drafts are accepted), k = 1 … n, tokens in a step of t(n) seconds. The best n has the
-largest E(n) / t(n). This is the goodput of TurboSpec (Liu et al. 2024, https://arxiv.org/abs/2406.14066), with times that are measured.
+With n drafts a row generates E(n) = 1 + Σ P(its first k drafts are accepted), k = 1 … n, tokens in a step of t(n) seconds. The best n
+maximizes E(n) / t(n). This is the goodput of TurboSpec (Liu et al. 2024, https://arxiv.org/abs/2406.14066), with measured times.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from dsjax.engine.schedule.scheduler import Scheduler, Update
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
 TRIAL = 5
-"""Measured steps of a trial. One unmeasured step precedes them, because its rows still have the previous number of drafts."""
+"""Number of measured steps in a trial. One unmeasured step precedes them: its rows still have the previous number of drafts."""
 BETWEEN = 64
-"""Fewest steps between two trials at a load."""
+"""Minimum number of steps between two trials at a load."""
 SHARE = 0.02
-"""Largest share of the time of recent steps that trials may cost."""
+"""Maximum share of the recent steps' time that trials may cost."""
 _KEPT = 2 * TRIAL - 1
-"""Step times kept for each load and number of drafts. The 33rd percentile counts: other work of the machine only lengthens steps."""
+"""Step times kept per load and number of drafts. Their 33rd percentile is used, because other work on the machine only slows steps."""
 _FADING, _ROW_FADING = 0.9996, 0.99
-"""Factors by which a step fades earlier times (about 2,500 steps count), and a row fades earlier acceptances (about 100 rows count)."""
+"""Exponential decay of times per step (a window of about 2,500 steps), and of acceptances per row (about 100 rows)."""
 
 
 class DraftChoice(Attachment):
     """Chooses the number of drafts of each step, from 0 to `most`.
 
-    A load is a power of two of the requests that run on the fullest rank. A step is measured if it has no prompts and the step before it
-    had the same number of drafts. Where no other load is known, `most` drafts, none, and a promising number between them are tried at
-    once. Another load begins with the best number of the nearest one. Later trials are so rare that they cost at most `SHARE` of the time.
+    Loads are powers of two of the number of running requests on the fullest rank. A step is measured if it has no prompts and the previous
+    step had the same number of drafts. If no other load has measurements, `most` drafts, no drafts, and a promising number in between are
+    tried at once. A new load starts with the best number of the nearest load. Later trials cost at most `SHARE` of the time.
     """
 
     statistics_name = "draft_choice"
@@ -48,31 +48,31 @@ class DraftChoice(Attachment):
         self._forget()
 
     def _forget(self) -> None:
-        self._times: dict[int, dict[int, deque[float]]] = {}  # of each load, by the number of drafts
-        # Of each place in a row's drafts: those behind accepted ones, and the accepted of them.
+        self._times: dict[int, dict[int, deque[float]]] = {}  # by load, then by number of drafts
+        # By draft position: number of drafts whose predecessors were all accepted, and number of these that were accepted.
         self._offered, self._accepted = [0.0] * self._most, [0.0] * self._most
         self._load, self._chosen, self._before = 0, self._most, -1
-        self._left = 0  # steps that the trial still lacks
-        self._since: dict[int, int] = {}  # steps of each load since its last trial
-        # Seconds and a row's tokens of each load, by the number of drafts; None: a step behind one with another number.
+        self._left = 0  # remaining steps of the trial
+        self._since: dict[int, int] = {}  # steps since the last trial, by load
+        # [seconds, tokens per row], by load, then by number of drafts; None: steps whose previous step had another number.
         self._spent: dict[int, dict[int | None, np.ndarray]] = {}
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
-        """Begin anew: another mesh has other times."""
+        """Discard all measurements, because a new mesh has other step times."""
         self._batches = config.num_batches
         self._forget()
 
     def scheduled(self, scheduler: Scheduler) -> None:
-        """Make this scheduler ask `choose`."""
+        """Make the scheduler call `choose`."""
         super().scheduled(scheduler)
         scheduler.choose_drafts = self.choose
 
     def statistics(self) -> int:
-        """The number of drafts in force."""
+        """Return the current number of drafts."""
         return self._chosen
 
     def choose(self) -> int:
-        """Return the number of drafts of a row in the next step."""
+        """Return the number of drafts per row in the next step."""
         load = self._load_now()
         if load != self._load:
             self._load, self._left = load, 0
@@ -84,7 +84,7 @@ class DraftChoice(Attachment):
         return (-(-running // self._batches)).bit_length()
 
     def after_step(self, seconds: float, plan: StepPlan, updates: list[Update]) -> None:
-        """Measure a step, and begin or end a trial."""
+        """Record a step's measurements, and begin or end a trial."""
         load, drafts = self._load_now(), plan.num_drafts
         steady, self._before = self._before == drafts, drafts
         results = [result for _, result, _ in updates if result is not None]
@@ -105,7 +105,7 @@ class DraftChoice(Attachment):
                 self._choose_next()
 
     def _lost(self, best: int, tried: int) -> float:
-        """Return the share of recent time at this load that the best number would have saved, one more trial of `tried` included."""
+        """Return the share of recent time at this load lost by not using `best`, including one more trial of `tried`."""
         spent, rate = self._spent[self._load], self._rate(self._load, best)
         lost = sum(seconds - tokens / rate for drafts, (seconds, tokens) in spent.items() if drafts != best)
         times = self._times[self._load].get(tried)
@@ -129,11 +129,11 @@ class DraftChoice(Attachment):
         at_once = untried and all(len(tried) < 2 for load, tried in self._times.items() if load != self._load)
         if at_once or (since >= BETWEEN and self._lost(best, next_one) <= SHARE):
             self._chosen = next_one
-            known[next_one] = known.pop(next_one, deque(maxlen=_KEPT))  # to the end: it was tried last
+            known[next_one] = known.pop(next_one, deque(maxlen=_KEPT))  # move to the end: tried most recently
             self._left, self._since[self._load] = TRIAL, 0
 
     def _promises(self, drafts: int) -> bool:
-        """Whether an untried number between 0 and `most` may be better than both at this load."""
+        """Whether an untried number between 0 and `most` may be better than the best measured one at this load."""
         known = self._times[self._load]
         if not (known.get(0) and known.get(self._most)):
             return False
@@ -142,19 +142,19 @@ class DraftChoice(Attachment):
         return self._tokens(drafts) / seconds > 1.02 * self._rate(self._load, self._best(self._load))
 
     def _best(self, load: int) -> int:
-        """Return the best number of drafts of those measured at the nearest load; `most` if none was measured."""
+        """Return the best number of drafts measured at the nearest load; `most` if there are no measurements."""
         if not self._times:
             return self._most
         nearest = min(self._times, key=lambda other: abs(other - load))
         return max(self._times[nearest], key=lambda drafts: self._rate(nearest, drafts))
 
     def _rate(self, load: int, drafts: int) -> float:
-        """Tokens that a row makes in a second; 0 if that number was not measured at the load."""
+        """Return the tokens per second of a row; 0 if this number of drafts was not measured at the load."""
         times = self._times[load].get(drafts)
         return self._tokens(drafts) / _typical(times) if times else 0.0
 
     def _tokens(self, drafts: int) -> float:
-        """Tokens that a row makes in a step."""
+        """Return the expected number of tokens that a row generates per step."""
         chances = (taken / of if of else 1.0 for taken, of in zip(self._accepted, self._offered, strict=True))
         return 1 + sum(itertools.islice(itertools.accumulate(chances, operator.mul), drafts))
 

@@ -1,4 +1,4 @@
-"""`MeshChanger`: what gives an engine's core another executor, as the core knows it. No JAX."""
+"""`MeshChanger`: the interface through which the engine core gets a new executor when the mesh changes. No JAX."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
 @dataclass(frozen=True, eq=False)
 class Generation:
-    """An executor, and the scheduler's sizes for it. larger_is_wanted: its mesh is smaller than asked for: processes are missing."""
+    """An executor and its scheduler config. larger_is_wanted: whether its mesh is smaller than requested because processes are missing."""
 
     executor: Executor
     config: SchedulerConfig
@@ -21,9 +21,9 @@ class MeshChanger(Protocol):
     """Changes the mesh under a core, in the engine's thread.
 
     Attributes:
-        due: whether the processes of now call for another mesh. phase: what is being done to change it; None while nothing is.
-        patience: seconds that a request waits for a larger mesh where the one of now cannot hold it.
-        failure: why the mesh that was asked for last could not be had; the one before is in its place.
+        due: whether the current processes require another mesh. phase: current phase of a mesh change; None if none is in progress.
+        patience: seconds that a request waits for a larger mesh if the current mesh cannot hold it.
+        failure: why the last requested mesh could not be created; the previous mesh is in use again.
     """
 
     due: bool
@@ -32,25 +32,25 @@ class MeshChanger(Protocol):
     failure: Exception | None
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Call `wake` from now on, from any thread, when `due` may have become true."""
+        """Register `wake`, which is called from any thread when `due` may have become true."""
 
     def has_warmed_up(self) -> None:
-        """Take notice that the mesh of now can serve."""
+        """Note that the current mesh is ready to serve."""
 
     def take_change(self) -> bool:
-        """Whether `due` may have become true since this was asked."""
+        """Whether `due` may have become true since the last call."""
 
     def after(self, error: Exception) -> Generation:
-        """Go on after a step failed, or raise the error where nothing can go on."""
+        """Recover from a failed step. Raise the error if that is impossible."""
 
     def regroup(self) -> Generation:
-        """Change to the mesh that the processes of now call for."""
+        """Change to the mesh for the current processes."""
 
     def ask(self, mesh: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> Any:
-        """Check a requested change, or raise; give what `to` takes. No other can be requested until `forget`."""
+        """Check a requested change, and return the argument for `to`. Raise if it is invalid. Blocks other requests until `forget`."""
 
     def to(self, wanted: Any) -> Generation | None:
-        """Change to a requested mesh; None where the executor has changed in place, and its caches and requests stay."""
+        """Change to a requested mesh. Return None if the executor has changed in place and keeps its caches and requests."""
 
     def forget(self) -> None:
-        """End the request that `ask` began."""
+        """End the request begun by `ask`."""

@@ -16,7 +16,7 @@ MOST_LOADED = 64
 
 
 class Admittance(enum.Enum):
-    """What a waiting request does after its missing pages have been looked up."""
+    """Action for a waiting request after the lookup of its missing pages."""
 
     START = "start"  # start, and compute the missing pages
     SKIP = "skip"  # wait; later requests may start
@@ -27,8 +27,8 @@ class Admittance(enum.Enum):
 class LoadUnderWay(NamedTuple):
     """Pages on their way into the cache.
 
-    request: waits for them; None: it has ended. first: number of the first page in the request; a window page may come last. names: empty
-    if the pages must not be found. tiers: tiers that the pages come from, without the window page's.
+    request: the request that waits for the pages; None if it has ended. first: index of the first page in the request; a window page may
+    come last. names: empty if the pages must not be found. tiers: source tiers of the pages, excluding the window page.
     """
 
     request: Request | None
@@ -40,9 +40,9 @@ class LoadUnderWay(NamedTuple):
 
 
 class PageLoads:
-    """One plan stages pages from a source, and the next plan places them. Pages that a source has to bring delay their request alone.
+    """One plan stages pages from a source, and the next plan places them. Waiting for a source delays only the request that needs it.
 
-    under_way: the pages that the last plan has staged.
+    under_way: the pages staged by the last plan.
     """
 
     def __init__(self, pool: PagePool, source: PageSource, rank: int):
@@ -78,8 +78,8 @@ class PageLoads:
     def look(self, request: Request, names: list[bytes], cached: list[int], free_slots: int, now: float) -> Admittance:
         """Look up the pages that a request lacks after the `cached` ones. names: of all pages that it may read.
 
-        With window pages, the names that are looked up end with a window page: that of the last page if another engine computes the pages;
-        otherwise that of the last border up to which pages are available, because pages beyond that border would be useless.
+        With window pages, the lookup's last name is a window page: the one of the last page if another engine computes the pages, else
+        the one of the last border up to which pages are available. Pages beyond that border would be useless.
         """
         every, found = names, cached
         if self._pool.num_windows and names:
@@ -102,7 +102,7 @@ class PageLoads:
         if had and self._pool.can_hold(here, missing, windows) and self._load(request, rest, here, now):
             return Admittance.SKIP
         if rest and self._can_load(rest[0]):
-            return Admittance.START  # there was no room to load it
+            return Admittance.START  # there is no room to load it
         answer = self._source.lookup(self._rank, request, every, found, free_slots, now)
         if answer is Lookup.WAIT:
             self._hold(request, found)
@@ -114,7 +114,7 @@ class PageLoads:
         return self._loaded.get(request, {})
 
     def hits(self, request: Request) -> dict[str, int]:
-        """Return the tokens that a starting request found cached, by tier with `device`, without those that another engine computed."""
+        """Return a starting request's cached tokens by tier (including `device`), without tokens that another engine computed for it."""
         page_size = self._pool.page_size
         loaded, left = self.loaded(request), request.num_cached_tokens
         hits = {}
@@ -128,7 +128,7 @@ class PageLoads:
         return self._source.num_computed(request, self.loaded(request))
 
     def landed(self, number: int, ok: bool, now: float) -> None:
-        """Enter that the page with this landing number has come (`ok`) or could not be brought."""
+        """Record that the page with this landing number has arrived (`ok`) or could not be loaded."""
         self.landing.landed(self._rank, number, ok)
         self._source.landed(self._rank, number, ok, now)
 
@@ -137,33 +137,33 @@ class PageLoads:
         self._source.sealed(self._rank, request)
 
     def forget(self, names: Sequence[bytes]) -> None:
-        """Have the source forget pages."""
+        """Make the source forget pages."""
         self._source.forget(self._rank, names)
         self.landing.give_up_names(names)
 
     def cancel(self) -> None:
-        """Let pages that are on their way not be found when they have come."""
+        """Keep pages being loaded from becoming findable when they arrive."""
         self._source.cancel(self._rank)
         self.under_way = [load._replace(names=[]) for load in self.under_way]
 
     def clear(self) -> None:
-        """Have the source forget and delete every page."""
+        """Make the source forget and delete every page."""
         self._source.clear(self._rank)
         self.landing.clear()
 
     def invalidate(self) -> None:
-        """Have the source forget pages whose commands may not have been carried out."""
+        """Make the source forget pages whose commands may not have been executed."""
         self._source.invalidate(self._rank)
         self.landing.clear()
 
     def release(self, request: Request) -> None:
-        """Release what is held for a request that starts or has ended."""
+        """Release the pages and loads of a request that starts or has ended."""
         self._pool.release(request.held_pages)
         request.held_pages = []
         self._loaded.pop(request, None)
         self._source.release(self._rank, request)
         if request.is_loading:
-            # The next owner of such a page writes it after it was placed.
+            # The next owner of such a page writes it only after the load has placed it.
             request.is_loading = False
             for index, load in enumerate(self.under_way):
                 if load.request is request:
@@ -175,7 +175,7 @@ class PageLoads:
         self._source.preempted(request)
 
     def release_held(self, waiting: Iterable[Request], but: Request | None = None) -> bool:
-        """Release cached pages held for waiting requests, except `but`, so that none blocks another. Return whether there were any."""
+        """Release cached pages held for waiting requests except `but`, to avoid deadlock. Return whether there were any."""
         holders = [request for request in waiting if request.held_pages and request is not but]
         for request in holders:
             self._pool.release(request.held_pages)
@@ -183,7 +183,7 @@ class PageLoads:
         return bool(holders)
 
     def take(self) -> tuple[list[int], list[int]]:
-        """Take the pages that receive what the last plan staged, in its order, and the numbers that this plan stages."""
+        """Take the destination pages of the last plan's staged pages, in its order, and the landing numbers that this plan stages."""
         places, self._places = self._places, []
         staged, self._staged = self._staged, []
         return places, staged
@@ -203,7 +203,7 @@ class PageLoads:
                 self._wait(request, cached)
             return answer is not Lookup.ABSENT
         if len(self._staged) >= MOST_LOADED:
-            return True  # this step's loads are full; it is loaded with the next one
+            return True  # this step loads no more pages; the next one will
         loads = []
         for name in names[: MOST_LOADED - len(self._staged)]:
             if self._source.can_load(self._rank, name):
@@ -233,7 +233,7 @@ class PageLoads:
 
 
 class SourcedPages:
-    """The loads of all ranks from one source, and the commands that they need before a step."""
+    """The page loads of all ranks from one source, and the commands for them before each step."""
 
     def __init__(self, source: PageSource, pools: Sequence[PagePool]):
         self.source = source
@@ -244,7 +244,7 @@ class SourcedPages:
             loads.landing.first_number = source.slots
 
     def commands(self) -> list[Command]:
-        """Return the commands that precede the step that was planned last, in order."""
+        """Return the commands to execute before the last planned step, in order."""
         taken = [loads.take() for loads in self.ranks]
         landings = [loads.landing.take() for loads in self.ranks]
         commands: list[tuple[CommandTurn, Command]] = []
@@ -262,7 +262,7 @@ class SourcedPages:
         return [command for _, command in sorted(commands, key=lambda one: one[0])]
 
     def take_waits(self) -> list[tuple[str, float]]:
-        """Take the (tier, seconds) that requests have waited for pages."""
+        """Take the (tier, seconds) of each wait for pages."""
         waits = [wait for loads in self.ranks for wait in loads.landing.waits]
         for loads in self.ranks:
             loads.landing.waits.clear()

@@ -1,4 +1,4 @@
-"""`PagePool`: the pages of one DP rank's KV cache: which are free, held and cached, and the hashes by which cached pages are found."""
+"""`PagePool`: tracks the free, held and cached pages of one DP rank's KV cache, and finds cached pages by hash."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -15,17 +15,17 @@ _NO_SALT = bytes(NAME_BYTES)
 class PagePool:
     """The pages 1 … num_pages − 1 of a rank. Page 0 is never allocated, because padded page-table entries point at it.
 
-    Several requests can hold a page. A sealed page can be found by its hash; without a holder it stays cached until its room is needed.
-    Empty pages are allocated first, the one freed last before others, so that a lightly loaded rank uses few pages; then cached pages, the
-    least recently used first.
+    Several requests can hold a page. A sealed page can be found by its hash; without a holder it stays cached until it is evicted.
+    Allocation takes empty pages first, the most recently freed one first, so that a lightly loaded rank uses few pages; then cached pages
+    in LRU order.
 
-    Window pages have numbers of their own, from `num_pages` on, and names of their own. The first of them is never allocated either. Window
-    pages marked by `keep` are evicted last, least recently used first, and are offered to `on_evict`; others are not.
+    Window pages have separate names, and separate numbers from `num_pages` on. The first window page is never allocated either. Window
+    pages marked by `keep` are evicted last, in LRU order, and are offered to `on_evict`; other window pages are not.
 
     Attributes:
         num_windows: number of window pages, including the one that is never allocated; 0 in a model without window pages.
-        on_evict: called as `on_evict(page, name)` for a cached page whose room is needed. Its values are there until the next commands
-            are carried out.
+        on_evict: called as `on_evict(page, name)` when a cached page is evicted. Its values stay valid until the next commands are
+            executed.
         events: receives events of the pages of `rank`; None: there are no subscribers.
     """
 
@@ -39,7 +39,7 @@ class PagePool:
         self._holders = [0] * (num_pages + num_windows)
         self._hash_of: list[bytes | None] = [None] * (num_pages + num_windows)
         self._page_of: dict[bytes, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # cached and held by nobody, least recently used first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached pages without a holder, least recently used first
         self._free_windows = list(range(num_pages + num_windows - 1, num_pages, -1))
         self._idle_windows: OrderedDict[int, None] = OrderedDict()
         self._kept: set[int] = set()
@@ -112,7 +112,7 @@ class PagePool:
             yield page, self._hash_of[page]
 
     def names_of(self, pages: Iterable[int]) -> list[bytes]:
-        """Return the names of those pages that can be found."""
+        """Return the names of the findable pages among `pages`."""
         return [self._hash_of[page] for page in pages if self._hash_of[page] is not None]
 
     def hold(self, pages: Iterable[int]) -> None:
@@ -123,7 +123,7 @@ class PagePool:
             self._holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Release pages, the last one first, so that a shared beginning is evicted last. Raises a `ValueError` if a page has no holder."""
+        """Release pages, last page first, so that a shared prefix is evicted last. Raises a `ValueError` if a page has no holder."""
         for page in reversed(pages):
             if not self._holders[page]:
                 raise ValueError(f"page {page} is given back but was not allocated")
@@ -138,7 +138,7 @@ class PagePool:
                         idle.move_to_end(page, last=False)
 
     def keep(self, name: bytes) -> None:
-        """Keep a window page if it can be found, as the most recently used one."""
+        """Mark a window page as kept and most recently used, if it can be found."""
         page = self._page_of.get(name)
         if page is not None:
             self._kept.add(page)
@@ -167,12 +167,12 @@ class PagePool:
     def usable(
         self, names: Sequence[bytes], cached: int, loads: Container[bytes] = (), promised: Container[bytes] = ()
     ) -> int:
-        """Return how many of the first `cached` pages a request can go on from: all; with window pages, those up to the last usable border.
+        """Return how many of the first `cached` pages a request can reuse: all; with window pages, the pages up to the last usable border.
 
-        A border is the end of a page. To go on there a request needs the pages before it and the window page of the last of them: each
-        layer's window rests on the layer below, so recomputing a window of tokens is not exact.
+        A border is the end of a page. To continue there, a request needs all pages before it and the last page's window page: each layer's
+        window depends on the layer below, so recomputing a window of tokens is not exact.
 
-        loads: pages that can be loaded. promised: pages that requests are about to compute, with the window page beside each.
+        loads: pages that can be loaded. promised: pages that requests are about to compute, each with its window page.
         """
         if not self.num_windows:
             return cached
@@ -183,14 +183,14 @@ class PagePool:
         return 0
 
     def seal(self, page: int, name: bytes) -> bool:
-        """Let a full, computed page be found, unless another page has this hash. Return whether it can be found."""
+        """Make a full, computed page findable, unless another page has this hash. Return whether it can be found."""
         if self._hash_of[page] is not None or self._page_of.setdefault(name, page) != page:
             return False
         self._hash_of[page] = name
         return True
 
     def seal_of(self, request: Request, first: int, pages: Sequence[int]) -> None:
-        """`seal` pages of a request, starting at its page number `first`. A window page after them belongs to their border and is kept."""
+        """`seal` pages of a request, starting at page index `first`. A window page after them belongs to their border and is kept."""
         names = request.page_hashes
         if pages and self.is_window(pages[-1]):
             name = window_name(names[first + len(pages) - 2])
@@ -202,7 +202,7 @@ class PagePool:
             self.events.computed(self.rank, request, new)
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Let pages no longer be found. Holders keep them."""
+        """Make pages unfindable. Holders keep them."""
         for page in [page for page in pages if self._hash_of[page] is not None]:
             self._lose(page)
 
@@ -255,14 +255,14 @@ def window_name(name: bytes) -> bytes:
 
 
 def window_columns(tokens: int, page_size: int) -> int:
-    """Return the largest number of pages that have a part of `tokens` tokens and of the `page_size - 1` tokens before them."""
+    """Return the maximum number of pages that `tokens` tokens and the `page_size - 1` tokens before them can touch."""
     return (tokens + 2 * page_size - 3) // page_size + 1
 
 
 def held_windows(rows: int, tokens: int, page_size: int, num_drafts: int) -> int:
-    """Return the largest number of window pages that requests hold at a time, plus the one that is never allocated.
+    """Return the maximum number of window pages that requests hold at a time, plus the one that is never allocated.
 
-    rows: running requests, each with drafts of two steps and the page that it may end at. tokens: of prompts, in all steps under way.
+    rows: running requests, each with drafts of two steps and the page that it may end at. tokens: prompt tokens in all steps in flight.
     """
     return 1 + rows * (HELD_WINDOWS + 3 * num_drafts // page_size) + -(-tokens // page_size)
 

@@ -11,7 +11,7 @@ from dsjax.engine.schedule.scheduler_config import AdmissionError
 
 
 class ParkedRequest(NamedTuple):
-    """A request without a scheduler. error: why the current mesh cannot hold it. since: start of its wait, on the monotonic clock."""
+    """A request outside the scheduler. error: why the current mesh cannot hold it. since: start of its wait, on the monotonic clock."""
 
     request: Request
     error: AdmissionError
@@ -19,11 +19,11 @@ class ParkedRequest(NamedTuple):
 
 
 class ParkedRequests(dict[str, ParkedRequest]):
-    """The parked requests by their ids. Other threads than the engine's may read the number and the counts, and set `seconds`.
+    """The parked requests by id. Threads other than the engine's may read the length and the counts, and set `seconds`.
 
     Attributes:
-        seconds: how long a request waits, from the first mesh that could not hold it; 0: it ends at once.
-        larger_is_wanted: whether the current mesh is smaller than the wanted one; otherwise requests do not wait.
+        seconds: how long a request waits, from the first mesh that could not hold it; 0: it fails at once.
+        larger_is_wanted: whether the current mesh is smaller than requested; otherwise requests do not wait.
         outcomes: counts of `resumed`, `expired`, `aborted` requests.
     """
 
@@ -37,12 +37,12 @@ class ParkedRequests(dict[str, ParkedRequest]):
         return [parked.request for parked in self.values()]
 
     def park(self, request: Request, error: AdmissionError, now: float) -> list[Update]:
-        """Keep a new request that the current mesh refuses. Return what `expire` returns."""
+        """Park a new request that the current mesh refuses. Return the updates from `expire`."""
         self[request.request_id] = ParkedRequest(request, error, now)
         return self.expire(now)
 
     def renew(self, refused: Iterable[tuple[Request, AdmissionError]], now: float) -> list[Update]:
-        """Keep the requests that a new mesh refuses; all others have resumed. Return what `expire` returns."""
+        """Park the requests that a new mesh refuses; all others have resumed. Return the updates from `expire`."""
         before = dict(self)
         self.clear()
         for request, error in refused:
@@ -52,7 +52,7 @@ class ParkedRequests(dict[str, ParkedRequest]):
         return self.expire(now)
 
     def expire(self, now: float) -> list[Update]:
-        """End the requests that have waited long enough, or need not wait, and return their last updates."""
+        """End the requests that have waited too long or may not wait, and return their last updates."""
         updates = []
         for request, error, since in [one for one in self.values() if one.since + self._limit <= now]:
             del self[request.request_id]
@@ -62,7 +62,7 @@ class ParkedRequests(dict[str, ParkedRequest]):
         return updates
 
     def abort(self, request_id: str, now: float) -> Update | None:
-        """End a request that its client gave up. Return its last update, or None if it is not parked."""
+        """Abort a request. Return its last update, or None if it is not parked."""
         parked = self.pop(request_id, None)
         if parked is None:
             return None
@@ -80,7 +80,7 @@ class ParkedRequests(dict[str, ParkedRequest]):
 
 
 def _refuse(request: Request, error: AdmissionError, now: float, waited: float) -> Update:
-    """End an accepted request that the current mesh cannot hold. waited: seconds that it has waited for a larger one."""
+    """End an accepted request that the current mesh cannot hold. waited: seconds that it has waited for a larger mesh."""
     request.finish(FinishReason.ERROR, now)
     wait = f"; no larger mesh came in {waited:g} s" if waited else ""
     message = f"the server's mesh has changed, and {error}{wait}"

@@ -14,7 +14,7 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
 _by_order = attrgetter("order")
 _MOST_SKIPPED = 16
-"""Most waiting requests that a step skips because others compute their pages. Requests whose pages are being loaded do not count."""
+"""Maximum waiting requests that a step skips because others compute their pages. Requests whose pages are being loaded do not count."""
 
 
 class RankLoad(NamedTuple):
@@ -22,11 +22,11 @@ class RankLoad(NamedTuple):
 
     Attributes:
         waiting_tokens: known tokens of the waiting requests.
-        used_pages: held by requests. cached_pages: held only by the prefix cache; they count as free. usable_pages: all.
+        used_pages: pages held by requests. cached_pages: pages only in the prefix cache; they count as free. usable_pages: all pages.
         cost: the router's cost of sending a new request here, without the request's own tokens, in tokens to compute (docs/scheduler.md).
-        hits: tokens that requests found cached at their first admission, by tier (`device`, and the tiers of page sources). queried: all
-            tokens of those requests.
-        tiers: counts of page sources for this rank, by tier.
+        hits: cached tokens of requests at their first admission, by tier (`device`, and the KV connector's tiers). queried: all tokens of
+            these requests.
+        tiers: the KV connector's counts for this rank, by tier.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class Rank:
         load, waiting_tokens: known tokens of all requests, and of the waiting ones.
         backlog: tokens to compute before every request here has its next token: uncached and not promised tokens of waiting requests,
             and the rest of the prompts being computed.
-        promised: hashes of the pages that requests here will compute for their prompts, with the number of such requests.
+        promised: hashes of the pages that requests here will compute for their prompts, and how many requests will compute each.
         prefix_queries: known tokens of requests at their first admission. hits: how many of these tokens were cached, by tier.
     """
 
@@ -73,7 +73,7 @@ class Rank:
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
 
     def uncached(self, request: Request) -> int:
-        """Return how many tokens of a request this rank would have to compute, i.e. those neither cached nor promised."""
+        """Return how many tokens of a request this rank would have to compute: tokens neither cached nor promised."""
         names = self.readable(request)
         found = self.pool.count(names, self.promised, self.loads)
         cached = self.pool.usable(names, found, self.loads, self.promised)
@@ -130,7 +130,7 @@ class Rank:
         self.loads.clear()
 
     def invalidate(self) -> None:
-        """Forget pages that failed commands may have left incomplete: all on the device, and those on their way to a KV connector."""
+        """Forget pages that failed commands may have left incomplete: all pages on the device, and pages being sent to a KV connector."""
         self.loads.cancel()
         self.pool.forget_all()
         self.loads.invalidate()
@@ -195,7 +195,7 @@ class Rank:
                     continue
             if len(decodes) == room:
                 continue
-            # With drafts under way `planned` may reach its bound; nothing is written beyond it.
+            # With drafts in flight, `planned` may reach its bound; nothing is written beyond it.
             full = planned >= len(request.pages) * page_size
             if windowed:
                 full = planned >= request.num_writable_pages * page_size
@@ -264,7 +264,7 @@ class Rank:
             windows = self.pool.pages_for(min(left, self.config.prefill_chunk, budget)) if self.pool.num_windows else 0
             shared = self.pool.find(at_border)
             if not self.pool.can_hold(cached + shared + last_page, count + headroom, windows):
-                # Release the pages held for other requests before those held for this one.
+                # Release pages held for other requests before the pages held for this one.
                 if self.loads.release_held(self.waiting, request) or self.loads.release_held(self.waiting):
                     continue
                 break
@@ -290,7 +290,7 @@ class Rank:
                 budget -= self._schedule_chunk(request, budget, plan.prefills)
 
     def _last_page(self, request: Request) -> list[int]:
-        """Return the cached page that the request's last token fills, as a list of one or none. The last token is recomputed in a copy.
+        """Return a list with the cached page that the request's last token fills, or an empty list. The token is recomputed in a copy.
 
         Always empty with window pages, because they do not keep the state before their last token.
         """
@@ -307,7 +307,7 @@ class Rank:
     def _start(self, request: Request, cached: list[int], last_page: list[int], count: int, now: float) -> None:
         """Give a request a slot, the `cached` pages and `count` new ones. The last new page is for a copy of `last_page`, if any."""
         self.pool.hold(cached)
-        # Held only so that `allocate` does not take it. The copy runs before anything that is planned later.
+        # Held only so that `allocate` does not take it. The copy runs before everything planned later.
         self.pool.hold(last_page)
         request.pages = cached + self.pool.allocate(count)
         self.pool.release(last_page)
@@ -337,7 +337,7 @@ class Rank:
             if self.loads.release_held(self.waiting):
                 continue
             if self.pool.num_free_windows < windows and request.num_rows_under_way:
-                return False  # it can release window pages after these rows
+                return False  # it can release window pages once these rows are done
             victim = self.running[-1]
             if victim.num_rows_under_way:
                 victim.must_leave = True
@@ -447,9 +447,9 @@ class Rank:
 def _kept_borders(request: Request, page_size: int) -> tuple[int, int]:
     """Return the borders (ends of pages, in pages) whose window page is kept because other requests are likely to continue there.
 
-    The first is the last border before the prompt's last token, for the same prompt sent again. The second is where this request found
-    cached pages but no window page: a third request may share the prefix that two have shared. Other code keeps the window pages where a
-    request continued, ended or was preempted.
+    The first is the last border before the prompt's last token, for a repetition of the prompt. The second is where this request found
+    cached pages but no window page: two requests share this prefix, so a third may too. Other code keeps the window pages where a request
+    continued, ended or was preempted.
     """
     return (request.num_prompt_tokens - 1) // page_size, request.missed_border
 

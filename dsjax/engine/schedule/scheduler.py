@@ -20,11 +20,11 @@ context token; over about 270 decodes that is 1/16."""
 REQUEST_WEIGHT = 32
 """Cost of one more row in every step, in tokens to compute."""
 MOST_SESSIONS = 65_536
-"""Most sessions remembered; the least recently used one is forgotten first."""
+"""Maximum number of remembered sessions; the least recently used one is forgotten first."""
 
 
 class Update(NamedTuple):
-    """What a step did to one request. result: cut off after the token that ended the request; None if the request was aborted."""
+    """A step's result for one request. result: cut off after the token that ended the request; None if the request was aborted."""
 
     request: Request
     result: RowResult | None
@@ -170,7 +170,7 @@ class Scheduler:
             self.ranks[rank].loads.landed(number, ok, now)
 
     def take_dirty(self) -> list[list[int]] | None:
-        """Take the pages of each rank that must be cleared before the next step; None if no rank has any."""
+        """Take each rank's pages that must be cleared before the next step; None if there are none."""
         if not any(rank.dirty for rank in self.ranks):
             return None
         dirty = [rank.dirty for rank in self.ranks]
@@ -184,7 +184,7 @@ class Scheduler:
         Rows of requests that have ended in the meantime are dropped.
         """
         updates: list[Update] = []
-        # The loop over decodes takes most of the engine's host time, so the usual case is inlined, and the slow call `Update(...)` avoided.
+        # The decode loop takes most of the engine's host time, so the common case is inlined and the slow call `Update(...)` avoided.
         new_update = partial(tuple.__new__, Update)
         running = Status.RUNNING
         for rank, (decodes, prefills, *_), (decoded, prefilled) in zip(self.ranks, plan.ranks, results, strict=True):
@@ -281,7 +281,7 @@ def _check_fits(request: Request, config: SchedulerConfig) -> None:
 
 
 def _enter_chunk(rank: Rank, row: ScheduledRow, result: RowResult, now: float) -> Update | None:
-    """Enter the result of a prefill row. Return an update; None if the row has neither a token nor scores nor an error."""
+    """Enter the result of a prefill row. Return an update; None if the row has no token, no scores and no error."""
     request, start, length, sampled = row
     if not result.finite:
         _, reason = _enter(rank, request, result, now)
@@ -310,7 +310,7 @@ def _enter(rank: Rank, request: Request, result: RowResult, now: float) -> tuple
         reason = request.finish_reason_after(token_id)
         if reason is not None:
             scores = None if result.scores is None else result.scores[:count]
-            if not result.finite:  # in tokens after the end
+            if not result.finite:  # non-finite values in tokens after the end
                 rank.invalidate_request(request)
             result = result._replace(token_ids=result.token_ids[:count], scores=scores, finite=True, error=None)
             break

@@ -1,4 +1,4 @@
-"""`StepWriter`: a step's plan, written down as a command: only what has changed since the last one, and no request."""
+"""`StepWriter`: turns a step's plan into a command with only the changes since the last step, and no request objects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dsjax.engine.schedule.request import RankPlan, Request, ScheduledRow, StepP
 
 
 class _KnownSlot(NamedTuple):
-    """What the executor knows of a slot. window_end: the number of the page behind its request's window pages."""
+    """The executor's state of a slot. window_end: index of the page after its request's window pages."""
 
     request: Request | None = None
     admission: int = 0
@@ -34,9 +34,9 @@ _UNKNOWN = _KnownSlot()
 
 
 class StepWriter:
-    """Writes plans as commands, in order and each once. It remembers what the executor knows of each slot.
+    """Turns plans into commands, each once and in order. Tracks the executor's state of each slot.
 
-    ring: of a model with window pages, the columns of a slot's table that these use in turn: the first one, and how many.
+    ring: (first, count) of the page-table columns that window pages use as a ring buffer, for models with window pages.
     """
 
     def __init__(self, num_ranks: int, page_size: int, ring: tuple[int, int] = (0, 0)):
@@ -44,18 +44,18 @@ class StepWriter:
         self._known: list[dict[int, _KnownSlot]] = [{} for _ in range(num_ranks)]  # by rank, then by slot
 
     def write(self, plan: StepPlan) -> Step:
-        """The step's command."""
+        """Return the step's command."""
         ranks = [self._write_rank(index, rank, plan.num_drafts) for index, rank in enumerate(plan.ranks)]
         return Step(ranks, plan.num_drafts, plan.num_drafts or plan.after_prompts)
 
     def copies(self, plan: StepPlan) -> Copy | None:
-        """The pages to be copied before the step; None where there are none."""
+        """Return the page copies to execute before the step; None if there are none."""
         if not any(rank.copies for rank in plan.ranks):
             return None
         return Copy([int32s(page for pair in rank.copies for page in pair) for rank in plan.ranks])
 
     def reset(self) -> None:
-        """Forget what the executor was told, since it has forgotten it too."""
+        """Forget the state of all slots, because the executor has lost it."""
         for slots in self._known:
             slots.clear()
 
@@ -79,7 +79,7 @@ class StepWriter:
     def _tell(
         self, rank: int, request: Request, start: int, admissions: list[Admission], changes: list[PageChange]
     ) -> None:
-        """Add what the executor does not know yet of a row's slot: which request has it, and the request's new pages."""
+        """Add the changes of a row's slot: a new request's admission, and new pages."""
         slot, pages, slots = request.slot, request.pages, self._known[rank]
         owner, admission, known, known_windows = slots.get(slot, _UNKNOWN)
         if owner is not request or admission != request.admissions:
@@ -114,7 +114,7 @@ class StepWriter:
 
 
 def clear_command(dirty: Iterable[Iterable[int]]) -> Clear:
-    """The command that zeroes pages, given rank by rank."""
+    """Return the command that zeroes pages. dirty: pages by rank."""
     return Clear([int32s(pages) for pages in dirty])
 
 
@@ -139,7 +139,7 @@ def _admission(request: Request, start: int) -> Admission:
 
 
 def _guide(request: Request, num_drafts: int, guides: list[Guide]) -> None:
-    """Add the masks of a row whose rules depend on the tokens made; its tokens are all known."""
+    """Add the masks of a row whose rules depend on the generated tokens. All its tokens must be known."""
     if not request.rules.needs_tokens:
         return
     masks = request.rules.masks(request.output_token_ids, request.drafts[:num_drafts])

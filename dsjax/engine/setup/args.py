@@ -1,4 +1,4 @@
-"""`EngineArgs`: every option of an engine, once, for `LLM(...)`, `dsjax serve` and `dsjax generate` alike."""
+"""`EngineArgs`: all engine options, shared by `LLM(...)`, `dsjax serve` and `dsjax generate`."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ PREFILL_CHUNK = 256
 
 @dataclass(frozen=True, kw_only=True)
 class BasicOptions:
-    """What is asked of every engine: the model, how it is computed, and how much of it at once."""
+    """Options of every engine: the model, its numerics and kernels, and batch and cache sizes."""
 
     model: str = option("demo", "Bundled name, Hugging Face repository, or folder with weights.", Group.MODEL)
     revision: str | None = option(None, "Branch, tag or commit to download.", Group.MODEL)
@@ -192,7 +192,7 @@ class BasicOptions:
 class EngineArgs(
     GroupOptions, SideOptions, ExpertOptions, TierOptions, ApartOptions, BasicOptions
 ):  # `--help` lists the last base first
-    """The options of an engine, named as vLLM names them where it has them. Checked when made; sizes are per DP rank."""
+    """The options of an engine, with vLLM's names where vLLM has the option. Validated at construction; sizes are per DP rank."""
 
     compile_ahead: int = advanced(
         1, "Lost processes whose smaller meshes are compiled beforehand; 0: none.", Group.HOSTS, least=0
@@ -209,7 +209,7 @@ class EngineArgs(
             object.__setattr__(self, "mla_prefill", self.mla_decode if self.batch_invariant else "CC")
         super().__post_init__()
         for name in ("speculation", "eplb", "num_redundant", "kv_events", "prefill"):
-            getattr(self, name)  # a wrong one is refused here
+            getattr(self, name)  # raises if the value is invalid
         check_sizes(self)
         check_combinations(self)
         check_apart(self)
@@ -219,7 +219,7 @@ class EngineArgs(
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineArgs":
-        """Make the options from keyword arguments such as `LLM`'s; a `UserError` for an unknown option or a wrong value."""
+        """Create the options from keyword arguments such as `LLM`'s. Raises a `UserError` for an unknown option or an invalid value."""
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(options.keys() - set(known))
         if unknown:
@@ -228,7 +228,7 @@ class EngineArgs(
 
     @property
     def num_devices(self) -> int:
-        """Devices of all meshes together."""
+        """Total number of devices of all meshes."""
         from sharding.mesh import MeshSpec
 
         if not self.separated:
@@ -240,32 +240,32 @@ class EngineArgs(
         return sum(MeshSpec.parse(mesh).num_devices for mesh in (self.decode_mesh, self.prefill_mesh))
 
     def page_size_of(self, config: ModelConfig) -> int:
-        """Tokens of a page."""
+        """Return the number of tokens per page."""
         return self.page_size or default_page(config)
 
     @property
     def executor_options(self) -> dict[str, Any]:
-        """The options that an executor depends on, from which `EngineArgs` makes an equal one."""
+        """The options that an executor depends on. `EngineArgs` made from them produce an equal executor."""
         values = dataclasses.asdict(self)
         return {name: values[name] for name in EXECUTOR_OPTIONS}
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """`speculative_config`, read; None where nothing is drafted. Raises as `JsonOption.parse`."""
+        """The parsed `speculative_config`; None without speculative decoding. Raises the errors of `JsonOption.parse`."""
         return None if self.speculative_config is None else SpeculativeConfig.parse(self.speculative_config)
 
     @property
     def chunk_tokens(self) -> int:
-        """Most tokens of one prompt in one step."""
+        """Maximum number of tokens of one prompt per step."""
         return self.prefill_chunk or min(PREFILL_CHUNK, self.max_num_batched_tokens)
 
     @property
     def num_drafts(self) -> int:
-        """Most drafts of a request in one step."""
+        """Maximum number of drafts of a request per step."""
         return 0 if self.speculation is None else self.speculation.num_speculative_tokens
 
     def scheduler_config(self, limits: ExecutorLimits) -> SchedulerConfig:
-        """Give the scheduler's sizes for an executor made from these options."""
+        """Return the scheduler config for an executor with these options."""
         return SchedulerConfig.from_limits(
             limits,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -281,4 +281,4 @@ EXECUTOR_OPTIONS = tuple(
     for field in dataclasses.fields(EngineArgs)
     if not (field.metadata.get("of_host") or field.metadata["group"] is Group.HOSTS)
 )
-"""Names of the options that an executor depends on, and that a dry run has."""
+"""Names of the options that an executor depends on. A dry run has the same options."""

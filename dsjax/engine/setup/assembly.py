@@ -1,4 +1,4 @@
-"""From options and a configuration to a ``ModelStep``, with every check and without any weights: loading and dry run share it."""
+"""Build a ``ModelStep`` from options and a model configuration, with all checks and without weights, for loading and dry runs."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ from sharding.mesh import joined_neighbours
 from sharding.placement import Placement
 
 FIRST_WITH_FP8 = 8.9
-"""The least CUDA compute capability whose tensor cores multiply e4m3 (Ada; CUDA programming guide)."""
+"""Minimum CUDA compute capability with e4m3 tensor cores (Ada; CUDA programming guide)."""
 
 
 def make_step(
@@ -54,13 +54,13 @@ def make_step(
     mtp: bool = False,
     stage: Stage | None = None,
 ) -> ModelStep:
-    """Make the step that ``args`` describe, for this model on this mesh.
+    """Build the step that ``args`` describe, for this model on this mesh.
 
-    bf16_experts: ``Checkpoint.bf16_experts``; None: as the configuration says. mtp: with the model's MTP module, and its layer in the
-    cache. stage: the part of the model that the step is; ``spec`` and ``mesh`` are the stage's own then. None: all of it.
+    bf16_experts: ``Checkpoint.bf16_experts``; None: decide by the configuration. mtp: whether to include the MTP module and its cache
+    layer. stage: pipeline stage to build, with its own ``spec`` and ``mesh``; None: the whole model.
 
     Raises:
-        UserError, MeshError: options, model and mesh that do not go together, or a model with an option that it has not got.
+        UserError, MeshError: options, model and mesh are incompatible, or the model does not support an option.
     """
     if jax.config.jax_enable_x64:
         raise UserError(
@@ -157,7 +157,7 @@ def make_step(
         stage=stage,
         drafts=args.num_drafts,
     )
-    _ = step.cache_groups  # refuses forms that share no layout, and pages of other sizes
+    _ = step.cache_groups  # raises if the MLA forms share no cache layout, or for an unsupported page size
     if expert_side is not None:
         infos = {path: info for path, info in table.infos.items() if EXPERTS in path}
         step = dataclasses.replace(step, table=table.without(infos), apart=experts_apart(args, infos))
@@ -167,15 +167,15 @@ def make_step(
 
 
 def experts_apart(args: EngineArgs, infos: Mapping[str, ParameterInfo]) -> ExpertsApart:
-    """Describe the experts on `--expert-mesh`. infos: of their parameters."""
+    """Return the description of the experts on `--expert-mesh`. infos: their parameters."""
     spec, is_remote = expert_spec(args), args.afd_role == "attention"
     parts = len(afd_addresses(args)) if is_remote else spec.ep_size
     return ExpertsApart(spec, parts, padded=not is_remote, infos=infos)
 
 
 def _dispatch(args: EngineArgs, config: ModelConfig, mesh: Mesh, placement: LayerPlacements) -> DispatchConfig:
-    """How tokens reach their experts."""
-    # Experts that are copied, or that were or are to be moved, may lie on another host than their group.
+    """Return the dispatch configuration."""
+    # Redundant or moved experts may be on another host than their group.
     in_groups = config.is_moe and placement.n_physical == config.n_routed_experts
     in_groups &= not args.enable_eplb and args.init_expert_location is None
     return DispatchConfig(
@@ -223,14 +223,14 @@ def _kernels(
     }
     left = tuple(name for names, reason in refused.items() if reason for name in names)
     if not WEIGHT_FORMATS[weights].keeps_fp8 or scheme.dynamic:
-        left += ("other products",)  # XLA's own are as good with other weights, which is nothing to note
+        left += ("other products",)  # with other weights XLA's products are as good: no note
     return dataclasses.replace(
         kernels, left_plain=left, note="; ".join(filter(None, (kernels.note, *refused.values())))
     )
 
 
 def _refuses_experts(config: ModelConfig, spec: MeshSpec, weights: Weights, scheme: ActivationScheme) -> str:
-    """Say why the TPU's kernels cannot multiply with a device's experts; nothing where they can."""
+    """Return why the TPU kernels do not support a device's experts; empty if they do."""
     if weights not in ("bf16", "mixed", "fp8"):
         return (
             f"the experts' kernels for TPUs take bfloat16 and FP8 weights, and these are {weights}: experts are plain"
@@ -244,8 +244,8 @@ def _refuses_experts(config: ModelConfig, spec: MeshSpec, weights: Weights, sche
 
 
 def compute_dtype(args: EngineArgs, config: ModelConfig, platform: str) -> np.dtype:
-    """Choose what activations are computed in. ``auto``: the checkpoint's dtype, but float32 on CPU, where XLA computes bf16 by
-    converting to float32 and back around each operation, which is slower and less exact.
+    """Return the dtype of activations. ``auto``: the checkpoint's dtype; on CPU float32, because XLA converts bf16 to float32 and back
+    around each operation there, which is slower and less exact.
     """
     if args.dtype != "auto":
         return jnp.dtype(args.dtype)
@@ -253,14 +253,14 @@ def compute_dtype(args: EngineArgs, config: ModelConfig, platform: str) -> np.dt
 
 
 def cache_dtype(args: EngineArgs, dtype: np.dtype) -> np.dtype:
-    """Choose what the latent cache is kept in; ``auto``: the dtype of computation."""
+    """Return the dtype of the KV cache (MLA latents). ``auto``: the compute dtype."""
     return {"auto": dtype, "fp8": fp8.E4M3}.get(args.kv_cache_dtype) or jnp.dtype(args.kv_cache_dtype)
 
 
 def weights_format(args: EngineArgs, config: ModelConfig, dtype: np.dtype, bf16_experts: bool | None = None) -> Weights:
-    """Choose how matrices are kept: quantised if asked for, else in the compute dtype, but routed experts in bf16 if they come so.
+    """Return the weight format: as requested, else the compute dtype, except that routed experts stored in bf16 stay in bf16.
 
-    FP8 values times their scales do not fit bf16, so they become float32 for float32.
+    Products of FP8 values and their scales do not fit bf16, so with float32 they become float32.
     """
     if args.weights != "auto":
         return args.weights
@@ -272,10 +272,10 @@ def weights_format(args: EngineArgs, config: ModelConfig, dtype: np.dtype, bf16_
 
 
 def activation_scheme(args: EngineArgs, config: ModelConfig, weights: Weights, device: jax.Device) -> ActivationScheme:
-    """Say whether activations are quantised for products with FP8 weights: ``auto`` as vLLM and SGLang do where tensor cores multiply FP8.
+    """Return whether activations are quantised for FP8 weights. ``auto``: yes on FP8 tensor cores, as in vLLM and SGLang.
 
     Raises:
-        UserError: ``dynamic`` without FP8 weights, or a format of experts' rows that is not that of their weights.
+        UserError: ``dynamic`` without FP8 weights, or a format of the experts' rows that differs from the format of their weights.
     """
     chosen, row = args.activation_scheme, WEIGHT_FORMATS[weights]
     powers = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
@@ -299,7 +299,7 @@ def activation_scheme(args: EngineArgs, config: ModelConfig, weights: Weights, d
 
 
 def model_rules(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> Rules:
-    """Give the layout of the options; the vocabulary is kept whole where ``tp`` does not divide it."""
+    """Return the sharding rules for the options. The vocabulary is not sharded if ``tp`` does not divide it."""
     rules = Rules.for_mesh(spec)
     if config.vocab_size % spec.tp_size:
         rules = rules.replace(vocab=(), embedded_vocab=())
@@ -320,7 +320,7 @@ def model_rules(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> Rules:
 
 
 def expert_placement(config: ModelConfig, spec: MeshSpec, redundant: int, *, mtp: bool = False) -> LayerPlacements:
-    """Choose which expert each slot of each MoE layer holds, the MTP module's last: in order, or with redundant copies spread evenly."""
+    """Return the expert of each slot of each MoE layer (MTP module last): in order, or with redundant copies spread evenly."""
     experts = config.n_routed_experts
     placement = Placement.identity(experts)
     if redundant:
@@ -331,9 +331,9 @@ def expert_placement(config: ModelConfig, spec: MeshSpec, redundant: int, *, mtp
 def _placement_from_file(
     args: EngineArgs, config: ModelConfig, spec: MeshSpec, default: LayerPlacements
 ) -> LayerPlacements:
-    """Place experts as ``--init-expert-location`` says: at its places where they fit, else at places made for its loads.
+    """Return the placement from ``--init-expert-location``: its placement table if that fits, else a placement balanced for its loads.
 
-    Without the MTP module's row, its layer stays as in ``default``; without the module, its row is not read.
+    If the file has no row for the MTP module, that layer stays as in ``default``. Without the module, its row is ignored.
     """
     if not config.is_moe:
         raise UserError("--init-expert-location is given, but this model has no experts; leave it out")
@@ -364,10 +364,10 @@ def _fits(table: np.ndarray, layers: int, width: int) -> bool:
 
 
 def experts_per_exchange(args: EngineArgs, step: ModelStep) -> int:
-    """Count the experts that a rank sends and receives between two steps at most; 0 where experts stay where they are, or a stage has none.
+    """Return the maximum number of experts that a rank sends and receives between two steps; 0 without EPLB or without experts.
 
     Raises:
-        UserError: balancing is asked for, and nothing can be balanced, or the bound on bytes has no room for an expert.
+        UserError: EPLB is enabled but each device has all experts, or ``max_bytes_per_step`` is less than the bytes of one expert.
     """
     if args.eplb is None or not step.config.is_moe:
         return 0
@@ -385,10 +385,9 @@ def experts_per_exchange(args: EngineArgs, step: ModelStep) -> int:
 
 
 def dispatch_method(step: ModelStep, tokens: int, *, halved: bool = False) -> str:
-    """Say how a launch of ``tokens`` tokens a DP rank sends them to their experts, or with ``halved`` each of its two halves.
+    """Return the dispatch method of a batch with ``tokens`` tokens per DP rank, or with ``halved`` of each of its two halves (DBO).
 
-    ``local``: one device has all experts; ``memory``: emulated devices read tokens where they lie; ``apart``: experts have their own
-    devices.
+    ``local``: one device has all experts; ``memory``: emulated devices read tokens in place; ``apart``: experts are on other devices.
     """
     if not step.config.is_moe:
         return "none"

@@ -1,4 +1,4 @@
-"""The connections of an attention side (`--afd-role attention`): to its other processes, and to those with the routed experts."""
+"""Connect a process of the attention side (`--afd-role attention`) to its other processes and to the routed experts' processes."""
 
 import contextlib
 from dataclasses import replace
@@ -33,10 +33,10 @@ def connect_experts(
     *,
     known: bool,
 ) -> RemoteExperts:
-    """Connect to the processes at `--afd-address` and to the other processes of the attention side. All processes of it call this.
+    """Connect to the processes at `--afd-address` and to the other attention processes. All attention processes call this.
 
-    directory: of the checkpoint. name: of the attention side. opened: closes the connections. known: whether this process was connected
-    to the experts before; then it waits for those that are gone.
+    directory: the checkpoint's folder. name: name of the attention side. opened: closes the connections. known: whether this process was
+    connected to the experts before; if so, it waits for lost expert processes.
     """
     attention = _attention_processes(args, name, group)
     opened.callback(attention.close)
@@ -45,7 +45,7 @@ def connect_experts(
     if group is None:
         connect()
         return side
-    # This comes before any wait, so that the loss of a process ends the waits of all others.
+    # Do this before any wait, so that the loss of a process ends the waits of all others.
     group.collectives.cut_with(group.generation, attention.abandon)
     try:
         group.agreement.run("experts", connect)
@@ -57,7 +57,7 @@ def connect_experts(
 
 
 def remote_part(args: EngineArgs, directory: Path) -> PartMaker:
-    """Make the executor's part for experts in other processes. directory: of the checkpoint."""
+    """Return a maker of the executor plugin for experts in other processes. directory: the checkpoint's folder."""
 
     def another(
         command: ConnectExperts, device: DeviceAccess, before: RemoteExperts
@@ -86,7 +86,7 @@ def _remote_experts(
     placement: np.ndarray,
     change: int = 0,
 ) -> RemoteExperts:
-    """Make the backend for a step's experts at `--afd-address`. `connect` connects it. placement, change: see `RemoteExperts`."""
+    """Return the backend for a step's experts at `--afd-address`; its `connect` connects it. placement, change: see `RemoteExperts`."""
     return RemoteExperts(
         expert_spec(args),
         afd_addresses(args),

@@ -1,4 +1,4 @@
-"""What `--batch-invariant` asks of a step, and refusals where it cannot be had."""
+"""Check that a step supports `--batch-invariant`."""
 
 from dsjax.errors import UserError
 from dsjax.model.forms import WITH_KERNELS
@@ -6,7 +6,7 @@ from dsjax.model.step import ModelStep
 
 
 def check_batch_invariant(step: ModelStep, platform: str) -> None:
-    """Refuse what would let a token's bits depend on the batch that it is computed in: two MLA forms, or sums left to a compiler."""
+    """Raise a `UserError` if a token's bits could depend on its batch: with two MLA forms, or reductions ordered by a compiler."""
     if step.prefill_form != step.decode_form or not step.decode_form.kernels:
         raise UserError(
             f"--batch-invariant computes prompts and decodes in one MLA form that has kernels, and --mla-prefill is {step.prefill_form}, "

@@ -1,4 +1,4 @@
-"""Which options exclude each other, and which need another one: two tables (docs/troubleshooting.md). No JAX."""
+"""Two tables: options that exclude each other, and options that require another one (docs/troubleshooting.md). No JAX."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from dsjax.errors import UserError
 
 
 class Choice(NamedTuple):
-    """Something that an engine's options say. made: whether these `EngineArgs` say it."""
+    """A choice among the engine options, such as an option or its value. made: whether `EngineArgs` make this choice."""
 
     text: str
     made: Callable[[Any], bool]
@@ -19,7 +19,7 @@ class Choice(NamedTuple):
 
 
 class Exclusion(NamedTuple):
-    """Two choices that cannot be made together. advice: what to do; empty: leave one of them out."""
+    """Two choices that exclude each other. advice: what to do; empty: leave one of them out."""
 
     one: Choice
     other: Choice
@@ -28,7 +28,7 @@ class Exclusion(NamedTuple):
 
 
 class Need(NamedTuple):
-    """A choice that says nothing without another one. advice: what to do; empty: make the other one too."""
+    """A choice that has no effect without another one. advice: what to do; empty: give both, or leave it out."""
 
     one: Choice
     other: Choice
@@ -36,12 +36,12 @@ class Need(NamedTuple):
 
 
 def _given(name: str) -> Choice:
-    """An option has another value than its default."""
+    """Return the choice of any value but the default for an option."""
     return Choice(f"--{name.replace('_', '-')}", lambda args: getattr(args, name) != getattr(type(args), name))
 
 
 def _has_stages(args: Any) -> bool:
-    from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
+    from sharding.mesh import MeshSpec  # here, because it imports JAX
 
     meshes = (args.mesh, args.attention_mesh, args.prefill_mesh, args.decode_mesh)
     return any(MeshSpec.parse(mesh).pp_size > 1 for mesh in meshes if mesh is not None)
@@ -79,14 +79,14 @@ OWN_CLASS = Choice(
 )
 COMPILE_AHEAD = Choice("--compile-ahead", lambda args: args.compile_ahead not in (0, type(args).compile_ahead))
 FAMILIES = {"deepseek_v4": Choice("a deepseek_v4 model", lambda args: False)}
-"""By `model_type`; which one a model is of is known when its configuration has been read (`check_family`)."""
+"""Model families by `model_type`, which is known only once the model's configuration is read (`check_family`)."""
 _OF_FAMILIES = {
     "mla_prefill": Choice(
         "--mla-prefill", lambda args: args.mla_prefill != (args.mla_decode if args.batch_invariant else "CC")
     ),
     "kv_cache_dtype": Choice("--kv-cache-dtype fp8", lambda args: args.kv_cache_dtype == "fp8"),
 }
-"""Options of which a family refuses some values alone."""
+"""Options for which a family refuses only some values."""
 
 _PARTS = "a page of the cache is in parts with stages, one at each stage, which are not handed over yet"
 _ATTENTION = "prompts are computed on the attention side"
@@ -155,7 +155,7 @@ EXCLUSIONS = (
         for name, reason in REFUSED.items()
     ),
 )
-"""Pairs that are refused."""
+"""Pairs of choices that exclude each other."""
 
 NEEDS = (
     Need(_given("pp_layer_partition"), STAGES, "add pp to --mesh, or leave it out"),
@@ -174,11 +174,11 @@ NEEDS = (
     Need(DISK_BYTES, DISK),
     Need(EPLB_CONFIG, EPLB, "add it, or for experts that stay where they are use --redundant-experts"),
 )
-"""Options that say nothing without another one."""
+"""Choices that require another one."""
 
 
 def check_combinations(args: Any) -> None:
-    """Check that options of `EngineArgs` exclude no others, and have those that they need; a `UserError` where they do not."""
+    """Raise a `UserError` if options of `EngineArgs` exclude each other or lack an option that they require."""
     for need in NEEDS:
         if need.one.made(args) and not need.other.made(args):
             advice = need.advice or "give both, or leave it out"
@@ -189,14 +189,14 @@ def check_combinations(args: Any) -> None:
 
 
 def check_family(args: Any, model_type: str) -> None:
-    """Refuse options that models of a family do not have, by the `model_type` that a configuration says."""
+    """Raise a `UserError` for options that the family of a `model_type` does not support."""
     for pair in EXCLUSIONS:
         if pair.other is FAMILIES.get(model_type) and pair.one.made(args):
             raise _refusal(pair)
 
 
 def check_group(args: Any) -> None:
-    """Refuse options that cannot be those of several processes, where what started this process says that there are several."""
+    """Raise a `UserError` for options that exclude several processes. Call it if the launcher of this process has started several."""
     for pair in EXCLUSIONS:
         if pair.other is SEVERAL and pair.one.made(args):
             raise _refusal(pair)

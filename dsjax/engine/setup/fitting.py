@@ -1,4 +1,4 @@
-"""Check that a mesh divides a model. Needs no JAX, so that `dsjax info` answers at once."""
+"""Check that a mesh divides a model. Does not import JAX, so that `dsjax info` starts fast."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def check_layout(
 ) -> None:
     """Check that the mesh divides this model; see ``MeshSpec.check_fits``.
 
-    expert_side: the mesh of the experts, where that is another. dense_tp: of ``--moe-dense-tp-size``.
+    expert_side: the experts' mesh, if they have their own. dense_tp: ``--moe-dense-tp-size``.
 
     Raises:
-        MeshError: naming each number that does not fit. UserError: redundant experts for a model that has none.
+        MeshError: sizes do not fit; the message names each. UserError: redundant experts for a model without experts.
     """
     if redundant and not config.is_moe:
         raise UserError(f"--redundant-experts is {redundant}, but this model has no experts; leave it out")

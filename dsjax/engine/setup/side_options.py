@@ -1,4 +1,4 @@
-"""`SideOptions`: options of disaggregated prefill, what each side's engine gets of them, and their checks. No JAX at import."""
+"""`SideOptions`: options of disaggregated prefill, the options of each side's engine, and their checks. No JAX at import."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ DEFAULT_PAGE = 16
 
 
 def default_page(config: ModelConfig) -> int:
-    """Return the default of `--page-size`: the least multiple of 16 that holds whole windows of the model."""
+    """Return the default of `--page-size`: the smallest multiple of 16 that holds whole windows of the model."""
     return math.lcm(DEFAULT_PAGE, config.page_tokens)
 
 
@@ -34,7 +34,7 @@ _DECODES_ALONE = {
     "kv_events_config": None,
     "record_steps": None,
 }
-"""Options that only the decode engine uses, with the values that the prefill engine gets."""
+"""Options that only the decode engine uses, with their values for the prefill engine."""
 _ONE_SIDE = dict.fromkeys(("prefill_mesh", "decode_mesh", "prefill_config"))
 """Options that describe both sides, all None in the options of one side's engine."""
 
@@ -116,7 +116,7 @@ class SideOptions:
 
     @property
     def prefill(self) -> PrefillConfig:
-        """The parsed `prefill_config`. Raises what `JsonOption.parse` raises."""
+        """The parsed `prefill_config`. Raises the errors of `JsonOption.parse`."""
         return PrefillConfig() if self.prefill_config is None else PrefillConfig.parse(self.prefill_config)
 
     @property
@@ -153,7 +153,7 @@ def naming_prefill(args: Args) -> Iterator[None]:
 
 
 def _experts(args: Args, mesh: str, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return a side's EPLB options. EPLB is off on a side with all experts on each device, unless both sides are like that."""
+    """Return a side's EPLB options. EPLB is off on a side whose devices each hold all experts, unless this is so on both sides."""
     from sharding.mesh import MeshSpec  # here, because it imports JAX
 
     if args.eplb is None:

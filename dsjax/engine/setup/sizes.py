@@ -1,4 +1,4 @@
-"""``EngineLayout``: what an engine's programs are made of before there is any weight: step, shapes of launches, and sizes."""
+"""``EngineLayout``: the step, batch shapes and sizes that determine an engine's programs before weights are loaded."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from sharding import MeshSpec
 from sharding.cut import Worker
 
 TOTAL_SEQUENCES = 256
-"""Running requests over all DP ranks when ``--max-num-seqs`` is not given."""
+"""Total running requests of all DP ranks, if ``--max-num-seqs`` is not given."""
 LEAST_SEQUENCES = 8
-"""And at least so many on each rank."""
+"""Minimum running requests per rank, if ``--max-num-seqs`` is not given."""
 
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """A step, the shapes of its launches, and the sizes that bound them.
+    """A step, the shapes of its batches, and the sizes that bound them.
 
-    sizes: with the fewest pages that can be. per_exchange: experts that a rank sends and receives at once; 0: they stay where they are.
+    sizes: sizes with the minimum number of pages. per_exchange: experts that a rank sends and receives at once; 0: experts do not move.
     """
 
     step: ModelStep
@@ -55,7 +55,7 @@ class EngineLayout:
 
     @classmethod
     def of(cls, args: EngineArgs, checkpoint: Checkpoint, mesh: Mesh, stage: Stage | None = None) -> EngineLayout:
-        """Lay out the model that ``args`` describe, or a stage of it, on a mesh. Raises what ``make_step`` raises."""
+        """Return the layout of the model that ``args`` describe, or of a stage, on a mesh. Raises the errors of ``make_step``."""
         config, spec, speculation = checkpoint.config, MeshSpec.parse(args.mesh).stage, args.speculation
         mtp = speculation is not None
         step = make_step(args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts, mtp=mtp, stage=stage)
@@ -73,9 +73,9 @@ class EngineLayout:
         used: int | None,
         experts: Worker | None = None,
     ) -> ExecutorLimits:
-        """Give ``sizes`` as many pages as are wanted and fit.
+        """Return ``sizes`` with the requested number of pages, or as many as fit.
 
-        params: or descriptions of them. used: bytes of a device's pool that are taken; None: ask the device.
+        params: arrays or their descriptions. used: used bytes of a device's memory pool; None: ask the device.
         experts: see ``LoweredPrograms``.
         """
         if self.step.mesh.devices.flat[0].platform == "cpu":
@@ -83,16 +83,16 @@ class EngineLayout:
         key, known = (str(self.step.spec), self.step.stage), library.beside_the_cache
         if key not in known:
             known[key] = beside_the_cache(self.step, params, self.sizes, self.buckets, self.num_drafts, experts)
-        moves = self.per_exchange and self.step.apart is None  # else it takes memory of other devices
+        moves = self.per_exchange and self.step.apart is None  # experts apart use memory of other devices
         moving = expert_programs.exchange_bytes(self.step, self.per_exchange) if moves else 0
         pool = Pool.of(self.step, known[key] + moving + chunk_bytes(args, self.step))
         return _limits(args, self.step, self.sizes, pool if pool is None or used is None else replace(pool, used=used))
 
 
 def chunk_bytes(args: EngineArgs, step: ModelStep) -> int:
-    """Bytes of a device for pages on their way to another engine, or from one.
+    """Return the bytes per device for pages in transfer to or from another engine.
 
-    Of a prefill side, the chunks that it keeps and one that is being made; of a decode side, those that have come and what is staged.
+    Prefill side: the chunks that it keeps, and one being computed. Decode side: the received chunks and the staged pages.
     """
     sides = {"agg": 0, "prefill": MOST_KEPT + CHUNK_PAGES, "decode": MOST_LANDED + MOST_LOADED}
     chunk = CHUNK_PAGES * device_cache.bytes_per_page(step)
@@ -101,7 +101,7 @@ def chunk_bytes(args: EngineArgs, step: ModelStep) -> int:
 
 
 def _sizes(args: EngineArgs, step: ModelStep) -> ExecutorLimits:
-    """Choose the executor's sizes but for the cache's, which has the fewest pages that can be."""
+    """Return the executor's sizes, with the minimum number of cache pages."""
     positions, page = step.config.max_position_embeddings, step.page_size
     check_cache_tokens(args.cache_tokens, page)
     if args.max_model_len is not None and args.max_model_len > positions:
@@ -126,7 +126,7 @@ def _sizes(args: EngineArgs, step: ModelStep) -> ExecutorLimits:
 
 
 def with_windows(limits: ExecutorLimits, args: EngineArgs, step: ModelStep) -> ExecutorLimits:
-    """Add window pages, where the model has any: all that requests may hold, so that none waits for one, and those that are kept."""
+    """Add window pages if the model has any: the most that requests can hold, so that none has to wait, plus the kept ones."""
     if not any(group.table == "window" for group in step.cache_groups):
         return limits
     drafts = args.num_drafts
@@ -140,7 +140,7 @@ def with_windows(limits: ExecutorLimits, args: EngineArgs, step: ModelStep) -> E
 
 
 def _limits(args: EngineArgs, step: ModelStep, sizes: ExecutorLimits, pool: Pool | None) -> ExecutorLimits:
-    """Give ``sizes`` as many pages as are wanted and fit."""
+    """Return ``sizes`` with the requested number of pages, or as many as fit."""
     wanted = -(-args.cache_tokens // step.page_size) if args.cache_tokens else sizes.max_rows_decode * sizes.max_pages
     pages = device_cache.pages_that_fit(step, wanted + 1, pool, sizes.windows_per_rank)
     room = (pages - 1) * step.page_size
@@ -180,7 +180,7 @@ def _limits(args: EngineArgs, step: ModelStep, sizes: ExecutorLimits, pool: Pool
 
 
 def _host_pages(args: EngineArgs, step: ModelStep) -> tuple[int, int]:
-    """Count the pages of each kind of each DP rank for which ``--host-cache-bytes`` has room."""
+    """Return the number of pages and window pages per DP rank that fit in ``--host-cache-bytes``."""
     if not args.host_cache_bytes:
         return 0, 0
     each, window = page_bytes(args, step), page_bytes(args, step, "window")
@@ -197,9 +197,9 @@ def _host_pages(args: EngineArgs, step: ModelStep) -> tuple[int, int]:
 
 
 def page_bytes(args: EngineArgs, step: ModelStep, table: Table = "context") -> int:
-    """Count the bytes of a page of a kind outside the devices: all layers, all shards, and which slots the MTP module has filled.
+    """Return the bytes of a page of a kind outside the devices: all layers, all shards, and flags of slots that the MTP module has filled.
 
-    step: of any stage of the model, where there are several.
+    step: the step of any stage.
     """
     has_module = args.speculation is not None
     layers = step.cache_layers if step.stage is None else step.stage.model_layers + has_module
@@ -209,9 +209,9 @@ def page_bytes(args: EngineArgs, step: ModelStep, table: Table = "context") -> i
 
 
 def check_host_memory(args: EngineArgs, *steps: ModelStep, held: int = 0) -> None:
-    """Refuse weights that the host's memory cannot hold: the kernel would end the process while they are read.
+    """Raise a ``UserError`` if the weights do not fit in host memory; otherwise the OOM killer would end the process while it loads them.
 
-    steps: the model's one, or those of its stages. held: bytes of another mesh's weights, whose place they take.
+    steps: the steps of all stages, or the model's single step. held: bytes of another mesh's weights, which these replace.
     """
     if (available := available_bytes()) is None:
         return
@@ -231,7 +231,7 @@ def check_host_memory(args: EngineArgs, *steps: ModelStep, held: int = 0) -> Non
 
 
 def check_device_memory(args: EngineArgs, step: ModelStep, pool: Pool | None) -> None:
-    """Refuse weights that the pool of a device cannot hold, before they are read. A pool that is not known holds anything."""
+    """Raise a ``UserError`` if the weights do not fit in a device's memory pool, before they are read. An unknown pool holds anything."""
     needed, on = weight_bytes(step), str(step.spec)
     if args.expert_mesh is not None and args.afd_role == "both" and step.apart.bytes_of_device > needed:
         needed, on = step.apart.bytes_of_device, f"ep={step.apart.spec.ep_size} of experts"
@@ -249,7 +249,7 @@ def check_device_memory(args: EngineArgs, step: ModelStep, pool: Pool | None) ->
 
 
 def weight_bytes(step: ModelStep) -> int:
-    """Count the bytes of all weights on one device."""
+    """Return the bytes of all weights on one device."""
     return sum(device_bytes(step.abstract_parameters()).values())
 
 
@@ -261,9 +261,9 @@ def beside_the_cache(
     num_drafts: int,
     experts: Worker | None = None,
 ) -> int:
-    """Bytes of a device that the launch with most tokens needs beside weights and cache, as its compiler counts them.
+    """Return the bytes per device that the largest batch needs besides weights and cache, as reported by the compiler.
 
-    Temporaries, two results (of two steps in flight), and the state beside the cache. ``limits`` may have any number of pages.
+    Includes temporaries, two results (of two steps in flight), and state outside the cache. ``limits`` may have any number of pages.
     """
     state = device_state.describe(step, limits, num_drafts)
     programs = LoweredPrograms(step, params, state, limits, experts=experts)

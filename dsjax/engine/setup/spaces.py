@@ -1,4 +1,4 @@
-"""What two processes must have alike to use each other's pages, or each other's routed experts: their spaces, as plain values."""
+"""Compatibility fingerprints, as plain values: two processes share pages, or use each other's routed experts, only if these are equal."""
 
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from dsjax.model.step import ModelStep
 
 
 def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:
-    """Say what a page's values depend on, beside its tokens and shapes. directory: of the checkpoint."""
+    """Return everything that a page's values depend on, except its tokens and shapes. directory: the checkpoint's folder."""
     arithmetic = {}
-    if args.batch_invariant:  # its last bits: what another engine computed is not to be found
+    if args.batch_invariant:  # last bits matter: find no pages of engines with other arithmetic
         arithmetic = {"batch_invariant": step.implementations, "form": step.decode_form.name}
     return _common_space(args, step, directory) | {
         "kv_dtype": str(jnp.dtype(step.cache_dtype)),
@@ -26,7 +26,7 @@ def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, 
 
 
 def expert_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:
-    """Say what the answers of routed experts in another process depend on, beside the rows. directory: of the checkpoint."""
+    """Return everything that the results of another process's routed experts depend on, except the rows. directory: as above."""
     return _common_space(args, step, directory) | {
         "expert_mesh": args.expert_mesh,
         "physical experts": step.placement.n_physical,

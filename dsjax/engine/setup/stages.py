@@ -1,4 +1,4 @@
-"""`OwnStages`: the stages of `--mesh pp=…` whose devices this process has, and how their executors become one."""
+"""`OwnStages`: the stages of `--mesh pp=…` on this process's devices. Joins their executors into one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from sharding.layer_placement import LayerPlacements
 class OwnStages:
     """The stages on this process's devices, and their meshes.
 
-    spec: the mesh of all stages. owners: the process of each stage, of all stages. balanced: whether experts follow the load.
+    spec: the mesh of all stages. owners: the process of each stage, for all stages. balanced: whether EPLB is on.
     """
 
     spec: MeshSpec
@@ -69,7 +69,7 @@ class OwnStages:
     def join(
         self, executors: Sequence[StageExecutor], pages: DividedPages | None, opened: contextlib.ExitStack
     ) -> PipelineExecutor:
-        """Join the stages' executors into one. pages: of all stages on a disk. opened: closes the connections if the start fails."""
+        """Join the stages' executors into one. pages: disk cache of all stages. opened: closes the connections if the start fails."""
         if pages is not None:
             pages.reporters = [one.extension(PageReporter) for one in executors]
         if not self.is_divided:
@@ -80,7 +80,7 @@ class OwnStages:
         return StagesOfProcess(executors, links)
 
     def describe(self, facts: Sequence[EngineFacts], steps: Sequence[ModelStep]) -> EngineFacts:
-        """Join the descriptions of all processes' stages. Bytes are those of a device of the stage with the most weights."""
+        """Join the descriptions of all processes' stages. Bytes are per device, of the stage with the most weights."""
         own = [_of_stage(one, step) for one, step in zip(facts, steps, strict=True)]
         by_process = self.group.agreement.ask("facts", own) if self.is_divided else [own]
         stages = sorted(itertools.chain.from_iterable(by_process), key=lambda stage: stage["layers"])
@@ -103,7 +103,7 @@ class OwnStages:
 
 
 def owner_of(stage: Stage, mesh: Mesh) -> int:
-    """Return the process that has a stage's devices; a `MeshError` if several have them."""
+    """Return the process that has a stage's devices. Raises a `MeshError` if several processes have them."""
     owners = sorted({device.process_index for device in mesh.devices.flat})
     if len(owners) > 1:
         raise MeshError(
@@ -114,7 +114,7 @@ def owner_of(stage: Stage, mesh: Mesh) -> int:
 
 
 def check_shares(spec: MeshSpec, sharing: Collection[int], group: HostGroup) -> None:
-    """Refuse a mesh in which a process of the group has nothing to compute. sharing: ids of the processes with a device or a stage."""
+    """Raise if a process of the group has nothing to compute in the mesh. sharing: ids of the processes with a device or a stage."""
     idle = [member for member in group.members if member.process_id not in sharing]
     if idle:
         has, more = f"takes {spec.num_devices} of the group's {jax.device_count()} devices", "a larger mesh"
@@ -126,7 +126,7 @@ def check_shares(spec: MeshSpec, sharing: Collection[int], group: HostGroup) -> 
 
 
 def placement_of_all(config: ModelConfig, step: ModelStep, placement: LayerPlacements) -> LayerPlacements:
-    """Extend a stage's placement to the layers of the whole model. Nobody reads the rows of other stages: they repeat its first row."""
+    """Extend a stage's placement to all layers of the model. The rows of other stages repeat its first row and are never read."""
     rows = np.tile(placement.physical_to_logical[:1], (config.num_moe_layers + config.num_nextn_predict_layers, 1))
     first = step.stage.first_row(config)
     rows[first : first + placement.n_layers] = placement.physical_to_logical
@@ -138,7 +138,7 @@ _OF_EXPERTS = ("physical_experts_per_device", "dispatch")
 
 
 def _of_stage(facts: EngineFacts, step: ModelStep) -> dict[str, Any]:
-    """Return what `describe` needs of a stage. An embedding that a later stage has too counts once."""
+    """Return the facts of a stage that `describe` needs. An embedding that a later stage has too counts once."""
     again = None if step.begins else step.table.infos.get("embed.weight")
     return {name: getattr(facts, name) for name in (*_OF_FULLEST, *_OF_EXPERTS)} | {
         "layers": (step.stage.first, step.stage.first + step.stage.layers - 1),

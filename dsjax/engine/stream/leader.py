@@ -1,4 +1,4 @@
-"""`LeaderExecutor`: process 0's executor in a group of processes. What it is told, all others are told too, in the same order."""
+"""`LeaderExecutor`: process 0's executor in a group of processes. Broadcasts each command to all others, in the same order."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -14,20 +14,20 @@ from dsjax.messaging import Request
 
 
 class LaunchMessage(msgspec.Struct, frozen=True, array_like=True, tag="launch"):
-    """Carry out a command, once `collected` results have been collected, counted from the start."""
+    """Execute a command after `collected` results have been collected, counted from the start."""
 
     collected: int
     command: Command
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, tag="record"):
-    """From the next launch on, bring the experts' counts to the host, or do not: that takes a program of its own."""
+    """Turn on or off the copying of the experts' counts to the host, from the next launch on. It needs a separate program."""
 
     on: bool
 
 
 class ReadRecord(msgspec.Struct, frozen=True, array_like=True, tag="read record"):
-    """Read the experts' counts, once `collected` results have been collected: a process may have to tell process 0 its own."""
+    """Read the experts' counts after `collected` results have been collected. A process may have to send its counts to process 0."""
 
     collected: int
 
@@ -43,30 +43,30 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def decode(data: bytes) -> Message:
-    """Read a message of the stream; a `msgspec.ValidationError` where these bytes are none."""
+    """Decode a message of the broadcast log. Raises a `msgspec.ValidationError` for invalid bytes."""
     return _decoder.decode(data)
 
 
 def is_collected(command: Command) -> bool:
-    """Say whether a command's result is collected, in its turn."""
+    """Whether a command has a result, to be collected in order."""
     return isinstance(command, Step | Score | Flush)
 
 
 PULLED = "pulled"
-"""The service of process 0 that is told what has come of the chunks that another process pulls."""
+"""Service of process 0 that receives the outcomes of chunks pulled by other processes."""
 
 
 class Pulled(msgspec.Struct, frozen=True, array_like=True):
-    """What has come of a chunk in a process, in a generation."""
+    """The outcome of a chunk pulled by one process, in a generation (mesh epoch)."""
 
     generation: int
     chunk: PulledChunk
 
 
 class Landings:
-    """What has come of chunks that several processes pull, each for its own devices of a rank: reported when all have said it.
+    """Joins the outcomes of chunks that several processes pull, each for its devices of a rank. Reports a chunk when it has them all.
 
-    processes: of each rank, those that have devices of it.
+    processes: by rank, the processes that have devices of the rank.
     """
 
     def __init__(self, processes: Sequence[Sequence[int]], report: Callable[[PulledChunk], None]):
@@ -75,7 +75,7 @@ class Landings:
         self._lock = threading.Lock()
 
     def enter(self, chunk: PulledChunk) -> None:
-        """Enter that one process has pulled a chunk, or could not. Any thread may call it."""
+        """Record that one process has pulled a chunk or failed to. Thread-safe."""
         key = chunk.rank, chunk.link, chunk.number
         with self._lock:
             heard = self._heard.setdefault(key, [])
@@ -87,20 +87,20 @@ class Landings:
 
 
 class LeaderExecutor(ExecutorWrapper):
-    """An executor that tells the other processes of a generation each command, and then carries it out itself.
+    """An executor that broadcasts each command to the other processes of a generation, and then executes it itself.
 
-    collected: results that have been collected, or given up for one behind them. After a `GroupError` nothing more is to be launched.
+    collected: number of results collected, or skipped for a later one. After a `GroupError`, launch nothing more.
     """
 
     def __init__(self, inner: Executor, group: HostGroup):
         super().__init__(inner)
         self.group = group
         self._generation = group.generation
-        self.collected = self._launched = 0  # of commands whose results are collected
-        self._places: dict[Any, int] = {}  # of results still to be collected: which of all each is, from 1 on
+        self.collected = self._launched = 0  # count commands with collected results
+        self._places: dict[Any, int] = {}  # ordinal of each result still to be collected, from 1 on
 
     def launch(self, command: Command) -> Any:
-        """Tell the others, and launch a command."""
+        """Broadcast and launch a command."""
         self.group.check()
         self._put(LaunchMessage(self.collected, command))
         try:
@@ -110,31 +110,31 @@ class LeaderExecutor(ExecutorWrapper):
                 self._places[pending] = self._launched
             return pending
         except (GroupError, RuntimeError):
-            raise  # it cannot be survived in this generation; whoever calls knows whether there is a next one
+            raise  # fatal for this generation; the caller knows whether another one follows
         except BaseException as error:
-            # The others carry it out, and this process has not: nothing that comes after would be the same there.
+            # The others execute the command and this process has not, so their states differ from now on.
             self.group.leave(f"a command could not be launched ({type(error).__name__})")
             raise
 
     def wait(self, pending: Any) -> None:
-        """Wait until a launched command is done here."""
+        """Wait until a launched command is done in this process."""
         self._inner(self.inner.wait, pending)
 
     def collect(self, pending: Any) -> Any:
-        """Give what came of a command."""
+        """Return the result of a command."""
         results = self._inner(self.inner.collect, pending)
-        # After an interrupt (Ctrl-C) a result may be collected once more, or never: the others collect each once, in order.
+        # After an interrupt (Ctrl-C) a result may be collected again or never here. The others collect each once, in order.
         self.collected = max(self.collected, self._places.get(pending, 0))
         self._places = {one: place for one, place in self._places.items() if place > self.collected}
         return results
 
     def set_recording(self, on: bool) -> None:
-        """Record the experts' load from the next step on, or do not, for which all processes run a program more."""
-        self.inner.set_recording(on)  # first, as it may refuse
+        """Turn recording of the experts' load on or off from the next step on. All processes run an additional program for it."""
+        self.inner.set_recording(on)  # first, because it may raise
         self._put(Record(on))
 
     def expert_counts(self) -> ExpertCounts | None:
-        """What all processes recorded since recording began; None while it is off."""
+        """Return the counts of all processes since recording began; None while it is off."""
         if not self.inner.recording:
             return None
         self.group.check()
@@ -142,18 +142,18 @@ class LeaderExecutor(ExecutorWrapper):
         return self._inner(self.inner.expert_counts)
 
     def extension(self, kind: type[Kind]) -> Kind | None:
-        """Give what the inner executor offers; what all processes report of the chunks that they pull is put together."""
+        """Return the inner executor's extension. Its `ChunkPort` is wrapped to join all processes' reports of pulled chunks."""
         port = self.inner.extension(kind)
         return _LeaderPort(port, self.group) if kind is ChunkPort and port is not None else port
 
     def warm_up(self, progress: Progress | None = None, lazily: bool = False) -> None:
-        """Have all processes compile every program; a `GroupError` where another process could not."""
+        """Make all processes compile every program. Raises a `GroupError` if another process fails."""
         self._put(WarmUp())
         self.inner.warm_up(progress)
         self.group.agreement.ask("warm-up")
 
     def shutdown(self) -> None:
-        """Tell the others that this is the end, if they have not been told yet, and give back what the inner executor holds."""
+        """Tell the other processes to end, unless already done, and shut down the inner executor."""
         self.group.end()
         self.inner.shutdown()
         self.group.leave()
@@ -165,13 +165,13 @@ class LeaderExecutor(ExecutorWrapper):
         try:
             return method(*arguments)
         except RuntimeError as error:
-            # A collective has lost its other side, as may be known soon (`Generations.after`).
+            # A collective may have lost its peer; the group may learn of it soon (`Generations.after`).
             self.group.check(error)
             raise
 
 
 class _LeaderPort:
-    """The way to other engines of an executor that leads other processes. What it does not do otherwise, the inner port does."""
+    """The `ChunkPort` of an executor that leads other processes. Delegates everything but `pull_chunks` to the inner port."""
 
     def __init__(self, port: ChunkPort, group: HostGroup):
         self._port, self._group, self._generation = port, group, group.generation
@@ -180,7 +180,7 @@ class _LeaderPort:
         return getattr(self._port, name)
 
     def pull_chunks(self, pull: Pull, report: Callable[[PulledChunk], None]) -> None:
-        """Report a chunk when every process with devices of its rank has said what came of it there."""
+        """Pull chunks. Report each one when every process with devices of its rank has reported it."""
         landings = Landings(self._port.processes_of_ranks, report)
 
         def hear(request: Request) -> None:  # in the messaging thread

@@ -1,6 +1,6 @@
 """`OutputProcessor`: turns a step's tokens into `RequestOutput`s with text and log-probabilities.
 
-Text comes in pieces: never half a character, and nothing from a stop string on.
+Text is emitted in whole characters, and ends at a stop string.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ NON_FINITE = "the model gave values that are not finite for this request"
 
 
 class Completion:
-    """Collects the updates of one completion. `take` returns what the caller asked to see."""
+    """Collects the updates of one completion. `take` returns the output in the caller's `OutputKind`."""
 
     def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None):
         self.index, self.request = index, request
@@ -31,21 +31,21 @@ class Completion:
             self._tokenizer, params.skip_special_tokens, params.kept_special_tokens
         )
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
-        # Whether a token that does not end the completion adds its text and nothing else.
+        # Whether a token that does not end the completion only adds text.
         wants_more = params.stop or params.logprobs is not None or params.prompt_logprobs is not None
         self._only_adds_text = self._detokenizer is not None and not wants_more
-        # Of all tokens so far; with `DELTA`, of those that the caller has not taken yet.
+        # Of all tokens so far; with `DELTA`, of the tokens not yet taken.
         self._token_ids: list[int] = []
         self._text = ""
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._cumulative_logprob: float | None = None if params.logprobs is None else 0.0
-        # By position in the prompt. Nothing predicts the first token.
+        # By position in the prompt. The first token has no prediction.
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
         self._num_forgotten = 0  # tokens that were taken and removed from `_token_ids`
         self._num_taken = 0
 
     def append(self, update: Update) -> None:
-        """Enter a step's update. Set `finish_reason` if the completion has ended, also by a stop string.
+        """Enter a step's update. Set `finish_reason` if the completion has ended, including by a stop string.
 
         Tokens after a stop string are dropped.
         """
@@ -84,7 +84,7 @@ class Completion:
         return new >= interval or self._num_taken == 0 or self.finish_reason is not None
 
     def take(self, kind: OutputKind) -> CompletionOutput:
-        """Return the completion so far, or with `DELTA` what is new since the last call."""
+        """Return the completion so far, or with `DELTA` only the part since the last call."""
         token_ids, text, logprobs = self._token_ids, self._text, self._logprobs
         self._num_taken = self._num_forgotten + len(token_ids)
         if kind is OutputKind.DELTA:  # so that a long text is not copied for each token
@@ -194,9 +194,9 @@ class _Group:
 
 
 class OutputProcessor:
-    """Follows every request to its last token. May run in another thread than the engine's core.
+    """Tracks every request until its last token. May run in another thread than the engine core.
 
-    The core continues before a stop string is found. `process` returns the requests to end, and skips their later tokens.
+    The core continues until a stop string is found here. `process` returns the completions to end and skips their later tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, stream_interval: int = 1):
@@ -206,7 +206,7 @@ class OutputProcessor:
         self._by_completion: dict[str, tuple[_Group, Completion]] = {}
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Follow a request. Raises a `ValueError` if an unfinished request has its id."""
+        """Track a request. Raises a `ValueError` if an unfinished request has the same id."""
         ids = [prepared.request_id, *(request.request_id for request in prepared.completions)]
         if prepared.request_id in self._groups or any(i in self._by_completion for i in ids):
             raise ValueError(f"request id {prepared.request_id!r} is in use")
@@ -225,7 +225,7 @@ class OutputProcessor:
         return [c.request for c in group.completions if c.finish_reason is None] if group else []
 
     def forget(self, request_id: str) -> None:
-        """Forget a request whose output is not wanted any more."""
+        """Stop tracking a request whose output is no longer wanted."""
         group = self._groups.pop(request_id, None)
         for completion in group.completions if group else ():
             self._by_completion.pop(completion.request.request_id, None)
@@ -236,9 +236,9 @@ class OutputProcessor:
         failed: dict[str, Exception] | None = None,
         followed: list[Update] | None = None,
     ) -> tuple[list[RequestOutput], list[str]]:
-        """Return the outputs to deliver, and the core's ids of completions that a stop string has ended.
+        """Return the outputs to deliver, and the core's ids of completions ended by a stop string.
 
-        failed: receives errors of requests whose text could not be made, by id; the caller ends these requests. None: raise the error.
+        failed: receives the errors of requests whose output failed, by id; the caller ends these requests. None: raise the error.
         followed: receives the updates of completions that had not ended before.
         """
         changed: dict[_Group, list[Completion]] = {}
@@ -265,7 +265,7 @@ class OutputProcessor:
                 del by_completion[request.request_id]
                 group.open -= 1
             elif result is not None and not result.token_ids:
-                continue  # some of the prompt's log-probabilities, which go out with the first token
+                continue  # only prompt log-probabilities, which are delivered with the first token
             elif interval > 1 and not completion.is_due(interval):
                 continue
             changed.setdefault(group, []).append(completion)

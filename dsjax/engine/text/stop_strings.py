@@ -1,6 +1,6 @@
-"""`StopStrings`: ends a text at a stop string. `find_first` and `num_undecided`: look for markers in a text that is still growing.
+"""`StopStrings`: ends a text at a stop string. `find_first` and `num_undecided`: search for markers in streamed text.
 
-The server's parsers of reasoning and tool calls use the two functions too.
+The server's reasoning and tool-call parsers use the two functions too.
 """
 
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 
 class StopStrings:
-    """Passes a stream of text on until a stop string is complete. There is at least one stop string.
+    """Forwards streamed text until a stop string is complete. `stops` must not be empty.
 
-    Text that may become a stop string is held back. The result does not depend on how the text is cut into pieces: the first complete stop
-    string counts, and the longest of several that are complete at the same character.
+    Text that may become a stop string is held back. The result does not depend on how the text is split: the first complete stop string
+    wins, and the longest of several that complete at the same character.
 
-    matched: the stop string that was found; None: none yet.
+    matched: the stop string found; None if none yet.
     """
 
     def __init__(self, stops: Sequence[str], include_in_output: bool = False):
@@ -34,7 +34,7 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """Return the text held back, because the stream has ended or stop strings count only from here on."""
+        """Return the text held back, at the end of the stream or while stop strings do not count yet."""
         held, self._held = self._held, ""
         return held
 
@@ -53,7 +53,7 @@ def find_first(text: str, markers: Sequence[str]) -> FoundMarker | None:
 
 
 def num_undecided(text: str, markers: Sequence[str]) -> int:
-    """Return the length of the longest suffix of `text` that begins a marker. The text that follows decides whether it is one."""
+    """Return the length of the longest suffix of `text` that may begin a marker, depending on the text that follows."""
     longest = max(map(len, markers), default=0)
     for length in range(min(len(text), longest - 1), 0, -1):
         if any(marker.startswith(text[-length:]) for marker in markers):

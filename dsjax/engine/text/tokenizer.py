@@ -31,11 +31,11 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class TokenizerError(UserError):
-    """Tokenizer files that are missing, unreadable, or of a kind that is not read here."""
+    """Tokenizer files are missing, unreadable, or of an unsupported kind."""
 
 
 class TextError(UserError):
-    """A string that is no text."""
+    """A string is not valid text."""
 
 
 class Tokenizer:
@@ -77,7 +77,7 @@ class Tokenizer:
         """Read `tokenizer.json` or `tiktoken.model`, and `tokenizer_config.json` and `chat_template.jinja` if present.
 
         Args:
-            mode: what renders conversations, one of `TOKENIZER_MODES`. `hf`: the chat template; `auto`: the chat template, else the encoder
+            mode: renderer of conversations, one of `TOKENIZER_MODES`. `hf`: the chat template; `auto`: the chat template, else the encoder
                 of the `model_type` in `config.json`; other names: the encoder of that name.
             chat_template: template file to use instead of the directory's.
             model_directory: directory of the model's `config.json`; default: `directory`.
@@ -118,14 +118,14 @@ class Tokenizer:
 
     @classmethod
     def from_texts(cls, backend: str, config: Mapping[str, Any]) -> "Tokenizer":
-        """Make the same tokenizer in another process from what `to_texts` returned."""
+        """Create the same tokenizer in another process from the values of `to_texts`."""
         return cls(tokenizers.Tokenizer.from_str(backend), config)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with the begin-of-sequence token if so configured.
 
         Raises:
-            TextError: the text has half a surrogate pair.
+            TextError: the text has an unpaired surrogate.
         """
         try:
             text.encode("utf-8")
@@ -180,9 +180,9 @@ class Tokenizer:
 class IncrementalDetokenizer:
     """Turns a stream of tokens into pieces of text whose concatenation is `tokenizer.decode` of all of them.
 
-    The bytes of a token may end inside a character. They are held back until the character is complete, or U+FFFD because it can never be.
+    A token may end inside a character. Its bytes are held back until the character is complete, or becomes U+FFFD because it is invalid.
 
-    kept: special tokens that are not skipped with the others.
+    kept: special tokens to keep when special tokens are skipped.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, kept: Collection[int] = ()):
@@ -192,7 +192,7 @@ class IncrementalDetokenizer:
         self._within_character = False
 
     def push(self, token_id: int) -> str:
-        """Return the text that is certain after this token."""
+        """Add a token and return the text that is now complete."""
         if not self._within_character:
             text = self._whole_texts[token_id]
             if text is not None:
@@ -272,7 +272,7 @@ _BYTE_OF = {letter: byte for byte, letter in enumerate(byte_letters())}
 
 
 def _bytes_of(token: str | None) -> bytes:
-    """Return the bytes of a vocabulary entry. One with a character outside the byte alphabet is an added token, in plain text."""
+    """Return the bytes of a vocabulary entry. An entry with a character outside the byte alphabet is an added token, in plain text."""
     if token is None:
         return b""
     try:
@@ -334,7 +334,7 @@ class ChatTemplate:
         known |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(known)
-        except Exception as error:  # whatever a sandboxed template raises is about the messages that it was given
+        except Exception as error:  # anything that a sandboxed template raises is about its messages
             raise ChatTemplateError(f"the model's chat template does not accept these messages: {error}") from error
 
 
@@ -343,7 +343,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Write JSON without escaping HTML characters, which Jinja's own `tojson` would do."""
+    """Return JSON without escaped HTML characters, unlike Jinja's own `tojson`."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

@@ -1,4 +1,4 @@
-"""`DiskPages`: writes, reads and deletes pages of the disk cache in threads, so that no step waits for the disk."""
+"""`DiskPages`: writes, reads and deletes pages of the disk cache in threads, so that steps do not wait for the disk."""
 
 import logging
 import threading
@@ -13,27 +13,27 @@ from dsjax.engine.tiers.page_folder import Page, PageFileError, PageFiles
 from dsjax.engine.tiers.page_tiers import PageReports
 
 LISTING_SECONDS = 10.0
-"""How long loading waits for the list of pages at most. Listing then goes on while serving, and nothing is written before it is done."""
+"""Maximum time that loading waits for the list of pages. Listing then continues while serving; writes start when it is done."""
 READERS = 4
-"""Number of threads that read."""
+"""Number of reader threads."""
 END_SECONDS = 5.0
-"""How long a shutdown waits for pages that are still to be written."""
+"""Maximum time that a shutdown waits for pending writes."""
 
 _log = logging.getLogger(__name__)
 
 Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
-"""Shape and dtype of a page's arrays, by name, with all shards together."""
+"""Global (unsharded) shape and dtype of a page's arrays, by name."""
 
 
 class DiskPages:
-    """The executor's access to the disk cache. The engine's thread calls all methods, which return at once except where they say so.
+    """The executor's access to the disk cache. The engine's thread calls all methods, which return at once unless documented otherwise.
 
-    One thread writes and deletes, in order; `READERS` others read. A read has a number, unique in its rank: it is reported by this number,
-    and the page is kept until it is taken or forgotten. A failure is reported too, and the first one of each kind is logged.
+    One thread writes and deletes, in order; `READERS` others read. A read is reported by its number, which is unique in its rank, and its
+    page is kept until it is taken or forgotten. Failures are reported too, and the first one of each kind is logged.
 
     Args:
-        files: of a locked folder, which is unlocked at the end.
-        max_bytes: of all pages in the folder. Pages of other models, dtypes or page sizes go first, then the least recently used.
+        files: files of a locked folder, which is unlocked at the end.
+        max_bytes: limit for all pages in the folder. Evicts pages of other models, dtypes or page sizes first, then in LRU order.
     """
 
     def __init__(self, files: PageFiles, max_bytes: int):
@@ -60,11 +60,11 @@ class DiskPages:
             )
 
     def write(self, number: int, name: bytes, page: Page) -> None:
-        """Write a page. Nobody may change it any more."""
+        """Write a page. The caller must not change it afterwards."""
         self._writer.put(partial(self._write, number, name, page))
 
     def drop(self, everything: bool, names: list[bytes]) -> None:
-        """Delete all pages (`everything`) and those of these names, after all earlier writes."""
+        """Delete all pages (`everything`) and the pages with these names, after all earlier writes."""
         self._writer.put(partial(self._delete, everything, names))
 
     def read(self, rank: int, number: int, name: bytes) -> None:
@@ -84,7 +84,7 @@ class DiskPages:
             self._pages.pop((rank, number), None)
 
     def reports(self, seconds: float = 0.0) -> PageReports:
-        """Report what was read, written and listed since the last call. If that is nothing, wait up to `seconds` for the first report."""
+        """Return reads, writes and listings completed since the last call. If there are none, wait up to `seconds` for the first."""
         with self._lock:
             if seconds and not (self._read or self._written or self._names):
                 self._reported.wait(seconds)
@@ -93,7 +93,7 @@ class DiskPages:
         return reports
 
     def close(self) -> None:
-        """End the threads. Waits up to `END_SECONDS` for what is still to be written."""
+        """End the threads. Waits up to `END_SECONDS` for pending writes."""
         self._readers.close()
         if not self._writer.close(END_SECONDS):
             _log.warning(
@@ -101,7 +101,7 @@ class DiskPages:
             )
         self._files.folder.close()
 
-    # In the writer's thread.
+    # In the writer thread.
 
     def _list(self) -> None:
         names: list[bytes] = []
@@ -128,7 +128,7 @@ class DiskPages:
         self._listed.set()
 
     def _make_room(self, pages: int) -> None:
-        """Delete pages of other models until so many of this one have room. Its own pages go when the scheduler drops them."""
+        """Delete pages of other models until there is room for `pages`. The scheduler decides when to drop this model's own pages."""
         while self._others and (self._own + pages) * self._files.page_bytes + self._other_bytes > self._max_bytes:
             _, path, size = self._others.pop(0)
             self._other_bytes -= size
@@ -162,7 +162,7 @@ class DiskPages:
         except Exception as error:
             self._warn("delete", "a page cannot be deleted (%s); the folder may grow beyond --disk-cache-bytes", error)
 
-    # In a reader's.
+    # In a reader thread.
 
     def _read_or_drop(self, rank: int, number: int, name: bytes) -> None:
         with self._lock:
@@ -182,7 +182,7 @@ class DiskPages:
             return self._files.read(name)
         except PageFileError as error:
             self._warn("damage", "%s; it is deleted, and its tokens are computed again", error)
-        except FileNotFoundError:  # evicted since it was asked for
+        except FileNotFoundError:  # evicted since it was requested
             pass
         except Exception as error:
             self._warn("read", "a page cannot be read (%s); its tokens are computed again", error)

@@ -1,4 +1,4 @@
-"""`DividedPages`: one disk cache for several executors, each of which has some of the model's layers on its devices."""
+"""`DividedPages`: one disk cache shared by several executors, each with some of the model's layers."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
 
 
 class _ReadPage(NamedTuple):
-    """A page, and the executors that have taken their parts of it."""
+    """A page, and the executors that have taken their parts."""
 
     page: Page
     takers: set[int]
 
 
 class DividedPages:
-    """Joins the parts of pages on their way to the disk, and divides pages on their way back.
+    """Joins the parts of pages when writing to disk, and splits pages when reading.
 
-    The disk has pages of the whole model, as if one executor had all layers: the parts of an array follow each other along the axis of
-    layers. A page is written when every executor has given its part. It is read once, and kept until each has taken its part. All
-    executors carry out the same commands in the same order, and executor 0 carries out each of them first.
+    The disk has pages of the whole model, as if one executor had all layers: parts of an array are concatenated along the layer axis. A
+    page is written when all executors have given their parts. It is read once, and kept until all have taken their parts. All executors
+    execute the same commands in the same order, and executor 0 is the first to execute each of them.
 
     Args:
-        count: of executors. open_disk: opens the disk for the arrays of a whole page, once the parts of all executors are known.
+        count: number of executors. open_disk: opens the disk for a whole page's arrays, once the parts of all executors are known.
 
     Attributes:
-        reporters: of the executors. They look after their own parts when reports are asked for.
+        reporters: the executors' page reporters. They handle their own parts when reports are requested.
     """
 
     def __init__(self, count: int, open_disk: Callable[[Shapes], DiskPages]):
@@ -41,19 +41,19 @@ class DividedPages:
         self._shapes: list[Shapes] = []
         self._disk: DiskPages | None = None
         self.reporters: list[PageReporter] = []
-        self._to_write: dict[int, dict[int, Page]] = {}  # by the number of the write, then by executor
-        self._read: dict[tuple[int, int], _ReadPage] = {}  # by rank and the number of the read
-        self._drops = [0] * count  # how many times each executor has asked to delete pages
+        self._to_write: dict[int, dict[int, Page]] = {}  # by write number, then by executor
+        self._read: dict[tuple[int, int], _ReadPage] = {}  # by rank and read number
+        self._drops = [0] * count  # number of `drop` calls, by executor
         self._closed: set[int] = set()
 
     def part(self, shapes: Shapes) -> SimpleNamespace:
-        """Return the disk as the next executor sees it, with the methods of `DiskPages`. shapes: of its part of a page."""
+        """Return the next executor's view of the disk, with the methods of `DiskPages`. shapes: shapes of its part of a page."""
         number = len(self._shapes)
         self._shapes.append(shapes)
         if len(self._shapes) == self._count:
             self._disk = self._open(self._whole_shapes())
         methods = (self.write, self.drop, self.read, self.take, self.forget, self.close)
-        # Reports are of whole pages: see `page_reports`.
+        # Only whole pages are reported: see `page_reports`.
         part = SimpleNamespace(reports=lambda seconds=0.0: PageReports([], []))
         vars(part).update({method.__name__: partial(method, number) for method in methods})
         return part
@@ -63,13 +63,13 @@ class DividedPages:
         return self if kind is PageReporter else None
 
     def page_reports(self, seconds: float = 0.0) -> PageReports:
-        """Report what was done with whole pages since the last call. Wait up to `seconds` for the first report."""
+        """Return reports of whole pages since the last call. Wait up to `seconds` for the first report."""
         for reporter in self.reporters:
             reporter.page_reports()
         return self._disk.reports(seconds)
 
     def write(self, part: int, number: int, name: bytes, page: Page) -> None:
-        """Take one executor's part of a page, and write the page once all parts are here."""
+        """Add one executor's part of a page, and write the page once all parts are present."""
         by_executor = self._to_write.setdefault(number, {})
         by_executor[part] = page
         if len(by_executor) < self._count:
@@ -80,7 +80,7 @@ class DividedPages:
         self._disk.write(number, name, whole)
 
     def drop(self, part: int, everything: bool, names: list[bytes]) -> None:
-        """Delete pages once the last executor asks for it: all earlier writes are complete by then."""
+        """Delete pages when the last executor asks for it, because all earlier writes then have all their parts."""
         before = min(self._drops)
         self._drops[part] += 1
         if min(self._drops) > before:

@@ -1,12 +1,12 @@
-"""`EventPublisher`: events of pages over ZeroMQ, as vLLM publishes them, for routers such as Dynamo's and llm-d's.
+"""`EventPublisher`: publishes KV cache events over ZeroMQ in vLLM's format, for routers such as Dynamo's and llm-d's.
 
-Each DP rank has a PUB socket, at the endpoint's port + the rank. A message has three frames: the topic, a sequence number of eight
-big-endian bytes from 0 on, and an `EventBatch` in MessagePack. With a replay endpoint each rank also has a ROUTER socket: a client sends a
-sequence number there (frames: empty, number) and gets all batches from it on that are still kept, each as (empty, number, batch), and then
-−1 with an empty batch.
+Each DP rank has a PUB socket at the endpoint's port + the rank. A message has three frames: the topic, a sequence number of eight
+big-endian bytes from 0 on, and an `EventBatch` in MessagePack. With a replay endpoint, each rank also has a ROUTER socket: a client sends
+a sequence number (frames: empty, number) and receives all kept batches from this number on, each as (empty, number, batch), and then −1
+with an empty batch.
 
-Events hold the token ids of prompts and answers. A socket that other machines reach is therefore protected with ZeroMQ's CURVE, or open
-because the option says so; then frames are small, and few replays are under way at once, each as fast as its client reads.
+Events contain the token ids of prompts and outputs. A socket that other machines can reach is therefore protected with ZeroMQ's CURVE,
+unless the option allows it to be open; frame sizes and concurrent replays are limited, and a replay is as fast as its client reads.
 """
 
 from __future__ import annotations
@@ -49,40 +49,39 @@ _IDLE_SECONDS = 1.0
 _END_SECONDS = 1.0
 _GREETING_SECONDS = 5
 _MOST_FRAME_BYTES = 1024
-"""Largest frame that a client may send: a request for a replay has 8 bytes, a subscription has its topic."""
+"""Maximum bytes of a client's frame: a replay request has 8, a subscription has its topic."""
 _MOST_REPLAYS = 16
-"""Replays of a rank that are under way at once. Further clients are passed over; they ask again."""
+"""Maximum concurrent replays per rank. Requests of further clients are ignored; they have to retry."""
 _MOST_REQUESTS_A_TURN = 64
 _MOST_BATCHES_A_TURN = 256
 _UNREAD_BATCHES = 256
-"""Batches of a replay that wait for a client in its socket. The replay goes on when it has read some."""
+"""Maximum batches of a replay queued in the socket for a client. The replay continues when the client has read some."""
 _STALLED_SECONDS = 30.0
-"""Time after which a replay is given up whose client reads nothing."""
+"""Time without reads by the client after which a replay is aborted."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KvEventsConfig(JsonOption):
-    """Whether and where events of pages are published, with vLLM's names for its fields. Checked when made.
+    """Whether and where KV cache events are published, with vLLM's field names. Validated at construction.
 
     Attributes:
-        publisher: `zmq`, or `null` for none; None: `zmq` where events are enabled.
-        endpoint: of DP rank 0; rank r has the port + r, or the name with `_dp` and r.
-        bind: whether the endpoint is bound or connected to. None: one with `*` or `::`, every `ipc://` and `inproc://`, and the default are
-            bound; any other is connected to.
-        replay_endpoint: named as `endpoint` is, and always bound; None: nothing is replayed. buffer_steps: batches of each rank kept for
-            it.
-        curve_key_file: file with the server's public and secret key, as `zmq.auth.create_certificates` writes it: both sockets then speak
+        publisher: `zmq`, or `null` for none; None: `zmq` if events are enabled.
+        endpoint: endpoint of DP rank 0. Rank r has the port + r, or the name with `_dp` and r.
+        bind: whether to bind the endpoint instead of connecting to it. None: bind endpoints with `*` or `::`, `ipc://` and `inproc://`
+            endpoints, and the default; connect to others.
+        replay_endpoint: has `endpoint`'s format, and is always bound; None: no replays. buffer_steps: batches kept per rank for replays.
+        curve_key_file: file with the server's public and secret key, as written by `zmq.auth.create_certificates`. Both sockets then use
             CURVE.
-        curve_clients: folder with the public keys (`*.key`) of the clients that may come in; given with `curve_key_file`.
-        allow_unauthenticated: whether an endpoint that other machines reach may be bound without CURVE.
-        hwm: messages that wait for a slow subscriber, before further ones are lost to it. max_queue_size: batches that wait for the
-            publisher's thread; further ones are lost, which subscribers see by the numbers.
+        curve_clients: folder with the public keys (`*.key`) of the allowed clients; requires `curve_key_file`.
+        allow_unauthenticated: whether an endpoint that other machines can reach may be bound without CURVE.
+        hwm: maximum messages queued for a slow subscriber; it loses further ones. max_queue_size: maximum batches queued for the
+            publisher's thread; further ones are lost, which subscribers see by the gap in sequence numbers.
         topic: the first frame.
 
     Raises:
-        UserError: a value that cannot be.
+        UserError: a value is invalid.
     """
 
     flag: ClassVar[str] = FLAG
@@ -120,7 +119,7 @@ class KvEventsConfig(JsonOption):
 
     @property
     def is_bound(self) -> bool:
-        """Whether `endpoint` is bound, not connected to."""
+        """Whether to bind `endpoint` instead of connecting to it."""
         if self.bind is not None:
             return self.bind
         is_tcp, is_any = self.endpoint.startswith("tcp://"), "*" in self.endpoint or "::" in self.endpoint
@@ -154,7 +153,7 @@ class KvEventsConfig(JsonOption):
 
 
 class EventPublisher:
-    """Publishes in a thread of its own. A `UserError`: an endpoint cannot be bound, or CURVE's keys cannot be read."""
+    """Publishes in its own thread. Raises a `UserError` if an endpoint cannot be used or CURVE's keys cannot be read."""
 
     def __init__(self, config: KvEventsConfig, num_ranks: int):
         self._topic = config.topic.encode()
@@ -173,7 +172,7 @@ class EventPublisher:
                 _open(self._sockets[-1], endpoint_of(config.endpoint, rank), config.is_bound)
                 if config.replay_endpoint is not None:
                     self._replays.append(self._make_socket(context, zmq.ROUTER, _UNREAD_BATCHES))
-                    self._replays[-1].router_mandatory = 1  # a client that reads too slowly is then noticed
+                    self._replays[-1].router_mandatory = 1  # makes slow clients noticeable
                     _open(self._replays[-1], endpoint_of(config.replay_endpoint, rank), bound=True)
         except BaseException:
             self._close_sockets()
@@ -189,8 +188,8 @@ class EventPublisher:
         return socket
 
     def publish(self, rank: int, events: Sequence[Event]) -> None:
-        """Publish a rank's events as one batch. What there is no room for is lost, and its number with it."""
-        if rank >= len(self._next):  # the mesh has grown beyond the one of the start, whose ranks have a port each
+        """Publish a rank's events as one batch. If the queue is full, the batch is lost, together with its number."""
+        if rank >= len(self._next):  # the mesh has grown; only the ranks of the initial mesh have a port
             self._warn_once(
                 "DP ranks beyond the first %d have no port; what they store is not published.", len(self._next)
             )
@@ -210,7 +209,7 @@ class EventPublisher:
             _log.warning(f"%s: {text} This is said once.", FLAG, *values)
 
     def close(self) -> None:
-        """Publish what waits, for a second or two at most, and end."""
+        """Publish the queued batches, within a second or two, and end."""
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=_END_SECONDS)
         self._thread.join(_END_SECONDS)
@@ -225,7 +224,7 @@ class EventPublisher:
                     seconds = _TURN_SECONDS if is_busy else _POLL_SECONDS
                     item = self._queue.get(timeout=seconds if self._replays else _IDLE_SECONDS)
                 except queue.Empty:
-                    # libzmq frees what it keeps of subscribers that have gone when a socket is used.
+                    # libzmq frees its state of lost subscribers only when a socket is used.
                     for socket in self._sockets:
                         socket.getsockopt(zmq.EVENTS)
                     continue
@@ -240,7 +239,7 @@ class EventPublisher:
             self._close_sockets()
 
     def _answer_replays(self) -> bool:
-        """Read requests for replays, and go on with those under way, within a turn's bounds; say whether some client may take more."""
+        """Read replay requests and continue replays, within a turn's limits. Return whether any replay is unfinished."""
         is_busy = False
         for rank, socket in enumerate(self._replays):
             self._read_requests(rank, socket)
@@ -248,7 +247,7 @@ class EventPublisher:
             for client, replay in list(under_way.items()):
                 try:
                     next(replay)
-                except (StopIteration, zmq.ZMQError):  # it is over, or the client has gone
+                except (StopIteration, zmq.ZMQError):  # the replay is over, or the client is gone
                     del under_way[client]
             is_busy |= bool(under_way)
         return is_busy
@@ -266,11 +265,11 @@ class EventPublisher:
                     "%d clients are sent replays already; further requests are ignored until one has ended.",
                     _MOST_REPLAYS,
                 )
-            else:  # a client that asks again has its replay begun anew
+            else:  # a repeated request restarts the client's replay
                 under_way[frames[0]] = self._replay(rank, frames[0], int.from_bytes(frames[2], "big"))
 
     def _replay(self, rank: int, client: bytes, number: int) -> Iterator[None]:
-        """Send a client the batches from this number on. Each `next` sends what its socket takes, up to a turn's bound."""
+        """Send a client the batches from this number on. Each `next` sends as many as the socket takes, up to a turn's limit."""
         kept, socket, moved = self._kept[rank], self._replays[rank], time.monotonic()
         while time.monotonic() - moved < _STALLED_SECONDS:
             first = bisect.bisect_left(kept, (number,))
@@ -291,7 +290,7 @@ class EventPublisher:
 
 
 class _Curve:
-    """Keys of sockets that speak CURVE, in a ZeroMQ context of their own, whose authenticator lets known clients in."""
+    """Keys of CURVE sockets, in a separate ZeroMQ context whose authenticator admits known clients."""
 
     def __init__(self, key_file: str, clients: str):
         if not zmq.has("curve"):
@@ -315,24 +314,24 @@ class _Curve:
         self._authenticator.configure_curve(domain="*", location=clients)
 
     def protect(self, socket: Any) -> None:
-        """Make a socket, not yet opened, the server of its connections' CURVE."""
+        """Make a socket the CURVE server of its connections. Call it before bind or connect."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self._public, self._secret
 
     def close(self) -> None:
-        """End the authenticator, once the sockets are closed."""
+        """Stop the authenticator. Close the sockets first."""
         self._authenticator.stop()
         self.context.term()
 
 
 def _is_of_this_machine(endpoint: str) -> bool:
-    """Say whether a bound endpoint is reachable from its own machine alone."""
+    """Whether a bound endpoint is reachable only from its own machine."""
     host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     return not endpoint.startswith("tcp://") or host == "lo" or is_loopback(host)
 
 
 def endpoint_of(endpoint: str, rank: int) -> str:
-    """Say where a DP rank publishes: the port + rank, or the name with `_dp` and the rank; rank 0 where the option says."""
+    """Return the endpoint of a DP rank: the port + rank, or the name with `_dp` and the rank; unchanged for rank 0."""
     if not rank:
         return endpoint
     if not endpoint.startswith("tcp://"):
@@ -354,7 +353,7 @@ def _open(socket: Any, endpoint: str, bound: bool) -> None:
 
 
 class PageEventStream(Attachment):
-    """The part of an engine's core that tells sinks which pages can be found from now on, and which no more."""
+    """Engine plugin that reports to sinks which pages become findable and which are removed."""
 
     wants_page_events = True
 
@@ -362,26 +361,26 @@ class PageEventStream(Attachment):
         self._sinks = sinks
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
-        """Say of every DP rank of the mesh before, and of this one, that nothing can be found."""
+        """Report the cache of every DP rank as cleared, for the ranks of the previous mesh and of the new one."""
         if self.scheduler is not None:
             for rank in range(max(len(self.scheduler.ranks), executor.limits.num_ranks)):
                 self._publish(rank, [AllBlocksCleared()], "Routers do not hear that pages are gone.")
 
     def planned(self) -> None:
-        """Tell what has happened since the last time."""
+        """Publish the events since the last call."""
         for rank, events in self.scheduler.take_page_events():
             self._publish(rank, events, "Routers do not hear of some pages.")
 
     def after_step(self, seconds: float, plan: StepPlan, updates: list[Update]) -> None:
-        """Tell what the step has sealed."""
+        """Publish the pages that the step has sealed."""
         self.planned()
 
     def flush(self) -> None:
-        """Tell that nothing can be found."""
+        """Publish that the cache is cleared."""
         self.planned()
 
     def close(self, failed: bool) -> None:
-        """End the sinks, unless the engine has failed."""
+        """Close the sinks, unless the engine has failed."""
         if not failed:
             for sink in self._sinks:
                 sink.close()

@@ -1,4 +1,4 @@
-"""`TierOptions`: where pages of the prefix cache go when they leave the devices, and who is told. No JAX."""
+"""`TierOptions`: options of the offload tiers of the prefix cache, and of its events. No JAX."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TierOptions:
-    """Options of an engine that keeps pages beside its devices, or publishes where they are."""
+    """Options of an engine that keeps pages outside its devices, or publishes cache events."""
 
     host_cache_bytes: int = option(0, "Host memory for evicted pages, of all DP ranks; 0: none.", Group.CACHE, least=0)
     disk_cache: str | None = advanced(
@@ -38,9 +38,9 @@ class TierOptions:
 
     @property
     def kv_events(self) -> KvEventsConfig | None:
-        """`kv_events_config`, read; None where it is not given. Raises as `JsonOption.parse`."""
+        """The parsed `kv_events_config`; None if it is not given. Raises the errors of `JsonOption.parse`."""
         if self.kv_events_config is None:
             return None
-        from dsjax.engine.tiers.event_publisher import KvEventsConfig  # brings ZeroMQ and the scheduler in
+        from dsjax.engine.tiers.event_publisher import KvEventsConfig  # imports ZeroMQ and the scheduler
 
         return KvEventsConfig.parse(self.kv_events_config)

@@ -22,16 +22,16 @@ ROLE = "decode"
 """The role with which a decode side's processes connect."""
 _PULL, _DONE = "pull", "done"
 _MOST_DROPPED = _MOST_WAITING = 4096
-"""Dropped numbers that are remembered, and pulls that wait for a chunk; further ones of either take the place of the oldest."""
+"""Maximum remembered dropped numbers, and maximum pulls that wait for a chunk. Further ones replace the oldest."""
 _PUBLISHERS = 2
-"""Threads that publish: while one copies a chunk, the other takes the next."""
+"""Publisher threads: while one copies a chunk, the other takes the next."""
 
 Take = Callable[[Chunk | None], object]
-"""Is given a chunk that another process pulls, or None if the chunk is gone. It only queues, and does not wait."""
+"""Called with a chunk that another process pulls, or with None if the chunk is gone. It only queues the chunk and does not block."""
 
 
 class FollowerSendBuffers:
-    """Chunks of one generation that a prefill process other than process 0 keeps. Process 0 numbers them and decides when to drop them."""
+    """Chunks of one generation, kept by a prefill process other than process 0. Process 0 numbers them and decides when to drop them."""
 
     def __init__(self):
         self._chunks: dict[int, Chunk] = {}
@@ -69,7 +69,7 @@ class FollowerSendBuffers:
         """Call `take` with an offered chunk once it is computed, or with None once it is dropped."""
         with self._lock:
             self._waiting.append((number, take))
-            if len(self._waiting) > _MOST_WAITING:  # a member asks for what nobody has offered
+            if len(self._waiting) > _MOST_WAITING:  # a member requests chunks that were never offered
                 self._waiting.pop(0)[1](None)
             self._answer()
 
@@ -108,7 +108,7 @@ class ChunkServer:
         endpoint.serve(_DONE, self._done, roles=(ROLE,), kind=PullDone)
 
     def close(self) -> None:
-        """Publish no more chunks, and withdraw those that are published."""
+        """Stop publishing, and withdraw all published chunks."""
         for service in (_PULL, _DONE):
             self._endpoint.withdraw(service)
         self._tasks.put(lambda: self._withdraw(lambda _: True))
@@ -129,7 +129,7 @@ class ChunkServer:
         self._peers.discard(peer)
         self._tasks.put(partial(self._withdraw, lambda published: published.peer is peer))
 
-    # In the threads that use the transport.
+    # In the publisher threads, which use the transport.
 
     def _publish(self, request: Request, chunk: Chunk | None) -> None:
         before = time.monotonic() - self._timeout
@@ -162,9 +162,9 @@ class ChunkServer:
 
 
 class RemoteChunks:
-    """Pulls chunks from prefill processes. It connects to a process when it first needs one of its chunks, and again after a loss.
+    """Pulls chunks from prefill processes. Connects to a process when it first needs one of its chunks, and reconnects after a loss.
 
-    shapes: of a chunk's arrays. timeout: seconds after which a pull is given up. window_shapes: of the arrays of a chunk of window pages.
+    shapes: shapes of a chunk's arrays; window_shapes: of a chunk of window pages. timeout: seconds after which a pull is aborted.
     """
 
     def __init__(
@@ -206,14 +206,14 @@ class RemoteChunks:
             ok = True
         except TimeoutError:
             raise ChunkGoneError(f"{address} does not send chunk {number}") from None
-        except Exception as error:  # the transport's
+        except Exception as error:  # from the transport
             raise ChunkGoneError(f"chunk {number} could not be pulled from {address}: {error}") from error
         finally:
             peer.send(_DONE, PullDone(published.pull, ok))
         return chunk
 
     def peer(self, address: str) -> Peer:
-        """Return the connection to an address. One thread makes it while others wait. Raises what `Endpoint.connect` raises."""
+        """Return the connection to an address. One thread connects while others wait. Raises the errors of `Endpoint.connect`."""
         with self._lock:
             made = self._peers.get(address)
             if connects := made is None:
@@ -229,7 +229,7 @@ class RemoteChunks:
         return made.result()
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         with self._lock:
             peers = list(self._peers.values())
         for made in peers:
@@ -243,7 +243,7 @@ class RemoteChunks:
         self._disconnect(peer)
 
     def _disconnect(self, peer: Peer | None) -> None:
-        """Have the transport forget a process that is gone. It may wait for a read that hangs, so this starts a thread."""
+        """Make the transport forget a lost process, in a new thread, because it may wait for a read that hangs."""
         transport = self._transports.pop(peer, None)
         if transport is not None:
             start_thread("transfer connection", self._transport.disconnect, transport, name="dsjax-transfer")
