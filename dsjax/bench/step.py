@@ -152,7 +152,7 @@ def scopes_of(text: str) -> dict[str, str]:
 
 
 def part_seconds(events: list[dict[str, Any]], scopes: dict[str, str]) -> dict[str, float]:
-    """Return the seconds of each part per step, longest first. Loops are excluded because the trace also has the operations in their bodies."""
+    """Return each part's seconds per step, longest first. Loops are excluded because the trace also has the operations in their bodies."""
     total: Counter = Counter()
     for event in events:
         name = event["name"]

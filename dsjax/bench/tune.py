@@ -55,7 +55,7 @@ class AttentionSetting:
         return cache_groups(self.config, (0,), self.cache_dtype)[0]
 
     def find(self, tokens: Iterable[int], chunk: int, drafts: int) -> list[Product]:
-        """Return the distinct attention problems of steps with ``tokens`` tokens per DP rank: decode rows with drafts, and prefill chunks."""
+        """Return the distinct attention sizes of steps with ``tokens`` per DP rank: decode rows with drafts, and prefill chunks."""
         width = self.config.mla.kv_lora_rank + self.config.mla.qk_rope_head_dim
         shapes = [(count, 1 + drafts) for count in tokens]
         shapes += [(count // chunk, chunk) for count in tokens if count >= chunk]

@@ -1,7 +1,7 @@
 """``HeldWeights``: parameters that stay on this process's devices while the mesh changes.
 
-A part of a parameter is identified by path, layer, logical expert and a box of the other dimensions. Slots do not identify a part: the same
-expert lies in another slot of another mesh. docs/many-hosts.md has the design.
+A part of a parameter is identified by path, layer, logical expert and a box of the other dimensions, not by slot: an expert may have
+different slots in different meshes. docs/many-hosts.md describes the design.
 """
 
 from __future__ import annotations
