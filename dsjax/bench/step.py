@@ -38,7 +38,7 @@ _TRACED = 5
 
 @dataclass(frozen=True)
 class StepOptions(Checked):
-    """Which step; named as `vllm bench latency` names them."""
+    """Options of the step to time, named as in `vllm bench latency`."""
 
     batch_size: int = option(32, "Requests of each DP rank.", least=1)
     input_len: int = option(160, "Tokens before the one that is decoded first.", least=1)

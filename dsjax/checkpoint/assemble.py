@@ -110,7 +110,7 @@ class Assembler:
         if scaled_weight(path, self.names.parameters) is not None:
             yield from self._scale_strips(name, rows, columns)
             return
-        if not name.endswith(".weight"):  # scales of packed matrices (unchanged), and parameters that are never quantised
+        if not name.endswith(".weight"):  # unchanged: scales of packed matrices, and unquantised parameters
             for start, block in self._read(name, rows, columns):
                 yield start, block.astype(dtype, copy=False)
             return

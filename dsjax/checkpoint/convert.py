@@ -219,7 +219,7 @@ def _numeric(name: str) -> list[tuple[int, int, str]]:
 
 
 def _companions(directory: Path) -> list[Path]:
-    """List the files beside the weights: tokenizer, chat template, prompt encoder, generation settings, licence."""
+    """Return the files besides the weights: tokenizer, chat template, prompt encoder, generation settings, licence."""
     return [
         path
         for path in sorted(directory.iterdir())

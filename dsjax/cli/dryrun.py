@@ -16,7 +16,7 @@ from sharding import MeshSpec
 
 @dataclass(frozen=True)
 class DryRunOptions(Checked):
-    """What a dry run has beside the engine's options."""
+    """Options of a dry run in addition to the engine's."""
 
     target: str = option("cpu", "cpu, a name of configs/hardware (h200, tpu-v5e, …), or a TOML file like those.")
     expert_target: str | None = option(

@@ -67,7 +67,7 @@ def our_words(words: Sequence[str], options: Mapping[str, Any], context: Any) ->
     path = next((one.value for one in reversed(typed) if one.ours == "--config" and one.value), None)
     file = [] if path is None else _read(path, options)
     given = {name: str(one.default) for name, one in options.items() if one.default is not None}
-    for one in sorted([*file, *typed], key=lambda one: one.turn):  # the file's options first, each group in the given order
+    for one in sorted([*file, *typed], key=lambda one: one.turn):  # the file's options first, in the given order
         _translate(one, options[one.ours] if one.key else None, given, path)
     if file:
         context.default_map = {}

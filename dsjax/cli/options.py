@@ -56,7 +56,7 @@ def options_of(
             for kind in kinds.values()
             for field in dataclasses.fields(kind)
             if (kind is not EngineArgs or only is None or field.name in only)
-            and ("choices" in field.metadata or "classes" not in field.metadata)  # a field that takes only a class cannot be typed
+            and ("choices" in field.metadata or "classes" not in field.metadata)  # a class has no command-line form
         ]
         if EngineArgs in kinds.values():
             before = inspect.signature(_of_engines, eval_str=True).parameters
