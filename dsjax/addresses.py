@@ -1,4 +1,4 @@
-"""`HOST:PORT` as text, and as endpoints of sockets."""
+"""Parse and format `HOST:PORT` addresses, and resolve them to socket endpoints."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dsjax.errors import UserError
 
 
 def split_address(text: str, what: str = "the address") -> tuple[str, int]:
-    """Split `HOST:PORT` into host and port. An IPv6 address is in brackets.
+    """Split `HOST:PORT` into host and port. An IPv6 address is in brackets. what: name of the address in the error message.
 
     Raises:
-        UserError: it is something else. what: names it in the message.
+        UserError: `text` is not `HOST:PORT`.
     """
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -27,10 +27,10 @@ def join_address(host: str, port: int) -> str:
 
 
 def zmq_endpoint(host: str, port: int) -> str:
-    """Resolve a host and return libzmq's endpoint for it; port 0 takes a free one.
+    """Resolve a host and return its ZeroMQ endpoint; port 0 selects a free port.
 
     Raises:
-        OSError: the name is not known.
+        OSError: the host name cannot be resolved.
     """
     return zmq_endpoints(host, port)[0]
 
@@ -39,7 +39,7 @@ def zmq_endpoints(host: str, port: int) -> list[str]:
     """Resolve a host and return an endpoint for each of its addresses, in the system's order of preference.
 
     Raises:
-        OSError: the name is not known.
+        OSError: the host name cannot be resolved.
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -50,7 +50,7 @@ def zmq_endpoints(host: str, port: int) -> list[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether every address of a host is a loopback address."""
+    """Return whether every address of a host is a loopback address."""
     try:
         resolved = (
             {address[0] for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)} if host else set()

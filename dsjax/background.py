@@ -1,10 +1,10 @@
-"""Background work: threads and tasks that do not answer requests themselves. A failure there costs that work alone.
+"""Background threads and tasks that do not answer requests themselves. A failure affects only the failed work.
 
-`start_thread`, `WorkQueue` and `contained` log what fails and count it, by the name of the work; `/metrics` shows the counts as
-`dsjax_background_failures_total`. docs/background-work.csv lists every thread and task, with what its failure costs, and
-`tests/dsjax/test_background.py` holds that list to the code.
+`start_thread`, `WorkQueue` and `contained` log and count failures by kind of work; `/metrics` exports the counts as
+`dsjax_background_failures_total`. docs/background-work.csv lists every thread and task with the consequence of a failure, and
+`tests/dsjax/test_background.py` checks that list against the code.
 
-The counts belong to the process, as its log does: threads start before the engine exists, and before metrics are read.
+The counts are per process, like the log: threads start before the engine exists and before metrics are read.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ WORK = (
     "warm up",
     "welcome",
 )
-"""The names of background work: values of the metric's label `work`."""
+"""Kinds of background work: the values of the metric's label `work`."""
 
 RESTART_SECONDS = 1.0
-"""Seconds before a failed thread starts again."""
+"""Seconds before a failed thread restarts."""
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -54,15 +54,15 @@ _counts: Counter[str] = Counter()
 
 
 def failure_counts() -> dict[str, int]:
-    """Return the failures of each kind of work since the process began, zeros included."""
+    """Return the number of failures of each kind of work since the process started, including zeros."""
     with _lock:
         return {work: _counts[work] for work in WORK}
 
 
 def note_failure(work: str, error: BaseException, consequence: str = "") -> None:
-    """Log a failure, and count it. Any thread may call it.
+    """Log and count a failure. Thread-safe.
 
-    work: one of `WORK`. consequence: what the failure costs, as a sentence. Only the first failure of a kind of work has its traceback.
+    work: one of `WORK`. consequence: a sentence that says what the failure affects. Only the first failure of each kind logs a traceback.
     """
     assert work in WORK, work
     with _lock:
@@ -70,13 +70,13 @@ def note_failure(work: str, error: BaseException, consequence: str = "") -> None
     described = f"{type(error).__name__}: {error}"
     message = f"Background work has failed ({work}): {described}" + (f". {consequence}" if consequence else "")
     _log.error(message, exc_info=error if first else None)
-    with _lock:  # after the log, so that it is there when somebody sees the count
+    with _lock:  # after logging, so that the log has the failure as soon as the count shows it
         _counts[work] += 1
 
 
 @contextlib.contextmanager
 def contained(work: str, consequence: str = "") -> Iterator[None]:
-    """Log and count an exception of the block instead of raising it."""
+    """Log and count an exception raised in the block instead of propagating it."""
     try:
         yield
     except Exception as error:
@@ -91,16 +91,16 @@ def start_thread(
     restarts: bool = False,
     on_failure: Callable[[Exception], object] = lambda error: None,
 ) -> threading.Thread:
-    """Run a function in a daemon thread. An exception does not end the process and, with `restarts`, not the work.
+    """Run a function in a daemon thread. An exception does not end the process.
 
     Args:
         work: one of `WORK`.
-        name: of the thread.
-        restarts: call `run` again after an exception. A loop over a queue or a listener loses the one item that has failed.
-        on_failure: called with the exception, to release those who wait for the thread.
+        name: the thread's name.
+        restarts: call `run` again after an exception. A loop over a queue or a listener loses only the item that failed.
+        on_failure: called with the exception, to release callers that wait for the thread.
 
     Raises:
-        RuntimeError: the system has no thread left.
+        RuntimeError: the system cannot start another thread.
     """
 
     def supervise() -> None:
@@ -122,9 +122,9 @@ def start_thread(
 
 
 class WorkQueue:
-    """Tasks for daemon threads, which take them in order. A task that fails costs nothing but itself.
+    """FIFO queue of tasks that daemon threads run. A failed task does not affect the others.
 
-    work: one of `WORK`. name: of the threads. cost: what a failed task costs, as a sentence.
+    work: one of `WORK`. name: the threads' name. cost: a sentence that says what a failed task affects.
     """
 
     def __init__(self, work: str, name: str, *, threads: int = 1, cost: str = ""):
@@ -133,15 +133,15 @@ class WorkQueue:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start the threads, which take also what was put before."""
+        """Start the threads. They also run tasks that were queued before."""
         self._threads = [start_thread(self._work, self._run, name=self._name) for _ in range(self._num_threads)]
 
     def put(self, task: Callable[[], object]) -> None:
-        """Have a thread call `task`."""
+        """Queue `task` for a thread to call."""
         self._tasks.put(task)
 
     def close(self, seconds: float = 0.0) -> bool:
-        """End the threads once all tasks are done. Wait `seconds` for it at most, and return whether they have ended."""
+        """Stop the threads after all queued tasks. Wait at most `seconds`, and return whether all threads have ended."""
         for _ in self._threads:
             self._tasks.put(None)
         end = time.monotonic() + seconds

@@ -1,18 +1,18 @@
-"""The limit on open files and connections of this process (`ulimit -n`), raised and checked."""
+"""Raise and check this process's limit on open files and connections (`ulimit -n`)."""
 
 import logging
 
 from dsjax.errors import UserError
 
 _ENGINE_DESCRIPTORS, _FRONT_END_DESCRIPTORS = 32, 8
-"""A server on 1 and on 32 devices had 24 open before its first client, and 4 more for each front end. The rest is for clients."""
+"""Before its first client, a server on 1 and on 32 devices had 24 open, and 4 more per front end. The rest is for clients."""
 FEW = 1024
 
 _log = logging.getLogger(__name__)
 
 
 def descriptor_limit() -> int | None:
-    """Raise the limit as far as the system allows, to 65536 at most; return the limit, or None if the system has none."""
+    """Raise the limit as far as the system allows, up to 65,536. Return the limit, or None if the system has none."""
     try:
         import resource
     except ImportError:  # not a POSIX system

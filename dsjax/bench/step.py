@@ -1,4 +1,4 @@
-"""`dsjax bench step`: where the time of a decode step goes, by part of the model. JAX is imported when it runs."""
+"""`dsjax bench step`: time of a decode step by part of the model. It imports JAX only when it runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _TRACED = 5
 
 @dataclass(frozen=True)
 class StepOptions(Checked):
-    """Which step; named as `vllm bench latency` names them."""
+    """Options of the step to time, named as in `vllm bench latency`."""
 
     batch_size: int = option(32, "Requests of each DP rank.", least=1)
     input_len: int = option(160, "Tokens before the one that is decoded first.", least=1)
@@ -82,7 +82,7 @@ def step(args: EngineArgs, options: StepOptions) -> None:
 
 
 def show(body: dict[str, Any], console: Console) -> None:
-    """Print the step's times, and a table of its parts."""
+    """Print the step's times and a table of its parts."""
     console.print(
         f"{body['mesh']}, {body['batch_size']} requests on each of {body['ranks']} ranks, {body['input_len']} tokens before: "
         f"{body['seconds'] * 1e3:.2f} ms a step (median), {body['processor_seconds'] * 1e3:.2f} ms of processors; "
@@ -95,7 +95,7 @@ def show(body: dict[str, Any], console: Console) -> None:
 
 
 def decode_step(llm: LLM, rows: int, context: int, pages: int, busy: int) -> tuple[Callable[[], None], str]:
-    """A function that runs one decode step of full rows on so many ranks, and the program's text. The context grows by a token a step."""
+    """Return a function that runs a decode step of full rows on `busy` ranks, and the program's text. Each step adds a token of context."""
     from dsjax.engine.contract.commands import Admission, PageChange, RankStep, Sampling, Step, int32s
     from dsjax.engine.device.buckets import Rectangle
 
@@ -116,7 +116,7 @@ def decode_step(llm: LLM, rows: int, context: int, pages: int, busy: int) -> tup
 
 
 def measure(run: Callable[[], None], warm_up: int, steps: int) -> dict[str, float]:
-    """Median wall seconds, mean processor seconds, and how often threads of the process went to sleep, of a step."""
+    """Return a step's median wall seconds, mean CPU seconds, and mean number of times that the process's threads went to sleep."""
     for _ in range(warm_up):
         run()
     times, processor, waits = [], time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
@@ -130,7 +130,7 @@ def measure(run: Callable[[], None], warm_up: int, steps: int) -> dict[str, floa
 
 
 def trace(run: Callable[[], None]) -> list[dict[str, Any]]:
-    """The profiler's events of `_TRACED` steps."""
+    """Return the profiler's events for `_TRACED` steps."""
     import jax
 
     with tempfile.TemporaryDirectory() as folder:
@@ -143,7 +143,7 @@ def trace(run: Callable[[], None]) -> list[dict[str, Any]]:
 
 
 def scopes_of(text: str) -> dict[str, str]:
-    """Operation name → part of the model, from the metadata in a compiled program's text."""
+    """Map operation names to parts of the model, using the metadata in a compiled program's text."""
     found = {}
     for name, path in re.findall(r'%([\w.\-]+) = [^\n]*?metadata=\{op_name="([^"]*)"', text):
         scopes = [scope for part in path.split("/") for scope in SCOPES if part.startswith(scope)]
@@ -152,7 +152,7 @@ def scopes_of(text: str) -> dict[str, str]:
 
 
 def part_seconds(events: list[dict[str, Any]], scopes: dict[str, str]) -> dict[str, float]:
-    """Seconds of each part in a step, the longest first. Loops are left out: the trace has their bodies' operations too."""
+    """Return each part's seconds per step, longest first. Loops are excluded because the trace also has the operations in their bodies."""
     total: Counter = Counter()
     for event in events:
         name = event["name"]

@@ -1,7 +1,7 @@
-"""Tile sizes of the Pallas kernels, chosen by timing them on the device at hand: what ``dsjax tune`` does.
+"""Autotuning of the Pallas kernels' tile sizes on the current device, for ``dsjax tune``.
 
-Attention and each product of a model's layers, as one device of a mesh has them, are timed with the default tile sizes and with each other
-that fits. The table is written after each, so that an interrupted run goes on where it stopped.
+Times attention and each matrix product of a model's layers, as sharded to one device of a mesh, with the default tile sizes and with all
+others that fit. The table is written after each kernel, so that an interrupted run can resume.
 """
 
 import itertools
@@ -29,19 +29,19 @@ from sharding import MeshSpec, Rules, fp8
 from sharding.rules import axes_of
 
 STACK_BYTES = 2**30
-"""Bytes of matrices that timing goes round, so that none is still in the device's cache (50 MB in an H200) when its turn comes again."""
+"""Bytes of matrices that timing cycles through, so that each is evicted from the device's cache (50 MB on an H200) before its next use."""
 NEAR = 0.99
-"""Other sizes than the default ones must take at most this share of their time: less is noise."""
+"""Maximum ratio of another tile size's time to the default's for it to be chosen: a smaller gain is noise."""
 MOST_CACHE_BYTES = 8 * 2**30
-"""Bytes of a layer of cache; attention of more rows than that holds is not timed."""
+"""Maximum bytes of cache per layer; attention is not timed for row counts that need more."""
 Tiles = ProductTiles | AttentionTiles
 Timer = Callable[[Product, Tiles], float | None]
-"""Seconds of a kernel with such tiles; None where the device cannot run them."""
+"""Returns a kernel's seconds with the given tiles; None if the device cannot run them."""
 
 
 @dataclass(frozen=True)
 class AttentionSetting:
-    """What attention is timed with: ``heads`` of a device, and rows of ``context`` positions in a cache of this dtype."""
+    """Settings for timing attention: ``heads`` per device, and rows of ``context`` positions in a cache of ``cache_dtype``."""
 
     config: ModelConfig
     heads: int
@@ -51,11 +51,11 @@ class AttentionSetting:
 
     @property
     def latents(self) -> CacheGroup:
-        """The cache group of the latents, in one layer."""
+        """One layer's cache group of the latents."""
         return cache_groups(self.config, (0,), self.cache_dtype)[0]
 
     def find(self, tokens: Iterable[int], chunk: int, drafts: int) -> list[Product]:
-        """Attention of a step with so many tokens of a DP rank, each once: of decode rows with their drafts, and of chunks of prompts."""
+        """Return the distinct attention sizes of steps with ``tokens`` per DP rank: decode rows with drafts, and prefill chunks."""
         width = self.config.mla.kv_lora_rank + self.config.mla.qk_rope_head_dim
         shapes = [(count, 1 + drafts) for count in tokens]
         shapes += [(count // chunk, chunk) for count in tokens if count >= chunk]
@@ -68,16 +68,16 @@ def find_products(
     config: ModelConfig, infos: dict[str, ParameterInfo], spec: MeshSpec, rules: Rules, tokens: Iterable[int], *,
     n_physical: int, quantises: bool,
 ) -> list[Product]:  # fmt: skip
-    """The products of a device's layers with so many tokens of a DP rank in a step, each once.
+    """Return the distinct matrix products of a device's layers, for each number of tokens per DP rank in a step.
 
-    infos: of all parameters. n_physical: physical experts. quantises: whether rows are FP8 where weights are.
+    infos: of all parameters. n_physical: number of physical experts. quantises: whether activations are FP8 if the weights are.
     """
     ways = dict(zip(spec.axes, spec.shape, strict=True))
     found: list[Product] = []
     for path, info in infos.items():
         name = path.split(".")[-2]
         wanted = path.partition(".")[0] not in ("mtp", "head", "embed") and path.endswith(".weight")
-        # A packed format's kernels have no table.
+        # Kernels for packed formats have no tile table.
         if not wanted or info.packed > 1 or name not in ("q", "q_a", "q_b", "kv_a", "o", "gate_up", "down"):
             continue
         split = zip(info.shape, rules.spec(info.logical_axes), strict=True)
@@ -93,7 +93,7 @@ def find_products(
 
 
 def candidates(product: Product) -> Iterator[Tiles]:
-    """The default tiles of a product, and then all others that are worth a try."""
+    """Yield a product's default tiles, then all others worth trying."""
     default = default_tiles(product)
     yield default
     if isinstance(default, AttentionTiles):
@@ -116,7 +116,7 @@ def candidates(product: Product) -> Iterator[Tiles]:
 
 
 def default_tiles(product: Product) -> Tiles:
-    """The tiles of a product without a table, on the first device."""
+    """Return the tiles that a product has without a table, on the first device."""
     if product.kernel == ATTENTION:
         return attention.default_tiles(product.columns)
     if product.kernel.startswith("dense"):
@@ -127,7 +127,7 @@ def default_tiles(product: Product) -> Tiles:
 
 
 def tune(table: TileTable, todo: Iterable[Product], path: Path, timer: Timer) -> TileTable:
-    """Time each product that the table lacks, and write the table after each."""
+    """Time each product that the table lacks, writing the table after each."""
     done = {entry.product for entry in table.entries}
     for product in todo:
         if product in done:
@@ -152,7 +152,7 @@ def tune(table: TileTable, todo: Iterable[Product], path: Path, timer: Timer) ->
 def device_timer(
     dtype: np.dtype, experts: int, setting: AttentionSetting, budget: Budget, *, interpret: bool = False
 ) -> Timer:
-    """Times kernels on the first device, with random values. dtype: of computation; experts: physical ones of a device."""
+    """Return a timer of kernels on the first device, with random values. dtype: of computation. experts: physical experts per device."""
     kept: dict[Product, tuple] = {}
     cores = Cores.of(jax.local_devices()[0])
 
@@ -175,7 +175,7 @@ def device_timer(
             kept.clear()
             kept[product] = _cache(product, dtype, setting) if attends else _arrays(product, dtype, experts)
         inputs, *fixed = kept[product]
-        # The default sizes are those that the device has room for, which the kernel chooses itself.
+        # For the default sizes pass None: the kernel itself chooses sizes that fit the device.
         options = {"tiles": None if tiles == default_tiles(product) else tiles, "cores": cores, "interpret": interpret}
 
         def apply(inputs, layer, total):
@@ -190,7 +190,7 @@ def device_timer(
             prepared.warm_up(budget)
             times = prepared.take(budget)
         except jax.errors.JaxRuntimeError:
-            return None  # such tiles do not fit a core
+            return None  # the tiles do not fit a core
         if times is None:
             raise UserError(f"a kernel cannot be timed: {DROWNED}; what was tuned before is kept")
         return times.median
@@ -199,7 +199,7 @@ def device_timer(
 
 
 def _cache(product: Product, dtype: np.dtype, setting: AttentionSetting) -> tuple:
-    """Queries of rows at the end of their context, layers of cache, and page tables: no page is of two rows, nor next to the one before."""
+    """Return queries at the end of each row's context, layers of cache, and page tables in random order without shared pages."""
     R, H, M = int(product.rows), setting.heads, setting.config.mla.kv_lora_rank
     C, O, G = product.columns // H, setting.config.mla.qk_rope_head_dim, setting.page_size
     pages = -(-setting.context // G)
@@ -217,7 +217,7 @@ def _cache(product: Product, dtype: np.dtype, setting: AttentionSetting) -> tupl
 
 
 def _arrays(product: Product, dtype: np.dtype, experts: int) -> tuple:
-    """A stack of weights with its scales, rows, and under even routing the experts' groups."""
+    """Return a stack of weights with scales, rows, and the experts' groups under even routing."""
     stored, quantised = jnp.dtype(product.weights), product.kernel.endswith("_fp8")
     dense, fused = product.kernel.startswith("dense"), product.kernel.startswith("experts_gate_up")
     K, N, X = product.depth, product.columns, 1 if dense else experts
@@ -225,7 +225,7 @@ def _arrays(product: Product, dtype: np.dtype, experts: int) -> tuple:
     shape = (*lead, K, *((2,) if fused else ()), N)
     layers = min(64, max(2, STACK_BYTES // (math.prod(shape) * stored.itemsize)))
     key = jax.random.key(0)
-    # Layer by layer: a whole stack exists once, in the dtype that it is kept in.
+    # Layer by layer, so that the whole stack exists only in its stored dtype.
     one = lambda layer: jax.random.normal(jax.random.fold_in(key, layer), shape, jnp.bfloat16).astype(stored)  # noqa: E731
     weight = jax.lax.map(one, jnp.arange(layers))
     scale = None

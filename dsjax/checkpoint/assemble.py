@@ -1,6 +1,6 @@
 """Assemble a region of a parameter from Hugging Face tensors: slice, check, convert and transpose strips of 128 rows.
 
-Intermediate values, such as a dequantised strip in float32, stay in the processor's cache, and memory holds little beside the result.
+Intermediate values, such as a dequantised float32 strip, stay in the CPU cache, so memory holds little besides the result.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from dsjax.checkpoint.quantise import FP8, block_scales, dequantise, quantise, r
 from dsjax.checkpoint.safetensors import Tensor
 from dsjax.model.parameters import BLOCK
 
-# Bits that are all set in an infinity or a NaN (e4m3 has no infinities, and one NaN of either sign).
+# Bits that are all set in infinities and NaNs (e4m3 has no infinities, and one NaN per sign).
 _EXPONENTS = {"bfloat16": (np.uint16, 0x7F80), "float8_e4m3fn": (np.uint8, 0x7F)}
-# How much of a tensor that is not in memory yet to fetch at a time.
+# Bytes to fetch at a time from a tensor that is not in memory yet.
 _FETCH_BYTES = 32 << 20
 _COPIED_ROWS = 32
 
 
 class Assembler:
-    """Fills arrays with regions of parameters, and collects damaged values in ``problems``.
+    """Fills arrays with regions of parameters, and reports damaged values in ``problems``.
 
     Args:
         names: the tensors and the dtype of each parameter.
-        tensors: the checkpoint, Hugging Face name → tensor, of a checked structure (``check.check_structure``).
-        executor: runs the pieces of a region side by side; default: one after the other.
+        tensors: the checkpoint, Hugging Face name → tensor; its structure must be checked (``check.check_structure``).
+        executor: runs the pieces of a region in parallel; default: sequentially.
     """
 
     def __init__(self, names: TensorNames, tensors: Mapping[str, Tensor], executor: Executor | None = None):
@@ -42,7 +42,7 @@ class Assembler:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of tensors read so far; a tensor that was read twice counts twice."""
+        """Bytes of tensors read so far; a tensor read twice counts twice."""
         return self._bytes_read
 
     @property
@@ -89,8 +89,8 @@ class Assembler:
         if piece.transposed:
             target, kept = target.T, kept[::-1]
         rows, columns = kept
-        # Unsigned integers are copied faster than ml_dtypes' own types, and a transpose in runs of 32 rows is twice as
-        # fast as in strips: the lines it writes to stay in the processor's first cache.
+        # NumPy copies unsigned integers faster than ml_dtypes' types. Transposing 32 rows at a time is twice as fast as
+        # transposing whole strips: the cache lines it writes stay in L1.
         bits = np.dtype(f"u{target.dtype.itemsize}")
         target = target.view(bits) if not piece.transposed else target.T.view(bits).T
         for start, strip in self._strips(path, piece.name, rows, columns, target_dtype):
@@ -110,7 +110,7 @@ class Assembler:
         if scaled_weight(path, self.names.parameters) is not None:
             yield from self._scale_strips(name, rows, columns)
             return
-        if not name.endswith(".weight"):  # scales of packed matrices, as they are, and what is never quantised
+        if not name.endswith(".weight"):  # unchanged: scales of packed matrices, and unquantised parameters
             for start, block in self._read(name, rows, columns):
                 yield start, block.astype(dtype, copy=False)
             return
@@ -129,7 +129,7 @@ class Assembler:
             yield start, block.astype(dtype, copy=False)
 
     def _scale_strips(self, name: str, rows: slice, columns: slice) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield block scales: the checkpoint's, or those of quantising its weight. Rows and columns count blocks."""
+        """Yield block scales: the checkpoint's, or computed by quantising its weight. ``rows`` and ``columns`` are in blocks."""
         weight_name = name.removesuffix(SCALE_SUFFIX)
         weight = self.tensors[weight_name]
         if weight.dtype == FP8:
@@ -143,7 +143,7 @@ class Assembler:
             yield start // BLOCK, block_scales(block)
 
     def _read(self, name: str, rows: slice, columns: slice) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (first row, stored values) of strips that end at borders of blocks, and check the values."""
+        """Yield (first row, stored values) of strips that end at block boundaries, and check the values."""
         tensor = self.tensors[name]
         in_memory = isinstance(tensor, np.ndarray)
         row_bytes = max((columns.stop - columns.start) * tensor.dtype.itemsize, 1)
@@ -160,7 +160,7 @@ class Assembler:
                 start = stop
 
     def _scale(self, name: str) -> np.ndarray:
-        """The whole block scales of an FP8 tensor; they are 1/16,384 of its values."""
+        """Return all block scales of an FP8 tensor, one for 16,384 values."""
         stored = self.tensors[name + SCALE_SUFFIX]
         scale, problem = read_scale(self.tensors[name], stored)
         with self._lock:
@@ -170,7 +170,7 @@ class Assembler:
         return scale
 
     def _check(self, name: str, values: np.ndarray) -> None:
-        """Count the bytes of values that were read, and report those that are not finite."""
+        """Count the bytes of ``values`` as read, and report values that are not finite."""
         with self._lock:
             self._bytes_read += values.nbytes
         if not all_finite(values) or (
@@ -184,7 +184,7 @@ class Assembler:
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Whether all values are finite, for the dtypes of checkpoints."""
+    """Return whether all values are finite, for checkpoint dtypes."""
     if values.dtype.name in _EXPONENTS:
         unsigned, mask = _EXPONENTS[values.dtype.name]
         return not ((values.view(unsigned) & unsigned(mask)) == mask).any()
@@ -192,5 +192,5 @@ def all_finite(values: np.ndarray) -> bool:
 
 
 def _whole_blocks(part: slice, size: int) -> slice:
-    """The smallest run of whole blocks that holds ``part``."""
+    """Return the smallest range of whole blocks that contains ``part``."""
     return slice(part.start - part.start % BLOCK, min(-(-part.stop // BLOCK) * BLOCK, size))

@@ -1,4 +1,4 @@
-"""Write checkpoints: convert one between forms and weight formats, or save parameters in memory."""
+"""Write checkpoints: convert between forms and weight formats, or save in-memory parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Form = Literal["orbax", "hf"]
 MAX_SHARD_BYTES = 5 * 10**9
 _COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md", "")
 _SETTLED = ("num_nextn_predict_layers", "tie_word_embeddings")
-"""Fields of `config.json` to replace by those of the opened checkpoint, which has compared them with its tensors."""
+"""Fields of `config.json` to replace with those of the opened checkpoint, which were checked against its tensors."""
 _NOT_COPIED = ("config.json", INDEX_NAME, MANIFEST_NAME, *QUANTIZATION_FILES)
 
 
@@ -47,13 +47,13 @@ def convert_checkpoint(
     overwrite: bool = False,
     progress: bool = False,
 ) -> Path:
-    """Convert the checkpoint in ``source`` and write it to ``destination``, whole or not at all; return the destination.
+    """Convert the checkpoint in ``source`` and write it atomically to ``destination``; return the destination.
 
     Args:
         source: an Orbax or Hugging Face directory.
         destination: must not exist, unless ``overwrite``.
         to: ``orbax`` (holds one copy of the parameters in memory), or ``hf`` (one tensor at a time).
-        weights: format of the matrices; ``auto``: as in the source, so that every tensor is bit-identical.
+        weights: format of the matrices; ``auto``: the source's format, which keeps every tensor bit-identical.
         max_shard_bytes: maximum size of a Hugging Face shard.
 
     Raises:
@@ -86,14 +86,14 @@ def save(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
 ) -> Path:
-    """Write parameters in memory as a checkpoint, whole or not at all; return the destination.
+    """Write in-memory parameters atomically as a checkpoint; return the destination.
 
     Args:
         config: the model's configuration; becomes ``config.json``.
         params: ``{path: array}`` as from ``load`` or ``from_hf_tensors``, in storage or true dtypes, with
             one copy of each expert. Sharded arrays must be addressable from this process.
         destination, to, max_shard_bytes, overwrite: as for ``convert_checkpoint``.
-        companions: files and folders to copy beside the weights: tokenizer, chat template, licence.
+        companions: other files and folders to copy: tokenizer, chat template, licence.
 
     Raises:
         CheckpointError: the parameters do not match the configuration or are not finite, or the destination exists.
@@ -125,7 +125,7 @@ def _write(
     overwrite: bool,
     progress: bool = False,
 ) -> Path:
-    # Not the CPU platform: files hold the true dtypes, not the storage dtypes for XLA's CPU backend.
+    # `platform` is not "cpu": files hold true dtypes, not the storage dtypes of XLA's CPU backend.
     names = TensorNames(checkpoint.config, abstract_parameters(checkpoint.config, weights=weights, platform="any"))
     changed = weights != checkpoint.stored_weights
     checkpoint = checkpoint.as_wanted(names)
@@ -155,7 +155,7 @@ def _write(
         for companion in companions:
             copy = shutil.copytree if companion.is_dir() else shutil.copyfile
             copy(companion, folder / companion.name)
-        # Write the files that make the directory loadable last.
+        # Write last the files that make the directory loadable.
         config = _config_for(config_fields, weights, changed=changed)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for name, fields in quantization_files(config.get("quantization_config") or {}).items():
@@ -200,7 +200,7 @@ def _hf_tensors(
 
 
 def _widened(checkpoint: Checkpoint, names: TensorNames) -> dict[str, str]:
-    """Path → source dtype, for parameters whose source tensors all have one dtype that is narrower than ours."""
+    """Return path → source dtype for parameters whose source tensors share one dtype that is narrower than the parameter's."""
     dtypes: dict[str, set[np.dtype]] = {}
     for name, (path, _) in names.places().items():
         if name in checkpoint.specs:
@@ -219,7 +219,7 @@ def _numeric(name: str) -> list[tuple[int, int, str]]:
 
 
 def _companions(directory: Path) -> list[Path]:
-    """List the files beside the weights: tokenizer, chat template, prompt encoder, generation settings, licence."""
+    """Return the files besides the weights: tokenizer, chat template, prompt encoder, generation settings, licence."""
     return [
         path
         for path in sorted(directory.iterdir())
@@ -232,7 +232,7 @@ def _is_companion(name: str, suffix: str) -> bool:
 
 
 def _config_for(fields: Mapping, weights: Weights, *, changed: bool) -> dict:
-    """Return ``config.json`` for these weights, with the quantisation and dtype that the written files have."""
+    """Return ``config.json`` for these weights, with the quantisation and dtype of the written files."""
     fields = dict(fields)
     written = WEIGHT_FORMATS[weights].quantization_config(fields.get("first_k_dense_replace") or 0)
     if written is None:

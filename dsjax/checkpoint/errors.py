@@ -1,4 +1,4 @@
-"""The error that lists everything wrong with a checkpoint, and the warning of what loading can go on without."""
+"""The error that lists all problems of a checkpoint, and the warning about problems that do not prevent loading."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +11,9 @@ _READ_SUFFIXES = (".json", ".jinja", ".safetensors")
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be used: every fault found, in one message.
+    """A checkpoint cannot be used. One error reports all its problems.
 
-    ``problems`` holds all of them, one line each; the message shows the first few dozen and counts the rest.
+    ``problems`` has one line for each problem; the message shows the first few dozen and counts the rest.
     """
 
     def __init__(self, source: object, problems: Sequence[str], advice: str = ""):
@@ -30,7 +30,7 @@ class CheckpointError(UserError):
 
 
 class DestinationError(CheckpointError):
-    """A place where nothing can be written; the source may be in order."""
+    """The destination cannot be written; the source may be valid."""
 
     def __init__(self, destination: object, problem: str):
         super().__init__(destination, [problem])
@@ -38,10 +38,10 @@ class DestinationError(CheckpointError):
 
 
 def check_pulled(directory: Path) -> None:
-    """Make sure that Git LFS has fetched a checkpoint's files, and did not leave pointers in their place.
+    """Check that a checkpoint's files are not Git LFS pointers.
 
     Raises:
-        CheckpointError: naming every file that is a pointer.
+        CheckpointError: some files are pointers; the error lists them.
     """
     pointers = []
     for path in sorted(directory.iterdir()):
@@ -55,4 +55,4 @@ def check_pulled(directory: Path) -> None:
 
 
 class CheckpointWarning(UserWarning):
-    """Something in a checkpoint that loading goes on without, and that the user should know of."""
+    """A problem of a checkpoint that does not prevent loading, but that the user should know about."""

@@ -1,4 +1,4 @@
-"""``ExpertReader``: single routed experts of a checkpoint, read when they are wanted, in the form in which devices keep them."""
+"""``ExpertReader``: reads single routed experts of a checkpoint on demand, in the devices' storage format."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dsjax.model.parameters import Weights
 
 
 class ExpertReader:
-    """Reads experts one by one. The checkpoint was checked before, by ``load``.
+    """Reads experts one at a time. ``load`` must have checked the checkpoint.
 
     Args:
-        weights, platform, mtp: as of ``load``, and of the devices.
+        weights, platform, mtp: as for ``load``, and as on the devices.
     """
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, weights: Weights, platform: str, *, mtp: bool):
@@ -25,10 +25,10 @@ class ExpertReader:
         self._checkpoint = checkpoint.as_wanted(self._names)
 
     def read(self, path: str, layer: int, expert: int) -> np.ndarray:
-        """Logical expert ``expert`` of a layer of the parameter at ``path``, a stack of layers: without the axes of both.
+        """Return logical expert ``expert`` of one layer of the stacked parameter at ``path``, without the layer and expert axes.
 
         Raises:
-            CheckpointError: it has values that cannot be.
+            CheckpointError: the expert has invalid values.
         """
         info, assembler = self._names.parameters[path], Assembler(self._names, self._checkpoint.tensors)
         out = np.empty((1, 1, *info.shape[2:]), info.storage_dtype)

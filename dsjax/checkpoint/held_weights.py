@@ -1,7 +1,7 @@
 """``HeldWeights``: parameters that stay on this process's devices while the mesh changes.
 
-A part of a parameter is identified by path, layer, logical expert and a box of the other dimensions. Slots do not identify a part: the same
-expert lies in another slot of another mesh. docs/many-hosts.md has the design.
+A part of a parameter is identified by path, layer, logical expert and a box of the other dimensions, not by slot: an expert may have
+different slots in different meshes. docs/many-hosts.md describes the design.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from sharding.layer_placement import LayerPlacements
 
 @dataclass(eq=False)
 class HeldShard:
-    """A shard of a parameter on this process's devices, whole or in part.
+    """A complete or partial shard of a parameter on this process's devices.
 
     Attributes:
-        values: a NumPy array of the host memory that the CPU platform's devices share, or an array on one device.
-        arrays: the arrays that JAX has of this shard, by device.
-        is_there: ``[layers]``, whether ``values`` still has (or already has) the layer.
+        values: a NumPy array of host memory, shared by the CPU platform's devices, or an array on one device.
+        arrays: JAX's arrays of this shard, by device.
+        is_there: ``[layers]``, whether ``values`` currently holds each layer.
     """
 
     extent: Extent
@@ -46,7 +46,7 @@ class HeldShard:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the layers that are there."""
+        """Bytes of the layers that are held."""
         return int(self.values.nbytes * self.is_there.mean())
 
     @property
@@ -63,7 +63,7 @@ class HeldShard:
         return _cut(self.values, starts, tuple(part.stop - part.start for part in index))
 
     def give_back(self, layer: int) -> None:
-        """Drop a layer, and free its memory where that is possible: whole pages of host memory."""
+        """Drop a layer. In host memory, also free its whole pages."""
         self.is_there[layer] = False
         if not isinstance(self.values, np.ndarray):
             return
@@ -73,14 +73,14 @@ class HeldShard:
                 _give_back_pages(part.ctypes.data, part.nbytes)
 
     def move_to_host(self) -> None:
-        """Move the values to host memory. The device needs room for a second copy of one layer meanwhile."""
+        """Move the values to host memory. The device needs room for a second copy of one layer during the move."""
         values = aligned_empty(self.values.shape, np.dtype(self.values.dtype))
         for layer in [...] if self.extent.layers is None else range(self.extent.layers):
             values[layer] = np.asarray(self.values[layer])
         self.values, self.arrays = values, {}
 
     def _buffers(self) -> Iterator[np.ndarray]:
-        """The memory of each device. Most devices share one buffer."""
+        """Yield each device's memory. Most devices share one buffer."""
         yield self.values
         for array in self.arrays.values():
             if array.unsafe_buffer_pointer() != self.values.ctypes.data:
@@ -89,7 +89,7 @@ class HeldShard:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A box of an expert, or of a parameter without experts, that a shard has."""
+    """A box of an expert, or of a parameter without experts, that a shard holds."""
 
     shard: HeldShard
     slot: int
@@ -98,11 +98,11 @@ class Piece:
 
 @dataclass
 class WeightBytes:
-    """Where the parameters of a generation come from, in bytes of this process's distinct shards.
+    """Sources of a mesh epoch's parameters, in bytes of this process's distinct shards.
 
     Attributes:
-        kept: stayed in place. moved: copied from another shard of this process. read: made from the checkpoint. file: bytes of the
-            checkpoint's tensors that were read for that.
+        kept: stayed in place. moved: copied from another shard of this process. read: assembled from the checkpoint. file: bytes of
+            checkpoint tensors read for `read`.
     """
 
     kept: int = 0
@@ -112,7 +112,7 @@ class WeightBytes:
 
     @classmethod
     def total(cls, values: Iterable[Sequence[int]]) -> WeightBytes:
-        """Add up the fields of several processes."""
+        """Sum each field over several processes."""
         return cls(*(sum(column) for column in zip(*values, strict=True)))
 
     def __str__(self) -> str:
@@ -120,16 +120,16 @@ class WeightBytes:
 
 
 class HeldWeights:
-    """A checkpoint's parameters on this process's devices, from one executor's release until the next executor has its own.
+    """A checkpoint's parameters on this process's devices, held after one executor's release until the next executor has its own.
 
-    ``keep`` takes over an executor's parameters; ``clear`` drops them. One thread uses it.
+    ``keep`` takes over an executor's parameters; ``clear`` drops them. Not thread-safe.
 
     Args:
-        on_host: whether shards are host memory, as on the CPU platform; None: as the devices are.
+        on_host: whether shards are in host memory, as on the CPU platform; None: decided by the device's platform.
 
     Attributes:
-        identity: names the checkpoint and the form of its parameters; parameters of another identity are not used.
-        name: names this engine on all its meshes, so that expert processes can tell attention sides apart.
+        identity: identifies the checkpoint and the form of its parameters; parameters of another identity are not reused.
+        name: identifies this engine across its meshes, so that expert processes can tell attention sides apart.
     """
 
     def __init__(self, on_host: bool | None = None):
@@ -146,9 +146,9 @@ class HeldWeights:
         placements: LayerPlacements | None,
         infos: Mapping[str, ParameterInfo] | None = None,
     ) -> None:
-        """Take over all parameters that the devices still have. Nobody else may use them from now on.
+        """Take ownership of all parameters that the devices still have. The caller must not use them afterwards.
 
-        placements: where experts are now. infos: of the parameters; None: those of the step's table.
+        placements: the experts' current placement. infos: of the parameters; None: those of the step's table.
         """
         rows = None if placements is None else step.stored(placements).physical_to_logical
         names = TensorNames(step.config, step.table.infos if infos is None else infos, rows)
@@ -171,7 +171,7 @@ class HeldWeights:
         self._shards = {}
 
     def is_on_host(self, device: jax.Device) -> bool:
-        """Whether shards of a device are host memory."""
+        """Return whether a device's shards are in host memory."""
         return device.platform == "cpu" if self._on_host is None else self._on_host
 
     @property
@@ -185,22 +185,22 @@ class HeldWeights:
         return sum(shard.nbytes for shards in self._shards.values() for shard in shards)
 
     def device_bytes(self, device: jax.Device) -> int:
-        """Bytes on a device."""
+        """Return the bytes held on a device."""
         held = (shard.arrays.get(device) for shards in self._shards.values() for shard in shards)
         return sum(array.nbytes for array in held if array is not None and on_device(array.sharding))
 
     def free_bytes(self, device: jax.Device) -> int | None:
-        """Bytes of a device that are free; None where the device does not say."""
+        """Return a device's free bytes; None if the device does not report them."""
         stats = device.memory_stats() or {}
         limit = stats.get("bytes_limit")
         return None if limit is None else limit - stats["bytes_in_use"]
 
     def shards(self, path: str) -> list[HeldShard]:
-        """The shards of a parameter."""
+        """Return the shards of a parameter."""
         return list(self._shards.get(path, ()))
 
     def add(self, path: str, shard: HeldShard) -> None:
-        """Hold one more shard, which may be empty."""
+        """Add a shard, which may be empty."""
         self._shards.setdefault(path, []).append(shard)
 
     def remove(self, path: str, shard: HeldShard) -> None:
@@ -208,7 +208,7 @@ class HeldWeights:
         self._shards[path] = [one for one in self._shards.get(path, ()) if one is not shard]
 
     def give_back(self, path: str, layer: int, keeping: Sequence[HeldShard]) -> None:
-        """Free a layer of all shards that do not share their memory with one of ``keeping``."""
+        """Free a layer of all shards that do not share memory with a shard in ``keeping``."""
         kept = {shard.address for shard in keeping}
         for shard in self._shards.get(path, ()):
             if shard.is_there[layer] and shard.address not in kept:
@@ -217,7 +217,7 @@ class HeldWeights:
     def look_up(
         self, path: str, layer: int, expert: int, box: Box, first: jax.Device | None = None
     ) -> tuple[list[Piece], list[Box]]:
-        """Find a box of an expert: the pieces that are held, and the boxes that are not. first: the device to look at first."""
+        """Look up a box of an expert. Return the pieces held and the boxes missing. first: the device to search first."""
         shards = [shard for shard in self._shards.get(path, ()) if shard.is_there[layer]]
         pieces, missing = [], [box]
         for shard in sorted(shards, key=lambda shard: first not in shard.arrays):
@@ -241,7 +241,7 @@ def _cut(values: Array, starts: tuple[np.int32, ...], sizes: tuple[int, ...]) ->
 
 
 def _is_whole(array: Array) -> bool:
-    """Whether an array is usable: it is not deleted, and the program that made it succeeded."""
+    """Return whether an array is usable: not deleted, and the program that computed it succeeded."""
     if array.is_deleted():
         return False
     with suppress(RuntimeError):
@@ -251,7 +251,7 @@ def _is_whole(array: Array) -> bool:
 
 
 def _give_back_pages(address: int, nbytes: int) -> None:
-    """Return whole pages of memory to the kernel; they read as zeros afterwards. Linux only."""
+    """Return whole memory pages to the kernel; they then read as zeros. Linux only."""
     if not sys.platform.startswith("linux"):
         return
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE

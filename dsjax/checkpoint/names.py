@@ -1,7 +1,7 @@
-"""Hugging Face's tensor names and our parameter paths, in one table for reading and writing.
+"""Mapping between Hugging Face's tensor names and dsjax's parameter paths, for reading and writing.
 
-A parameter consists of *pieces*: one Hugging Face tensor each, with its place in the parameter (layer, physical expert, gate or up).
-``torch.nn.Linear`` keeps ``[out, in]`` and dsjax ``[in, out]``, so most pieces are transposed.
+A parameter consists of *pieces*. Each is one Hugging Face tensor and its place in the parameter (layer, physical expert, gate or up).
+``torch.nn.Linear`` stores ``[out, in]`` and dsjax ``[in, out]``, so most pieces are transposed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from dsjax.model.parameters import ParameterInfo
 
 SCALE_SUFFIX = "_scale_inv"
 PACKED_SCALE_SUFFIX, PACKED_GLOBAL_SUFFIX = "_scale", "_scale_2"
-"""ModelOpt's, and Quark's. Other conventions are given these names first, when a checkpoint is read."""
+"""Suffixes of ModelOpt and Quark. The checkpoint reader first renames other conventions to these."""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Our path within the whole model → Hugging Face's name.
+# dsjax path in the whole model → Hugging Face name.
 _MODEL = {
     "embed.weight": EMBEDDING,
     "final_norm.scale": "model.norm.weight",
     "head.weight": HEAD,
 }
-# Our path within a stack of layers → Hugging Face's names within a layer; two names are gate and up, stacked.
+# dsjax path in a stack of layers → Hugging Face names in a layer; two names are gate and up, stacked.
 _LAYER = {
     "attn_norm.scale": ("input_layernorm.weight",),
     "attn.q.weight": ("self_attn.q_proj.weight",),
@@ -57,36 +57,36 @@ _LAYER = {
     "moe.shared.gate_up.weight": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
     "moe.shared.down.weight": ("mlp.shared_experts.down_proj.weight",),
 }
-# Our path within the stack of MTP modules → Hugging Face's name within that layer.
+# dsjax path in the stack of MTP modules → Hugging Face name in that layer.
 _MTP = {
     "embed_norm.scale": "enorm.weight",
     "hidden_norm.scale": "hnorm.weight",
     "eh_proj.weight": "eh_proj.weight",
     "final_norm.scale": "shared_head.norm.weight",
 }
-# Saved by old versions of the remote code, and computed here from the configuration.
+# Saved by old versions of the remote code; dsjax computes them from the configuration.
 _COMPUTED = ("rotary_emb.inv_freq",)
 
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """One Hugging Face tensor's place in a parameter: ``parameter[index]`` is the tensor, or its transpose."""
+    """One Hugging Face tensor's place in a parameter: ``parameter[index]`` is the tensor or its transpose."""
 
     name: str
     index: tuple[int | slice, ...]
     transposed: bool
 
     def shape(self, parameter_shape: Sequence[int]) -> tuple[int, ...]:
-        """The tensor's own shape, given the parameter's."""
+        """Return the tensor's shape, given the parameter's."""
         kept = [size for size, at in zip(parameter_shape, self.index, strict=True) if isinstance(at, slice)]
         return tuple(reversed(kept)) if self.transposed else tuple(kept)
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a parameter comes from: name templates, with ``{layer}`` and ``{expert}`` to fill in.
+    """Source of a parameter: tensor name templates with the placeholders ``{layer}`` and ``{expert}``.
 
-    layers: the number in the checkpoint of each layer of its stack; None where it is in no stack.
+    layers: checkpoint layer number of each layer of the parameter's stack; None if it is not in a stack.
     """
 
     templates: tuple[str, ...]
@@ -99,18 +99,18 @@ class _Source:
 
 
 class TensorNames:
-    """The correspondence for one configuration and the parameters that its model declares.
+    """Mapping between tensor names and parameters, for one configuration and the parameters that its model declares.
 
     Args:
         config: the model's configuration.
-        parameters: its table of parameters (``abstract_parameters``), of any ``weights``; those that are derived from
-            others are left out, as no checkpoint holds them.
-        experts: the logical expert in each physical slot, ``[P]`` for all layers or ``[MoE layers, P]``; default: as many slots as
-            experts, in order. Layers of MTP modules come behind the model's; those beyond the last row are placed like it. The
-            number behind the last expert's is the shared expert.
+        parameters: its table of parameters (``abstract_parameters``), for any ``weights``. Derived parameters are left out, since no
+            checkpoint holds them.
+        experts: the logical expert in each physical slot, ``[P]`` for all layers or ``[MoE layers, P]``; default: one slot per
+            expert, in order. Layers of MTP modules follow the model's; layers without a row use the last one. The index after the
+            last expert's is the shared expert.
 
     Raises:
-        KeyError: a parameter that the table above does not know, which is a fault of the program.
+        KeyError: a parameter is missing from the tables above, which is a bug.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class TensorNames:
         self._sources = {path: _source(config, path, self.parameters) for path in self.parameters}
 
     def pieces(self, path: str, region: Sequence[slice] | None = None) -> Iterator[TensorPiece]:
-        """The pieces of a parameter, in its order; with ``region``, only those that touch it."""
+        """Yield a parameter's pieces in order; with ``region``, only those that overlap it."""
         source, shape = self._sources[path], self.parameters[path].shape
         region = region if region is not None else [slice(0, size) for size in shape]
         axes = []
@@ -152,31 +152,31 @@ class TensorNames:
 
     @property
     def forms(self) -> str:
-        """The dtypes of the parameters: what two loads of one checkpoint differ by."""
+        """The parameters' dtypes as text: how two loads of one checkpoint may differ."""
         dtypes = {path: info.dtype.name for path, info in self.parameters.items()}
         return " ".join(f"{path}:{name}" for path, name in sorted(dtypes.items()))
 
     def experts_of(self, path: str) -> np.ndarray | None:
-        """The logical expert of each physical slot of a parameter, ``[layers of its stack, P]``; None where it has no such slots."""
+        """Return the logical expert in each physical slot of a parameter, ``[layers of its stack, P]``; None if it has no expert slots."""
         source = self._sources[path]
         if not source.per_expert:
             return None
         return self.experts[[self._row(source, layer) for layer in range(self.parameters[path].shape[0])]]
 
     def _expert(self, source: _Source, lead: Sequence[int]) -> int:
-        """The logical expert in a physical slot: lead is the layer in its stack, and the slot."""
+        """Return the logical expert in a physical slot. lead: layer in its stack, and slot."""
         return int(self.experts[self._row(source, lead[0]), lead[1]])
 
     def _row(self, source: _Source, layer: int) -> int:
-        """The row of ``experts`` of a layer in its stack."""
+        """Return the row of ``experts`` for a layer in its stack."""
         return min(self._moe_layers.index(source.layers[layer]), len(self.experts) - 1)
 
     def expected(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor the parameters are made of, with its shape."""
+        """Return the name and shape of every tensor of the parameters."""
         return {name: piece.shape(self.parameters[path].shape) for name, (path, piece) in self.places().items()}
 
     def places(self) -> dict[str, tuple[str, TensorPiece]]:
-        """For each Hugging Face name the path of its parameter and its piece there; of redundant copies, the first."""
+        """Return the parameter path and piece for each Hugging Face name; redundant physical experts use the first copy."""
         pieces: dict[str, tuple[str, TensorPiece]] = {}
         for path in self.parameters:
             for piece in self.pieces(path):
@@ -185,13 +185,13 @@ class TensorNames:
 
     @property
     def end_of_mtp(self) -> int:
-        """The first layer index after those of the main model and of its MTP modules."""
+        """Index after the last layer of the main model and its MTP modules."""
         return self.config.num_hidden_layers + self.config.num_nextn_predict_layers
 
     def copies(self) -> dict[str, str]:
-        """Tensors that a checkpoint may hold beside those of ``expected``, each with the one that it must equal.
+        """Return optional tensors beyond ``expected``, each with the tensor it must equal.
 
-        DeepSeek's MTP layers carry the main model's embedding and head along; tied models may carry the head.
+        DeepSeek's MTP layers include copies of the main model's embedding and head; tied models may include the head.
         """
         main = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": self._head_name()}
         layers = range(self.config.num_hidden_layers, self.end_of_mtp)
@@ -201,7 +201,7 @@ class TensorNames:
         return originals
 
     def belongs_to_mtp(self, name: str) -> bool:
-        """Whether the tensor is of a layer after the main model's last, and so of an MTP module, loaded or not."""
+        """Return whether the tensor is of a layer after the main model's last: an MTP module, loaded or not."""
         parts = name.split(".")
         return (
             name.startswith("model.layers.")
@@ -211,7 +211,7 @@ class TensorNames:
         )
 
     def is_computed(self, name: str) -> bool:
-        """Whether the tensor is one that some checkpoints hold and that follows from the configuration."""
+        """Return whether the tensor can be computed from the configuration; some checkpoints hold it."""
         return name.endswith(_COMPUTED)
 
     def _head_name(self) -> str:
@@ -219,7 +219,7 @@ class TensorNames:
 
 
 def scaled_weight(path: str, parameters: Mapping[str, ParameterInfo]) -> str | None:
-    """The path of the FP8 weight whose block scales ``path`` holds; None where it holds none (a norm's scale)."""
+    """Return the path of the FP8 weight whose block scales ``path`` holds; None if it holds none (a norm's scale)."""
     if not path.endswith(".scale"):
         return None
     weight = path.removesuffix("scale") + "weight"
@@ -227,7 +227,7 @@ def scaled_weight(path: str, parameters: Mapping[str, ParameterInfo]) -> str | N
 
 
 def _source(config: ModelConfig, path: str, parameters: Mapping[str, ParameterInfo]) -> _Source:
-    """Look a path up in the tables."""
+    """Look up a path in the tables."""
     weight = scaled_weight(path, parameters)
     if weight is not None:
         source = _source(config, weight, parameters)

@@ -1,7 +1,7 @@
-"""DeepSeek-V4's tensor names, and their translation from checkpoints under DeepSeek's names or saved by transformers.
+"""DeepSeek-V4's tensor names, translated from checkpoints with DeepSeek's names or from checkpoints saved by transformers.
 
-The names used here are those of transformers' class, with one tensor an expert under DeepSeek's names. As in V3, the MTP module's layer
-follows the model's layers.
+dsjax uses transformers' names, except that each expert has its own tensor with DeepSeek's name. As in V3, the MTP module's layer follows
+the model's layers.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _FUSED = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 
 
 def renamed(name: str, layers: int) -> str:
-    """Translate a tensor's name; a name used here stays. layers: number of the model's layers, which those of MTP modules follow."""
+    """Translate a tensor's name; a dsjax name stays as it is. layers: number of model layers, which the MTP modules' layers follow."""
     for pattern, replacement in _RENAMED:
         name = pattern.sub(replacement, name)
     module = _MODULE.match(name)
@@ -93,7 +93,7 @@ def renamed(name: str, layers: int) -> str:
 
 
 def lost_names(names: Iterable[str], layers: int, experts: int) -> set[str]:
-    """Translate the names of a damaged file's tensors. A lost scale gets both names, since its matrix's dtype is unknown."""
+    """Translate the tensor names of a damaged file. A lost scale gets both scale names, since the dtype of its matrix is unknown."""
     found = set()
     for name in (renamed(name, layers) for name in names):
         if fused := _EXPERTS.fullmatch(name):
@@ -106,15 +106,15 @@ def lost_names(names: Iterable[str], layers: int, experts: int) -> set[str]:
 
 
 def _matrix_of(name: str) -> str | None:
-    """The matrix that a tensor has the scales of; None: of none."""
+    """Return the matrix whose scales a tensor holds; None if it holds no scales."""
     return name.removesuffix(".scale") + ".weight" if name.endswith(".scale") and "_hc." not in name else None
 
 
 @dataclass(frozen=True)
 class V4Tensors(Mapping):
-    """A checkpoint's tensors under the names used here, with V3's names of scales and one tensor an expert.
+    """A checkpoint's tensors under dsjax's names, with V3's names for scales and one tensor per expert.
 
-    kept: the checkpoint's name of each tensor; of a part of a tensor ``[E, rows, columns]`` also its expert, first row and number of rows.
+    kept: each tensor's name in the checkpoint; for a part of a tensor ``[E, rows, columns]`` also expert, first row and number of rows.
     """
 
     tensors: Mapping[str, object]
@@ -123,7 +123,7 @@ class V4Tensors(Mapping):
 
     @classmethod
     def of(cls, tensors: Mapping[str, object], specs: Mapping[str, TensorSpec], layers: int) -> V4Tensors:
-        """The tensors of a checkpoint of a model with ``layers`` layers."""
+        """Wrap the tensors of a checkpoint whose model has ``layers`` layers."""
         found, kept = {}, {}
 
         def keep(name: str, original: str, spec: TensorSpec, part=None) -> None:
@@ -161,7 +161,7 @@ class V4Tensors(Mapping):
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of one expert of a tensor ``[E, rows, columns]``."""
+    """Rows of one expert in a tensor ``[E, rows, columns]``."""
 
     tensor: object
     expert: int

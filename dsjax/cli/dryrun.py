@@ -16,7 +16,7 @@ from sharding import MeshSpec
 
 @dataclass(frozen=True)
 class DryRunOptions(Checked):
-    """What a dry run has beside the engine's options."""
+    """Options of a dry run in addition to the engine's."""
 
     target: str = option("cpu", "cpu, a name of configs/hardware (h200, tpu-v5e, …), or a TOML file like those.")
     expert_target: str | None = option(
@@ -51,9 +51,9 @@ class DryRunOptions(Checked):
 @options_of(lambda kind: None, EXECUTOR_OPTIONS, args=EngineArgs, options=DryRunOptions)
 def dryrun(args: EngineArgs, options: DryRunOptions) -> None:
     """Compile the serving step at full size for machines that are not there; read memory, collectives and costs."""
-    # The compilers of accelerators that are not there run beside JAX's CPU backend; a GPU that is there must stay untouched.
+    # Compilers for absent accelerators run alongside JAX's CPU backend; a GPU in this machine must stay untouched.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # XLA warns of each kernel that it cannot tune without the device; what goes wrong is raised.
+    # Silence XLA's warnings about kernels that it cannot tune without the device; errors are raised as exceptions.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     target, timeline = options.target, options.timeline
     for flag, place in (
@@ -64,7 +64,7 @@ def dryrun(args: EngineArgs, options: DryRunOptions) -> None:
         check_place(flag, None if place is None else str(place))  # compiling may take minutes
     if options.mla is not None and options.step == "mixed":
         raise UserError("--mla is of one kind of rows, and a mixed step has both; give --mla-decode and --mla-prefill")
-    if options.mla is not None and options.step in ("decode", "prefill"):  # any other word is refused below
+    if options.mla is not None and options.step in ("decode", "prefill"):  # other values are rejected below
         args = dataclasses.replace(args, **{f"mla_{options.step}": options.mla})
     if options.expert_target is not None and args.expert_mesh is None:
         raise UserError("--expert-target is of --attention-mesh and --expert-mesh; give these too")
@@ -108,7 +108,7 @@ def _of_stage(file: Path, number: int) -> Path:
 
 
 def _apart(args: EngineArgs, options: DryRunOptions) -> None:
-    """Compile and show both sides' programs of attention and experts apart."""
+    """Compile and show both sides' programs for attention–FFN disaggregation (AFD)."""
     of_one_mesh = (options.fit, options.reductions, options.against, options.timeline_picture)
     for flag, given in zip(("--fit", "--reductions", "--against", "--timeline-picture"), of_one_mesh, strict=True):
         if given:

@@ -1,4 +1,4 @@
-"""`dsjax generate`: continue prompts in the terminal, as the tokens come."""
+"""`dsjax generate`: continue prompts, streaming tokens to the terminal."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def generate(
 
 
 def _standard_input() -> str:
-    """All text of standard input.
+    """Read all text from standard input.
 
     Raises:
-        UserError: it is closed, or its bytes are no UTF-8.
+        UserError: standard input is closed or is not UTF-8.
     """
     if sys.stdin is None:
         raise UserError("--prompt - reads standard input, which is closed; give it text, or the text as --prompt")
@@ -81,13 +81,13 @@ def _standard_input() -> str:
 def write_continuations(
     out: TextIO, engine: LLMEngine, prompts: Sequence[str], params: SamplingParams, *, chat: bool = False
 ) -> dict[int, str]:
-    """Write each prompt and its continuation. All are computed at once and appear in order, each as it grows.
+    """Write each prompt and stream its continuation. All prompts run concurrently; output is in prompt order.
 
-    Gives the prompts that could not be finished, by their place, each with the reason. What they had by then is written,
-    and the others go on.
+    Return index → reason for prompts that could not be finished. Their partial text is written, and the other prompts
+    continue.
 
     Raises:
-        UserError: a prompt that cannot be, or a model without a chat template.
+        UserError: a prompt is invalid, or the model has no chat template.
     """
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), _chat_prompt(engine, prompt) if chat else prompt, params)
@@ -103,9 +103,9 @@ def write_continuations(
 
 
 def _in_order(engine: LLMEngine, count: int, failures: dict[int, str]) -> Iterator[tuple[int, str]]:
-    """Pieces of text of prompt 0 as they come, then what prompt 1 has by then and its further pieces, and so on.
+    """Stream (prompt index, text) in prompt order: prompt 0 as it grows, then prompt 1's buffered text and its further pieces, and so on.
 
-    Records in `failures` why a prompt ended before its time.
+    Records in `failures` why a prompt ended early.
     """
     waiting: list[list[str]] = [[] for _ in range(count)]
     finished = [False] * count

@@ -1,4 +1,4 @@
-"""What a command is given: by our options, by other engines' names for them, and by a file of options (`--config`)."""
+"""Options given to a command: under dsjax's names, under other engines' names, or in a file (`--config`)."""
 
 import itertools
 import json
@@ -13,16 +13,16 @@ from dsjax.cli.other_engines import Row, accepted, advice, translate
 from dsjax.errors import UserError, why_unreadable
 
 _COMPOSED, _SIZED = ("dp", "ep", "pp", "tp", "host", "port"), ("pages",)
-"""Translations that set a part of a value, and those that ask for the page size: they come after all others, in this order."""
+"""Translations that set part of a value, and those that need the page size. They run after all others, in this order."""
 
 
 @dataclass(eq=False)
 class _Given:
-    """An option that was given, in a file or on the command line.
+    """An option given in a file or on the command line.
 
     Attributes:
-        row: of another engine's name; None for ours. ours: our name. value: as given, and then translated.
-        key: in the file. words: the words that stand for it on the command line.
+        row: the row of another engine's name; None for dsjax's names. ours: dsjax's name. value: as given, later translated.
+        key: its key in the file. words: its words on the command line.
     """
 
     row: Row | None
@@ -33,21 +33,21 @@ class _Given:
 
     @property
     def turn(self) -> int:
-        """When it is translated: a later one reads what earlier ones have given."""
+        """Order of translation: later translations read the results of earlier ones."""
         kind = self.row.value if self.row else ""
         return 1 if kind in _COMPOSED else 2 if kind in _SIZED else 0
 
 
 def our_words(words: Sequence[str], options: Mapping[str, Any], context: Any) -> list[str]:
-    """Put our names in place of other engines'; what a `--config` has becomes the context's defaults.
+    """Replace other engines' option names with dsjax's, and set the context's defaults from `--config`.
 
-    The last word for an option counts; parts of a value, as `--tp`, are put together.
+    The last value given for an option wins; options that set part of a value, such as `--tp`, are combined.
 
     Args:
-        words: as typed. options: of the command, by their names.
+        words: as typed. options: the command's options, by name.
 
     Raises:
-        UserError: a value that has no counterpart here, or a file that cannot be used.
+        UserError: a value has no counterpart in dsjax, or the file cannot be used.
     """
     end = words.index("--") if "--" in words else len(words)
     typed = []
@@ -67,7 +67,7 @@ def our_words(words: Sequence[str], options: Mapping[str, Any], context: Any) ->
     path = next((one.value for one in reversed(typed) if one.ours == "--config" and one.value), None)
     file = [] if path is None else _read(path, options)
     given = {name: str(one.default) for name, one in options.items() if one.default is not None}
-    for one in sorted([*file, *typed], key=lambda one: one.turn):  # those of the file first, each in its order
+    for one in sorted([*file, *typed], key=lambda one: one.turn):  # the file's options first, in the given order
         _translate(one, options[one.ours] if one.key else None, given, path)
     if file:
         context.default_map = {}
@@ -78,7 +78,7 @@ def our_words(words: Sequence[str], options: Mapping[str, Any], context: Any) ->
 
 
 def _translate(one: _Given, option: Any, given: dict[str, str], path: str | None) -> None:
-    """Translate another engine's value, and note it. option: of a key in the file at `path`."""
+    """Translate another engine's value and record it. option: the option of a key in the file at `path`."""
     if one.row is not None and not (one.key and option.is_flag):
         try:
             one.value = translate(one.row, _text(one.value) if one.key else one.value, given)
@@ -90,7 +90,7 @@ def _translate(one: _Given, option: Any, given: dict[str, str], path: str | None
 
 
 def _enter(one: _Given, option: Any, context: Any, path: str | None) -> None:
-    """Make a key of a file a default of the command."""
+    """Set a default of the command from a key of the file."""
     try:
         value = _value(option, one.value, one.ours in option.secondary_opts)
         option.process_value(context, value)
@@ -100,10 +100,10 @@ def _enter(one: _Given, option: Any, context: Any, path: str | None) -> None:
 
 
 def _read(path: str, options: Mapping[str, Any]) -> list[_Given]:
-    """Read a YAML file of options by their names, ours or other engines', with dashes or underscores.
+    """Read a YAML file of options under dsjax's or other engines' names, with dashes or underscores.
 
     Raises:
-        UserError: it cannot be read, or has a key that is no option, or two for one option.
+        UserError: the file cannot be read, has a key that is not an option, or sets one option twice.
     """
     import yaml
 
@@ -135,14 +135,14 @@ def _read(path: str, options: Mapping[str, Any]) -> list[_Given]:
 
 
 def _as_written(value: Any, text: Any) -> Any:
-    """A key's value; numbers and dates as they are written: 010 and 1.10 may be names. text: what it is without types."""
+    """Return a key's value, with numbers and dates as written: 010 and 1.10 may be names. text: the value parsed as untyped text."""
     if isinstance(value, list):
         return [_as_written(*pair) for pair in zip(value, text, strict=True)]
     return value if value is None or isinstance(value, bool | dict) else text
 
 
 def _value(option: Any, value: Any, negated: bool) -> Any:
-    """A key's value as the command line would have it. negated: the key is an option's `--no-` form."""
+    """Return a key's value in the form the command line would give. negated: the key is an option's `--no-` form."""
     if option.is_flag:
         if not isinstance(value, bool):
             raise ValueError(f"found {value}, expected true or false")

@@ -1,4 +1,4 @@
-"""`dsjax info`: what a model is: its directory, its configuration, its parameters by component."""
+"""`dsjax info`: describe a model: its directory, its configuration, its parameters by component."""
 
 import importlib.resources
 import os
@@ -36,21 +36,21 @@ ATTENTION = {
     "csa": "attention (window, rate 4)",
     "hca": "attention (window, rate 128)",
 }
-"""By `LayerKind.attention`."""
+"""Name of the attention part, by `LayerKind.attention`."""
 
 
 def describe(model: str, mesh: str = "dp=1", redundant: int = 0, revision: str | None = None) -> dict[str, Any]:
-    """`{"model", "path", "config", "parameters", "layers", "parts", "device"}`.
+    """Return `{"model", "path", "config", "parameters", "layers", "parts", "device"}`.
 
     `config` has Hugging Face's field names, `parameters` the keys of `parameter_counts`. `layers`: `{"dense", "moe", "mtp"}`. `parts`:
-    components that do not overlap, `{name: {"each", "count", "parameters"}}`; their sum is `parameters["main_model"]`. `device`: of one
-    device of `mesh`, `{"mesh", "devices", "stages", "weight_bytes": {precision: {component: bytes}}, "cache_bytes_per_token",
-    "window_page_bytes"}`, with the cache in bf16, for each DP rank's tokens; the last is 0 of models without window pages. With several
-    stages: weights and cache at the stage that has most of each.
+    disjoint components `{name: {"each", "count", "parameters"}}`, which add up to `parameters["main_model"]`. `device`: for one device of
+    `mesh`, `{"mesh", "devices", "stages", "weight_bytes": {precision: {component: bytes}}, "cache_bytes_per_token",
+    "window_page_bytes"}`, with a bf16 cache per DP rank; `window_page_bytes` is 0 for models without window pages. With several stages,
+    weights and cache are each those of the stage with the most.
 
     Raises:
-        ConfigError: no such model, or a configuration that cannot be.
-        MeshError: a mesh that does not divide it.
+        ConfigError: the model does not exist, or its configuration is invalid.
+        MeshError: the mesh does not divide the model.
     """
     from dsjax.checkpoint.hub import resolve_config
     from dsjax.config import load_config
@@ -121,7 +121,7 @@ def _parts(config: Any, counts: dict[str, int]) -> dict[str, dict[str, int]]:
 
 
 def _path(model: str | Path) -> Path:
-    """The directory that `load_config` read."""
+    """Return the directory that `load_config` reads."""
     from dsjax.config import bundled_models
 
     if str(model) in bundled_models():

@@ -1,4 +1,4 @@
-"""``dsjax kernels``: the table of implementations, and native kernels built ahead of time, for an image."""
+"""``dsjax kernels``: list kernel implementations, and build native kernels ahead of time, e.g. for a container image."""
 
 from __future__ import annotations
 

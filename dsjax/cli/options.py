@@ -1,4 +1,4 @@
-"""Dataclasses as command-line options: `EngineArgs`, so that `serve` and `generate` have the same ones, and any command's own."""
+"""Command-line options from dataclasses: `EngineArgs`, which `serve` and `generate` share, and each command's own dataclass."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ def _of_engines(
     ] = False,
     config: Annotated[Path | None, typer.Option(help="YAML file of options; the command line wins.")] = None,
 ) -> None:
-    """Options of every command that has the engine's; they do their work before it starts."""
+    """Declare the options that every command with engine options has. Their effects happen before the command runs."""
 
 
 def options_of(
@@ -39,12 +39,12 @@ def options_of(
     only: Container[str] | None = None,
     **kinds: type,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command one option for each field of dataclasses; it gets the dataclasses, under the names given here.
+    """Give a command one option per dataclass field. The command receives the dataclasses as the keyword arguments named in `kinds`.
 
-    typer reads a function's signature; the decorated one has the fields in place of those parameters, and `--config` beside the engine's.
+    typer reads the signature: the decorated one has the fields in place of these parameters, and `--config` if it has engine options.
 
-    title: heading in `--help` of a dataclass's fields that name none, its docstring's first line unless another is given; None for the
-        heading of a command's own options. only: the engine's options that the command takes; None: all.
+    title: returns the `--help` heading for fields without one; default: first line of the dataclass's docstring; None: the heading of the
+        command's own options. only: the engine options that the command takes; None: all.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -56,7 +56,7 @@ def options_of(
             for kind in kinds.values()
             for field in dataclasses.fields(kind)
             if (kind is not EngineArgs or only is None or field.name in only)
-            and ("choices" in field.metadata or "classes" not in field.metadata)  # a class alone has no name to type
+            and ("choices" in field.metadata or "classes" not in field.metadata)  # a class has no command-line form
         ]
         if EngineArgs in kinds.values():
             before = inspect.signature(_of_engines, eval_str=True).parameters
@@ -78,13 +78,13 @@ def options_of(
 
 
 engine_options = options_of(args=EngineArgs)
-"""Give a command, which takes an `EngineArgs` as `args`, one option for each of its fields."""
+"""Give a command that takes `args: EngineArgs` one option per field."""
 
 
 def _parameter(field: dataclasses.Field, hint: Any, panel: str | None) -> inspect.Parameter:
     facts, flag = field.metadata, flag_of(field)
     metavar = facts.get("metavar")
-    if dict[str, Any] in get_args(hint):  # which Python gives as a dictionary
+    if dict[str, Any] in get_args(hint):  # a dictionary in Python, JSON on the command line
         hint, metavar = str | None, "JSON"
     names = [f"{flag}/--no-{flag[2:]}" if hint is bool and not facts.get("switch") else flag]
     option = typer.Option(
@@ -105,7 +105,7 @@ def _parameter(field: dataclasses.Field, hint: Any, panel: str | None) -> inspec
 
 
 def prepare_devices(mesh: str) -> None:
-    """Have enough CPU devices for a mesh emulated, before JAX starts. Without effect where accelerators are used."""
+    """Emulate enough CPU devices for a mesh. Call before JAX starts. No effect on accelerators."""
     from sharding.emulation import emulate_devices
     from sharding.mesh import MeshSpec
 

@@ -1,7 +1,7 @@
-"""Names of vLLM's and SGLang's options and variables, and of earlier versions of dsjax: `configs/engines/other-engines.csv`.
+"""Options and environment variables of vLLM, SGLang and earlier dsjax versions, from `configs/engines/other-engines.csv`.
 
-A row's verdict: `accepted`: the command line takes the option for ours, its value translated; `see`: the message names ours; `variable`:
-of the environment, which gives a warning; others are words of a message, which the note explains.
+A row's verdict is one of: `accepted`: the command line translates the option to dsjax's; `see`: the error message names dsjax's option;
+`variable`: an environment variable, which gives a warning; anything else: text for the message, which the note explains.
 """
 
 import csv
@@ -16,15 +16,15 @@ from dsjax.errors import UserError
 from dsjax.toml_files import bundled_text
 
 Translation = Callable[[str, Mapping[str, str]], str]
-"""From a value of theirs, and the values given so far by the names of our options, to a value of ours; `ValueError` where it has none."""
+"""Maps another engine's value and the dsjax options given so far (name → value) to dsjax's value; raises `ValueError` if it has none."""
 
 
 class Row(NamedTuple):
-    """What an option of theirs is.
+    """Translation of one option of another engine.
 
     Attributes:
-        option: theirs; `*` is any text, `?` a letter. here: ours, and what stands behind it. note: what differs.
-        value: how a value is translated: pairs `theirs=ours`, a name of `TRANSLATIONS`, or empty: as it is.
+        option: its name; `*` matches any text, `?` one letter. here: dsjax's option and text that follows it. note: differences.
+        value: translation of the value: pairs `theirs=ours`, a name in `TRANSLATIONS`, or empty for an unchanged value.
     """
 
     option: str
@@ -35,26 +35,26 @@ class Row(NamedTuple):
 
     @property
     def ours(self) -> str:
-        """The name of our option; empty where there is none."""
+        """Name of dsjax's option; empty if there is none."""
         return self.here.partition(" ")[0]
 
 
 @functools.cache
 def rows() -> dict[str, Row]:
-    """All rows by `option`."""
+    """Return all rows by `option`."""
     text = bundled_text("engines", "other-engines.csv")
     return {row["option"]: Row(**row) for row in csv.DictReader(text.splitlines())}
 
 
 def _axis(name: str) -> Translation:
-    """Set an axis of `--mesh`, and leave the others."""
+    """Return a translation that sets one axis of `--mesh` and keeps the others."""
 
     def value(text: str, given: Mapping[str, str]) -> str:
         mesh, size = given.get("--mesh", name + "=1").replace(" ", ""), str(int(text))
         pairs = [pair.partition("=") for pair in mesh.split(",")]
         axes = {axis: size for axis, _, size in pairs}
         if len(axes) < len(pairs) or not all(axes.values()):
-            return mesh  # which is refused for what it is
+            return mesh  # invalid; parsing --mesh reports it
         return ",".join(f"{axis}={size}" for axis, size in (axes | {name: size}).items())
 
     return value
@@ -65,7 +65,7 @@ def _coordinator(given: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _page(given: Mapping[str, str]) -> int:
-    """Tokens of a page: as given, or the default of the given model."""
+    """Return the tokens per page: as given, or the given model's default."""
     if "--page-size" in given:
         return int(given["--page-size"])
     from dsjax.checkpoint.hub import resolve_config
@@ -84,16 +84,16 @@ TRANSLATIONS: dict[str, Translation] = {
 
 
 def accepted(name: str, known: Container[str]) -> Row | None:
-    """The row of an option that is taken for one of ours; None for any other. known: the command's own options."""
+    """Return the row of an option that the command accepts as an alias, else None. known: the command's own options."""
     row = None if name in known else rows().get(name)
     return row if row and row.verdict == "accepted" and row.ours in known else None
 
 
 def translate(row: Row, text: str, given: dict[str, str]) -> str:
-    """The value of our option for one of theirs, which `given` gets too.
+    """Return dsjax's value for another engine's value, and add it to `given`.
 
     Raises:
-        UserError: it has none.
+        UserError: the value has no counterpart.
     """
     try:
         if not text:
@@ -111,8 +111,7 @@ def translate(row: Row, text: str, given: dict[str, str]) -> str:
 
 
 def advice(words: Sequence[str], known: Iterable[str]) -> list[str]:
-    """A line for each of the words of a command line that is another engine's option, or an earlier version's, and whose counterpart the
-    command has.
+    """Return a line of advice for each option of another engine or an earlier dsjax version whose counterpart the command has.
 
     words: as typed. known: the command's own options.
     """
@@ -128,7 +127,7 @@ def advice(words: Sequence[str], known: Iterable[str]) -> list[str]:
 
 
 def unread_variables(words: Sequence[str], known: Iterable[str], environment: Mapping[str, str]) -> list[str]:
-    """A line for each variable of theirs that is set, and whose option the command has, but was not given.
+    """Return a warning for each of other engines' environment variables that is set while the command's option for it is not given.
 
     words: as typed. known: the command's own options.
     """

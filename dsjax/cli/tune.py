@@ -1,4 +1,4 @@
-"""`dsjax tune`: the command. JAX is imported when it runs."""
+"""The command `dsjax tune`. It imports JAX only when it runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +14,7 @@ from dsjax.progress import in_turn
 
 _USED = """model mesh dtype weights activation_scheme kv_cache_dtype page_size max_num_batched_tokens prefill_chunk speculative_config
     redundant_experts moe_dense_tp_size enable_dp_lm_head"""
-"""The engine's options that change which products a device computes."""
+"""Engine options that change the matrix products that a device computes."""
 
 
 @options_of(only=_USED.split(), args=EngineArgs)

@@ -1,4 +1,4 @@
-"""Sizes of an attention layer, by family: `ModelConfig.mla` is multi-head latent attention's, `ModelConfig.v4` DeepSeek-V4's."""
+"""Attention sizes by family: `ModelConfig.mla` for multi-head latent attention, `ModelConfig.v4` for DeepSeek-V4."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dsjax.config.checks import check_integer, reject
 
 @dataclasses.dataclass(frozen=True)
 class IndexerConfig:
-    """The indexer of sparse attention, which scores what a query may attend to. `config.json` has these fields with `index_` before them.
+    """The sparse attention indexer, which scores the tokens that a query may attend to. `config.json` prefixes these fields with `index_`.
 
-    topk: tokens that a query attends to (docs/sparse-attention.md), or in `deepseek_v4` compressed entries. n_heads, head_dim: of index
+    topk: tokens that a query attends to (docs/sparse-attention.md); in `deepseek_v4`, compressed entries. n_heads, head_dim: of index
     queries.
     """
 
@@ -27,11 +27,11 @@ class IndexerConfig:
 
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> IndexerConfig:
-        """Read `config.json`."""
+        """Read the indexer's fields of `config.json`."""
         return cls(*(raw.get(f"index_{field.name}") for field in dataclasses.fields(cls)))
 
     def to_dict(self) -> dict[str, int]:
-        """Its fields of `config.json`."""
+        """Return the indexer's fields of `config.json`."""
         return {f"index_{name}": value for name, value in dataclasses.asdict(self).items()}
 
 
@@ -43,7 +43,7 @@ INDEXER_KEYS = tuple(f"index_{field.name}" for field in dataclasses.fields(Index
 class MlaConfig:
     """Multi-head latent attention. Names are Hugging Face's.
 
-    q_lora_rank: width of the query latent; None: queries are projected in one step. indexer: of sparse attention (V3.2); None: a query
+    q_lora_rank: width of the query latent; None: queries are projected in one step. indexer: for sparse attention (V3.2); None: a query
     attends to all tokens before it.
     """
 
@@ -65,17 +65,17 @@ class MlaConfig:
 
     @property
     def qk_head_dim(self) -> int:
-        """A head's query and key width: non-rotary plus rotary."""
+        """Query and key width per head: non-rotary plus rotary."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def latent_dim(self) -> int:
-        """Values of a cached token that attention weighs and sums."""
+        """Width of the part of a cached token that attention uses as the value."""
         return self.kv_lora_rank
 
 
 def check_rotated(width: int, indexer: IndexerConfig | None) -> None:
-    """Raise `ConfigError` where so many values of a head, or of an index head, cannot be rotated."""
+    """Raise `ConfigError` if `width` values of a head or an index head cannot be rotated."""
     if width % 2:
         raise reject("qk_rope_head_dim", width, "an even number: rotary dimensions come in pairs")
     if indexer is not None and indexer.head_dim < width:

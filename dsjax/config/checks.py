@@ -1,4 +1,4 @@
-"""Checks of single configuration values, with one form of message: the field, what was found, what is accepted."""
+"""Checks of single configuration values. Each message has the field, the value found and the accepted values."""
 
 import sys
 from collections.abc import Collection, Mapping
@@ -8,14 +8,14 @@ from dsjax.errors import ConfigError
 
 
 def reject(name: str, value: Any, accepted: str) -> ConfigError:
-    """Make the error for field `name`; the caller raises it. `accepted` completes "accepted is …"."""
+    """Return the error for field `name`, for the caller to raise. `accepted` completes "accepted is …"."""
     return ConfigError(f"config field `{name}`: found {value!r}, accepted is {accepted}")
 
 
 def required(raw: Mapping[str, Any], name: str, within: str = "") -> Any:
-    """Return `raw[name]`; raise `ConfigError` where the key is missing (a null value is not missing).
+    """Return `raw[name]`; raise `ConfigError` if the key is missing (a null value is not missing).
 
-    `within`: the name of the object that `raw` is, with a dot, for the message.
+    within: the name of the object `raw`, with a trailing dot, for the message.
     """
     if name not in raw:
         raise ConfigError(f"config field `{within}{name}`: not found in config.json, it must be given")
@@ -32,7 +32,7 @@ def check_integer(name: str, value: Any, least: int) -> int:
 def check_number(name: str, value: Any, least: float, above: bool = False) -> float:
     """Return `value` as float if it is a finite number of at least `least` (`above`: greater than `least`)."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # An integer too large for a float is no more a number here than infinity is.
+    # Reject integers too large for a float, like infinity.
     if not is_number or not least <= value <= sys.float_info.max or (above and value == least):
         raise reject(name, value, f"a finite number {'above' if above else 'of at least'} {least:g}")
     return float(value)

@@ -1,4 +1,4 @@
-"""What `config.json` of a DeepSeek-V4 says beside the fields that all families share, in DeepSeek's spelling and in transformers'."""
+"""DeepSeek-V4's own fields of `config.json`, in DeepSeek's and in transformers' spelling."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ KINDS = {
     "csa": "compressed_sparse_attention",
     "hca": "heavily_compressed_attention",
 }
-"""Kinds of attention → transformers' `layer_types`: a window alone; beside it entries with an overlap, of which an indexer chooses; and
-beside it all entries without overlap."""
+"""Kinds of attention → transformers' `layer_types`: sliding window only; window plus overlapping compressed entries chosen by an indexer;
+window plus all non-overlapping compressed entries."""
 RATES = (4, 128)
 REFUSED = {
     "mla_prefill": "it has no MLA",
@@ -28,9 +28,9 @@ REFUSED = {
     "kv_cache_dtype": "its cache cannot be FP8 yet",
     "expert_mesh": "experts on devices of their own know plain addition as residual alone",
 }
-"""Options of an engine that it cannot have, and why (`dsjax/engine/setup/combinations.py`)."""
+"""Engine options that V4 does not support, and why (`dsjax/engine/setup/combinations.py`)."""
 _LATER = ("dspark_", "engram_", "kv_source_layer", "index_source_layer", "candidate_", "text_config", "vision_config")
-"""How the names of fields begin that later releases of the family have, and that would change the arithmetic."""
+"""Name prefixes of fields in later releases of the family that would change the arithmetic."""
 _INTEGERS = ("head_dim", "q_lora_rank", "o_groups", "o_lora_rank", "sliding_window", "hc_mult", "hc_sinkhorn_iters")
 _READ_HERE = ("intermediate_size", "layer_types", "compress_ratios", "mlp_layer_types", "num_hash_layers")
 _OWN = (*_INTEGERS, "hc_eps", "swiglu_limit")
@@ -38,15 +38,14 @@ _OWN = (*_INTEGERS, "hc_eps", "swiglu_limit")
 
 @dataclasses.dataclass(frozen=True)
 class DeepseekV4:
-    """Attention, residual and experts of a DeepSeek-V4.
+    """Attention, residual and experts of DeepSeek-V4.
 
-    attention: of each layer, a key of `KINDS`. head_dim: width of a head, and of the one key and value that all heads share, of which the
-    last `qk_rope_head_dim` rotate. q_lora_rank: width of the query latent. indexer: of "csa" layers. rates: tokens to an entry in
-    "csa" and "hca" layers. compress_rope: rotation in these two;
-    a layer with a window alone has the model's `rope`. num_hash_layers: first layers, whose experts follow from a token's id.
-    o_groups, o_lora_rank: of the output projection. hc_mult, hc_sinkhorn_iters, hc_eps: streams of the residual, rounds that make their
-    mixing matrix doubly stochastic, and what each divisor is raised by. first: the number, in the model, of a stage's first layer.
-    borders: numbers of layers before which runs end.
+    attention: each layer's key in `KINDS`. head_dim: width of a head, and of the single key and value that all heads share; the last
+    `qk_rope_head_dim` values rotate. q_lora_rank: width of the query latent. indexer: of "csa" layers. rates: tokens per compressed
+    entry in "csa" and "hca" layers. compress_rope: rotation in "csa" and "hca" layers; window-only layers use the model's `rope`.
+    num_hash_layers: number of hash-routed layers; they come first and select experts by token id. o_groups, o_lora_rank: of the output
+    projection. hc_mult: residual streams. hc_sinkhorn_iters: iterations that make their mixing matrix doubly stochastic. hc_eps: added
+    to each divisor. first: index in the model of a stage's first layer. borders: layer indices at which a new run starts.
     """
 
     attention: tuple[str, ...]
@@ -87,40 +86,40 @@ class DeepseekV4:
 
     @property
     def qk_nope_head_dim(self) -> int:
-        """Unrotated values of a head."""
+        """Unrotated values per head."""
         return self.head_dim - self.qk_rope_head_dim
 
     @property
     def qk_head_dim(self) -> int:
-        """A head's query, key and value width."""
+        """Query, key and value width per head."""
         return self.head_dim
 
     v_head_dim = latent_dim = qk_head_dim
 
     def rate(self, attention: str) -> int | None:
-        """Tokens to an entry; None in layers with a window alone."""
+        """Return the tokens per compressed entry; None for window-only layers."""
         return dict(zip(("csa", "hca"), self.rates, strict=True)).get(attention)
 
     @property
     def layer_runs(self) -> tuple[LayerRun, ...]:
-        """The layers by kind: Flash has two of windows, then one that is hash-routed, then 20 times the two others by turns."""
+        """The layers by kind. Flash: two window-only layers, one hash-routed layer, then the two other kinds interleaved 20 times."""
         mlps = ["hash" if layer < self.num_hash_layers else "moe" for layer in range(len(self.attention))]
         layers, ends = list(zip(self.attention, mlps, strict=True)), (0, *self.borders, len(mlps))
         return tuple(run for at, end in pairwise(ends) for run in in_runs(layers[at:end], self.first + at))
 
     def part(self, first: int, layers: int) -> DeepseekV4:
-        """These layers alone, in stacks of the same names as in the whole with a border before and behind them."""
+        """Return the configuration of these layers only. Stack names equal those of the whole model with borders around the layers."""
         hashed = min(max(self.num_hash_layers - first, 0), layers)
         attention = self.attention[first : first + layers]
         return dataclasses.replace(self, attention=attention, num_hash_layers=hashed, first=first)
 
     @property
     def mtp_kind(self) -> LayerKind:
-        """The MTP module's layer: a window alone, and routed as usual."""
+        """Kind of the MTP module's layer: window-only attention, normal routing."""
         return LayerKind("mtp.layers", "moe", "window")
 
     def to_dict(self) -> dict[str, Any]:
-        """Its fields of `config.json` in transformers' spelling, but for the rotations."""
+        """Return V4's fields of `config.json` in transformers' spelling, without the rotations."""
         layers = len(self.attention)
         return {
             **{name: getattr(self, name) for name in (*_OWN, "qk_rope_head_dim")},
@@ -132,10 +131,10 @@ class DeepseekV4:
 
 
 def read_v4(raw: Mapping[str, Any]) -> tuple[dict[str, Any], DeepseekV4]:
-    """Split a `config.json` into the fields that all families share and those of V4.
+    """Split a `config.json` into the fields shared by all families and V4's own.
 
     Raises:
-        ConfigError: a field that is missing or cannot be, or one of a later release, by its name.
+        ConfigError: a field is missing, invalid, or named like a field of a later release.
     """
     later = sorted(str(key) for key in raw if str(key).startswith(_LATER))
     if later:
@@ -178,7 +177,7 @@ def read_v4(raw: Mapping[str, Any]) -> tuple[dict[str, Any], DeepseekV4]:
 
 
 def _attention(raw: Mapping[str, Any], layers: int) -> tuple[str, ...]:
-    """The kind of attention of each layer, from `layer_types` or DeepSeek's `compress_ratios`, which has the MTP module's behind them."""
+    """Return each layer's kind of attention, from `layer_types` or DeepSeek's `compress_ratios`, which ends with the MTP module's."""
     named, names = "layer_types", {theirs: ours for ours, theirs in KINDS.items()}
     if raw.get(named) is None:
         named, names = "compress_ratios", {0: "window", **dict(zip(RATES, ("csa", "hca"), strict=True))}
@@ -195,7 +194,7 @@ def _attention(raw: Mapping[str, Any], layers: int) -> tuple[str, ...]:
 
 
 def _hash_layers(raw: Mapping[str, Any], layers: int) -> int:
-    """How many layers are hash-routed, from `mlp_layer_types` or DeepSeek's `num_hash_layers`."""
+    """Return the number of hash-routed layers, from `mlp_layer_types` or DeepSeek's `num_hash_layers`."""
     types = raw.get("mlp_layer_types")
     if types is None:
         return min(check_integer("num_hash_layers", required(raw, "num_hash_layers"), least=0), layers)
@@ -206,7 +205,7 @@ def _hash_layers(raw: Mapping[str, Any], layers: int) -> int:
 
 
 def _ropes(raw: dict[str, Any]) -> tuple[dict[str, Any], RopeConfig]:
-    """Rotation of layers with a window alone, in `read_rope`'s spelling, and of those that compress: YaRN scales no sine there."""
+    """Return the rotation of window-only layers, as `read_rope` input, and of compressing layers, without YaRN's sin and cos scaling."""
     given = check_mapping("rope_parameters", raw.pop("rope_parameters", None) or {})
     scaling = check_mapping("rope_scaling", raw.pop("rope_scaling", None) or {})
     theta, compress_theta = raw.pop("rope_theta", 10_000.0), raw.pop("compress_rope_theta", 160_000.0)

@@ -1,4 +1,4 @@
-"""The families of models: a row for each `model_type` that `config.json` may name, with what sets it apart from DeepSeek-V3."""
+"""Model families: a row for each supported `model_type` of `config.json`, with its differences from DeepSeek-V3."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,14 +7,14 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How the models of one `model_type` differ from DeepSeek-V3. Transformers' class of the family is the standard.
+    """Differences of one `model_type` from DeepSeek-V3. The transformers class of the family is the reference.
 
-    architecture: written into `config.json`. routers: topk_method -> scoring_func, all that the family's router computes.
-    sparse: layers choose what to attend to by an indexer: tokens (docs/sparse-attention.md), or compressed entries.
-    index_interleave: the indexer rotates pairs (0, 1), (2, 3), …, else (0, O/2), ….
-    only_interleaved: MLA rotates interleaved pairs, whatever `rope_interleave` says.
-    lists_mlps: transformers' class reads `mlp_layer_types` alone, and ignores `first_k_dense_replace`.
-    defaults: values of fields that `config.json` leaves out, where they are not `ModelConfig`'s.
+    architecture: written into `config.json`. routers: the supported topk_method -> scoring_func pairs.
+    sparse: an indexer selects what layers attend to: tokens (docs/sparse-attention.md) or compressed entries.
+    index_interleave: the indexer rotates pairs (0, 1), (2, 3), …; otherwise (0, O/2), ….
+    only_interleaved: MLA rotates interleaved pairs regardless of `rope_interleave`.
+    lists_mlps: transformers' class reads only `mlp_layer_types` and ignores `first_k_dense_replace`.
+    defaults: defaults of fields missing from `config.json` that differ from `ModelConfig`'s.
     """
 
     architecture: str = "DeepseekV3ForCausalLM"
@@ -26,7 +26,7 @@ class Family:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def has(self, attention: Any) -> bool:
-        """Whether an `MlaConfig` describes the family's attention."""
+        """Return whether an `MlaConfig` describes the family's attention."""
         return (attention.indexer is not None) == self.sparse
 
 

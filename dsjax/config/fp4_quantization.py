@@ -1,6 +1,6 @@
-"""`quantization_config` of checkpoints with FP4 or INT4 matrices: what is accepted, and what `dsjax convert` writes.
+"""`quantization_config` of checkpoints with FP4 or INT4 matrices: accepted values, and the values that `dsjax convert` writes.
 
-Which matrix is kept how is read off the tensors; the configuration says only that the method is one that is known here.
+The tensors determine each matrix's format; the configuration only states a supported method.
 """
 
 import dataclasses
@@ -21,25 +21,25 @@ _INT4_WEIGHTS = {
     "symmetric": True,
     "actorder": None,
 }
-"""What weights of `pack-quantized` must be."""
+"""Required values for `pack-quantized` weights."""
 METHODS = ("modelopt", "modelopt_fp4", "compressed-tensors", "quark", "mxfp4")
 
 
 @dataclasses.dataclass(frozen=True)
 class FP4Quantization:
-    """A method of `METHODS`; `fields` is the whole `quantization_config`, which is written back as it came."""
+    """A method of `METHODS`. fields: the whole `quantization_config`, written back unchanged."""
 
     fields: Mapping[str, Any] = dataclasses.field(hash=False)
     scale_fmt: str | None = None
-    """The form of activations' scales, as `QuantizationConfig` has it; always None, since these methods have no such field."""
+    """Format of activation scales, as in `QuantizationConfig`; always None, since these methods have no such field."""
 
     @property
     def weights(self) -> str | None:
-        """What `--weights` calls the files, where the fields say it."""
+        """The `--weights` name of the files' format; None if the fields do not determine it."""
         return INT4.name + UNQUANTISED if self.fields.get("format") == _INT4 else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The value of `quantization_config` in Hugging Face's `config.json`."""
+        """Return the value of `quantization_config` in Hugging Face's `config.json`."""
         return dict(self.fields)
 
 
@@ -63,7 +63,7 @@ def read_fp4_quantization(given: Mapping[str, Any]) -> FP4Quantization:
 
 
 def _check_int4(given: Mapping[str, Any]) -> None:
-    """Raise where integers are packed otherwise than in symmetric groups of 32 of four bits."""
+    """Raise `ConfigError` unless the packed integers are 4-bit, in symmetric groups of 32."""
     place = "quantization_config.config_groups"
     for name, group in check_mapping(place, given.get("config_groups")).items():
         weights = check_mapping(f"{place}.{name}.weights", check_mapping(f"{place}.{name}", group).get("weights"))
@@ -73,10 +73,10 @@ def _check_int4(given: Mapping[str, Any]) -> None:
 
 
 def fp4_quantization(weights: str, dense_layers: int) -> dict[str, Any]:
-    """The `quantization_config` that goes with tensors in these weights. dense_layers: of the model, whose MLPs are not packed."""
+    """Return the `quantization_config` for a weight format. dense_layers: number of dense layers, whose MLPs are not packed."""
     form = experts_format(weights)
     if not weights.endswith(UNQUANTISED):
-        # As DeepSeek-V4's own: FP8 but for the experts.
+        # As in DeepSeek-V4's own: FP8 except for the experts.
         return {
             "quant_method": "fp8",
             "fmt": "e4m3",
@@ -84,7 +84,7 @@ def fp4_quantization(weights: str, dense_layers: int) -> dict[str, Any]:
             "weight_block_size": [128, 128],
             "expert_dtype": {"mxfp4": "fp4"}.get(form.name, form.name),
         }
-    if form.integers:  # as Kimi-K2.5's own
+    if form.integers:  # as in Kimi-K2.5's own
         group = {"targets": ["Linear"], "weights": {**_INT4_WEIGHTS, "dynamic": False, "observer": "minmax"}}
         left = ["self_attn", "shared_experts", r"mlp\.(gate|up|gate_up|down)_proj", "eh_proj"]
         return {
@@ -109,7 +109,7 @@ def fp4_quantization(weights: str, dense_layers: int) -> dict[str, Any]:
 
 
 def hf_quant_config(quantization: Mapping[str, Any]) -> dict[str, Any] | None:
-    """ModelOpt's `hf_quant_config.json` beside a `quantization_config` of its method; None beside others."""
+    """Return ModelOpt's `hf_quant_config.json` for a `quantization_config` of its method; None for other methods."""
     if quantization.get("quant_method") != "modelopt":
         return None
     fields = {name: quantization.get(name) for name in ("quant_algo", "kv_cache_quant_algo", "group_size")}

@@ -1,4 +1,4 @@
-"""Between Hugging Face's `config.json` and the fields of `ModelConfig`: spellings, defaults, keys without effect."""
+"""Conversion between Hugging Face's `config.json` and the fields of `ModelConfig`: spellings, defaults, keys without effect."""
 
 import dataclasses
 import warnings
@@ -14,18 +14,18 @@ from dsjax.config.rope import read_rope
 from dsjax.errors import ConfigError
 
 _READ_APART = ("rope", "quantization", "torch_dtype", "eos_token_id", "router", "mla", "v4")
-"""Fields of `ModelConfig` that are spelt otherwise in `config.json`, in more than one way, or not at all."""
+"""Fields of `ModelConfig` that `config.json` spells differently, in several ways, or not at all."""
 _ALIASES = {
     "num_mtp_layers": "num_nextn_predict_layers",
     "num_experts": "n_routed_experts",
     "num_local_experts": "n_routed_experts",
     "num_shared_experts": "n_shared_experts",
 }
-"""Other names of fields: the `attribute_map` of transformers' configurations of the family."""
+"""Aliases of fields, from the `attribute_map` of the family's configurations in transformers."""
 _OF_MLA = tuple(field.name for field in dataclasses.fields(MlaConfig) if field.name != "indexer")
 _REQUIRED_WITH_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
 _OF_THE_WHOLE = ("quantization_config", "torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys that a model with a text part may give beside `text_config` instead of in it."""
+"""Keys that a model with a text part may put at the top level instead of in `text_config`."""
 # Read elsewhere in this file, or without any effect on inference.
 _KNOWN_OTHERS = (
     "rope_theta", "rope_scaling", "rope_parameters", "rope_interleave", "quantization_config", "torch_dtype", "dtype", "eos_token_id",
@@ -35,32 +35,32 @@ _KNOWN_OTHERS = (
     "mlp_layer_types", "pretraining_tp", "problem_type", "return_dict", "seq_aux", "transformers_version",
     "unsloth_fixed", "use_cache", "index_skip_topk_offset", "embedding_dropout", "output_dropout",
     "router_aux_loss_coef", "router_jitter_noise",
-    # What transformers 4 writes of every model, and its settings of generation.
+    # Keys that transformers 4 writes for every model, and its generation settings.
     "add_cross_attention", "is_decoder", "pruned_heads", "tf_legacy_loss", "tie_encoder_decoder", "torchscript", "use_bfloat16",
     "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "length_penalty", "max_length", "min_length",
     "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "remove_invalid_values",
     "repetition_penalty", "return_dict_in_generate", "temperature", "top_k", "top_p", "typical_p",
 )  # fmt: skip
-# Keys that would change the arithmetic, with the one value under which they do not.
+# Keys that would change the arithmetic, each with the only value that does not.
 _NOT_BUILT = {
     "mlp_bias": False,
     "sliding_window": None,
     "partial_rotary_factor": 1,
     "moe_router_enable_expert_bias": True,
     "use_qk_norm": True,  # sarvam's: the norms of the latents
-    # Layers that attend to the tokens which a layer before them chose (GLM-5.2).
+    # Layers that reuse the tokens selected by an earlier layer (GLM-5.2).
     "index_topk_freq": 1,
     "index_topk_pattern": None,
     "index_share_for_mtp_iteration": False,
 }
 _OF_EVERY_LAYER = {"layer_types": "indexed_attention", "indexer_types": "full"}
-"""Lists of the layers' kinds in models with sparse attention, with the one kind that is built."""
+"""Lists of layer kinds in models with sparse attention, each with the only supported kind."""
 
 
 def _read_alike(config: Any) -> tuple[list[str], list[str]]:
-    """The fields of `ModelConfig` that `config.json` has under their own names: those that it must have, and the others.
+    """Return the `ModelConfig` fields that `config.json` has under the same names: the required and the optional ones.
 
-    Of the others, missing or null means the dataclass's default.
+    A missing or null optional field has the dataclass's default.
     """
     fields = [field for field in dataclasses.fields(config) if field.name not in _READ_APART]
     must = [field.name for field in fields if field.default is dataclasses.MISSING]
@@ -68,21 +68,21 @@ def _read_alike(config: Any) -> tuple[list[str], list[str]]:
 
 
 def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `config.json` of the text part of a model that has a vision part, too; any other as it is.
+    """Return the text part's `config.json` if the model also has a vision part; otherwise return `raw`.
 
-    Raises `ConfigError` where a model that is not one of `WITH_TEXT_PART` has a `text_config`.
+    Raises `ConfigError` if a model outside `WITH_TEXT_PART` has a `text_config`.
     """
     if "text_config" not in raw:
         return raw
     check_choice("model_type", raw.get("model_type"), WITH_TEXT_PART, " of a config.json with a `text_config`")
     text = {"model_type": "deepseek_v3", **check_mapping("text_config", raw["text_config"])}
     text |= {key: raw[key] for key in _OF_THE_WHOLE if text.get(key) is None and raw.get(key) is not None}
-    # Whether the head is tied is asked of the whole, as in transformers.
+    # The top level decides whether the head is tied, as in transformers.
     return text | {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
 
 
 def read_fields(config: type, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments for `ModelConfig`. Raises `ConfigError`; warns of keys that nobody knows."""
+    """Return keyword arguments for `ModelConfig`. Raises `ConfigError`; warns about unknown keys."""
     raw, v4 = without_aliases(raw), None
     if str(raw.get("model_type")).startswith("deepseek_v4"):
         raw, v4 = read_v4(raw)
@@ -115,7 +115,7 @@ def read_fields(config: type, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_mla(raw: Mapping[str, Any], family: Family) -> MlaConfig:
-    """Read MLA's sizes. `q_lora_rank` must be there, and may be null."""
+    """Read MLA's sizes. `q_lora_rank` is required and may be null."""
     given = {**family.defaults, **raw}
     for name in INDEXER_KEYS:
         if not family.sparse and raw.get(name) is not None:
@@ -126,7 +126,7 @@ def _read_mla(raw: Mapping[str, Any], family: Family) -> MlaConfig:
 
 
 def without_aliases(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Read fields that are given by another name, under the name used here. Raises where both names are there with different values."""
+    """Rename aliased fields to the names of `ModelConfig`. Raises `ConfigError` if both names have different values."""
     named = {key: value for key, value in raw.items() if key not in _ALIASES}
     for alias, name in _ALIASES.items():
         value, given = raw.get(alias), named.get(name)
@@ -138,7 +138,7 @@ def without_aliases(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_dtype(raw: Mapping[str, Any]) -> Any:
-    """The weights' dtype under either of its keys; float32 where neither is given, as in transformers."""
+    """Return the weights' dtype from either of its keys; float32 if neither is given, as in transformers."""
     dtypes = [raw[key] for key in ("torch_dtype", "dtype") if raw.get(key) is not None]
     if len(dtypes) == 2 and dtypes[0] != dtypes[1]:
         raise reject("dtype", dtypes[1], f"what `torch_dtype` says, which is {dtypes[0]!r}, or none")
@@ -153,7 +153,7 @@ def _read_tokens(ids: Any) -> tuple[Any, ...]:
 
 
 def _check_derived(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-    """Raise where a key that follows from others (transformers writes some) contradicts them."""
+    """Raise `ConfigError` if a derived key (transformers writes some) contradicts the keys that it follows from."""
     if "mla" not in fields:
         return
     mla, heads = fields["mla"], fields["num_attention_heads"]
@@ -169,14 +169,14 @@ def _check_derived(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
         derived["num_key_value_heads"] = (heads, "num_attention_heads: MLA has one key a query head")
     derived["qk_head_dim"] = derived["q_head_dim"] = (mla.qk_head_dim, "qk_nope_head_dim + qk_rope_head_dim")
     if raw.get("head_dim") == mla.kv_lora_rank + rope:
-        del derived["head_dim"]  # the width of a cached token, as sarvam's configurations have it for vLLM
+        del derived["head_dim"]  # the width of a cached token, which sarvam's configurations give for vLLM
     for key, (expected, why) in derived.items():
         if raw.get(key) is not None and raw[key] != expected:
             raise reject(key, raw[key], f"{expected!r}, equal to {why}")
 
 
 def _dense_layers(kinds: Any, layers: int) -> int:
-    """How many layers `mlp_layer_types` has before the first with experts; transformers goes by it, and not by `first_k_dense_replace`."""
+    """Return the number of dense layers in `mlp_layer_types`, which transformers uses instead of `first_k_dense_replace`."""
     dense = sum(kind == "dense" for kind in kinds) if isinstance(kinds, list | tuple) else -1
     if dense < 0 or list(kinds) != ["dense"] * dense + ["sparse"] * (layers - dense):
         raise reject("mlp_layer_types", kinds, f'{layers} layers, "dense" ones first and then "sparse" ones')
@@ -198,7 +198,7 @@ def _check_unbuilt(raw: Mapping[str, Any], fields: set[str], sparse: bool) -> No
 
 
 def write_fields(config: Any) -> dict[str, Any]:
-    """Return `config.json` of a `ModelConfig` in the original spelling (`rope_scaling`, `torch_dtype`), of a V4 in transformers'."""
+    """Return a `ModelConfig`'s `config.json` in the original spelling (`rope_scaling`, `torch_dtype`), or for V4 in transformers'."""
     written: dict[str, Any] = {"architectures": [config.family.architecture]}
     must, optional = _read_alike(config)
     written |= {name: getattr(config, name) for name in (*must, *optional)}
@@ -226,7 +226,7 @@ def write_fields(config: Any) -> dict[str, Any]:
 
 
 def _write_v4(config: Any, written: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a V4: its own, and of the others those that it has."""
+    """Return the fields of a V4 configuration: its own, and those it shares with other families."""
     absent = ("first_k_dense_replace", "moe_layer_freq", "n_group", "topk_group", "intermediate_size")
     kept = {name: value for name, value in written.items() if name not in absent and not name.startswith("rope_")}
     ropes = {"main": config.rope, "compress": config.v4.compress_rope}

@@ -1,7 +1,7 @@
-"""A model's configuration: one frozen dataclass with Hugging Face's field names, checked where it is made.
+"""A model's configuration: one frozen dataclass with Hugging Face's field names, validated on construction.
 
-`dsjax/config/families.py` lists the families that it describes: DeepSeek-V3's and its neighbours. Where a model's remote code and
-transformers differ, transformers counts.
+`dsjax/config/families.py` lists the supported families: DeepSeek-V3's and related ones. If a model's remote code and transformers
+differ, dsjax follows transformers.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from dsjax.config.quantization import Quantization
 from dsjax.config.rope import RopeConfig
 from dsjax.errors import ConfigError, UserError, why_unreadable
 
-# Least value of each integer field.
+# Minimum value of each integer field.
 _INTEGERS = {
     "vocab_size": 1, "hidden_size": 1, "intermediate_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1,
     "max_position_embeddings": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0,
@@ -35,12 +35,12 @@ _EXPERT_INTEGERS = {
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Everything about a model's shape and arithmetic that `config.json` says. Names are Hugging Face's.
+    """A model's shape and arithmetic, as `config.json` describes them. Names are Hugging Face's.
 
-    Attention has a configuration of its own: `mla`, or of `deepseek_v4` `v4` (docs/deepseek-v4.md); one of the two is None.
-    `n_routed_experts = 0` is a model without experts: every layer is dense, and the expert and router fields mean
-    nothing. `router`: a class that inherits `dsjax.model.router.ExpertRouter` and replaces it; no `config.json` has one.
-    Raises `ConfigError`, naming the field, on construction.
+    Attention has a separate configuration: `v4` for `deepseek_v4` (docs/deepseek-v4.md), else `mla`; the other is None.
+    `n_routed_experts = 0` is a model without experts: every layer is dense, and the expert and router fields have no
+    effect. `router`: a subclass that replaces `dsjax.model.router.ExpertRouter`; `config.json` has no such field.
+    Construction raises `ConfigError` with the name of an invalid field.
     """
 
     model_type: str
@@ -151,7 +151,7 @@ class ModelConfig:
 
     @property
     def family(self) -> Family:
-        """The row of the model's family."""
+        """The model's row in `FAMILIES`."""
         return FAMILIES[self.model_type]
 
     @property
@@ -161,7 +161,7 @@ class ModelConfig:
 
     @property
     def routed_groups(self) -> tuple[int, int] | None:
-        """Groups of experts that the router knows, and how many of them a token's experts are in; None where it may choose any."""
+        """Number of the router's expert groups, and maximum groups per token; None if a token may choose any experts."""
         limited = self.router is None and self.n_group > 1 and self.topk_method != "greedy"
         return (self.n_group, self.topk_group) if limited else None
 
@@ -177,18 +177,18 @@ class ModelConfig:
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """The axis between tokens and width of what passes from layer to layer: the residual's streams, if it has several."""
+        """Extra axis of hidden states between tokens and width: the number of residual streams, or empty for a single stream."""
         return () if self.v4 is None else (self.v4.hc_mult,)
 
     @property
     def residual(self) -> str:
-        """How layers add to what passes through them: a name in `dsjax.model.transformer.RESIDUALS`."""
+        """Kind of residual connection: a name in `dsjax.model.transformer.RESIDUALS`."""
         return "addition" if self.v4 is None else "streams"
 
     @property
     def page_tokens(self) -> int:
-        """A page of the cache holds a multiple of so many tokens: whole windows of each rate of a deepseek_v4 model, and its sliding
-        window, of which a request keeps one full page (128)."""
+        """Page sizes must be a multiple of this many tokens. For deepseek_v4: whole compression windows of each rate, and at least the
+        sliding window, of which a request keeps one full page (128)."""
         if self.v4 is None:
             return 1
         whole = math.lcm(*self.v4.rates)
@@ -196,11 +196,11 @@ class ModelConfig:
 
     @property
     def head_groups(self) -> int:
-        """Groups of heads of which none is divided over devices: each head by itself, or those of a grouped output projection."""
+        """Number of head groups that must not be split over devices: one per head, or those of a grouped output projection."""
         return self.num_attention_heads if self.v4 is None else self.v4.o_groups
 
     def widths_over_tp(self, in_blocks: bool) -> dict[str, int]:
-        """Name → width of what `tp` splits beside routed experts. in_blocks: also of heads, whose FP8 blocks it must not cut."""
+        """Return name → width of what `tp` splits besides routed experts. in_blocks: include heads, whose FP8 blocks it must not cut."""
         widths = {"dense MLP width": self.intermediate_size} if self.num_dense_layers else {}
         if self.n_shared_experts:
             widths["shared expert width"] = self.n_shared_experts * self.moe_intermediate_size
@@ -214,17 +214,17 @@ class ModelConfig:
 
     @property
     def swiglu_limit(self) -> float | None:
-        """What gate and up of a SwiGLU are clipped to (`gated`); None: neither is."""
+        """Limit to which a SwiGLU's gate and up are clipped (`gated`); None: no clipping."""
         return None if self.v4 is None else self.v4.swiglu_limit
 
     @property
     def mtp_kind(self) -> LayerKind:
-        """The kind of an MTP module's layer."""
+        """Kind of an MTP module's layer."""
         return LayerKind("mtp.layers", "moe" if self.is_moe else "dense") if self.v4 is None else self.v4.mtp_kind
 
     @property
     def layer_runs(self) -> tuple[LayerRun, ...]:
-        """The main model's layers, by kind."""
+        """Runs of the main model's layers, by kind."""
         if self.v4 is not None:
             return self.v4.layer_runs
         dense, moe = LayerKind("dense_layers", "dense"), LayerKind("moe_layers", "moe")
@@ -241,48 +241,47 @@ class ModelConfig:
 
     @property
     def experts_per_group(self) -> int:
-        """Routed experts in one of the router's groups."""
+        """Routed experts per router group."""
         return self.n_routed_experts // self.n_group
 
     @property
     def attention(self) -> MlaConfig | DeepseekV4:
-        """Sizes of attention, of either family: both classes have the fields that planner and engine ask of any."""
+        """Attention sizes of either family. Both classes have the fields that the planner and the engine read."""
         return self.mla or self.v4
 
     @property
     def softmax_scale(self) -> float:
-        """What attention scores are multiplied by before the softmax, YaRN's correction included."""
+        """Factor of attention scores before the softmax, including YaRN's correction."""
         return self.attention.qk_head_dim**-0.5 * self.rope.softmax_correction
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
         """Read Hugging Face's `config.json`, in the original or the transformers-5 spelling.
 
-        Of a model with a vision part, the text part is read. Keys that cannot change inference are passed over; keys
-        nobody knows are named in a warning; keys that would change the arithmetic in a way that is not built here
-        raise `ConfigError`.
+        If the model has a vision part, only its text part is read. Keys that cannot change inference are ignored, unknown
+        keys give a warning, and keys that would change the arithmetic in an unsupported way raise `ConfigError`.
         """
         return cls(**read_fields(cls, text_part(check_mapping("config.json", raw))))
 
     def to_dict(self) -> dict[str, Any]:
-        """Write Hugging Face's `config.json` in the original spelling; `from_dict` reads it back to an equal config."""
+        """Return Hugging Face's `config.json` in the original spelling; `from_dict` reads it back to an equal config."""
         return write_fields(self)
 
 
 MOST_BYTES = 10_000_000
-"""`load_config` reads so much of a file at most, so that a device, or a file of weights, is not read to its end."""
+"""Maximum bytes that `load_config` reads, so that it does not read a device or a weights file to the end."""
 
 
 def bundled_models() -> tuple[str, ...]:
-    """Names that `load_config` knows: the folders of `configs/models` that hold a `config.json`."""
+    """Return the bundled names for `load_config`: the folders of `configs/models` that hold a `config.json`."""
     models = importlib.resources.files("configs") / "models"
     return tuple(sorted(entry.name for entry in models.iterdir() if (entry / "config.json").is_file()))
 
 
 def load_config(name_or_path: str | Path) -> ModelConfig:
-    """Load a bundled name (`deepseek-v3`), a directory with `config.json`, or a `config.json`.
+    """Load a configuration from a bundled name (`deepseek-v3`), a directory with `config.json`, or a `config.json` file.
 
-    A bundled name wins over a directory of the same name; write `./demo` for the directory. Raises `ConfigError`.
+    A bundled name takes precedence over a directory of the same name; use `./demo` for the directory. Raises `ConfigError`.
     """
     if str(name_or_path) in bundled_models():
         source = importlib.resources.files("configs") / "models" / str(name_or_path) / "config.json"

@@ -1,4 +1,4 @@
-"""Compiling a step whose attention and experts are apart: every program of both sides, for devices that are not there."""
+"""Compilation of a step with attention–FFN disaggregation (AFD): all programs of both sides, without devices."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from sharding.cut import CutCompiled, Described
 
 
 class DescribedExperts(ExpertSide):
-    """``ExpertSide`` of devices that are only described: its programs are compiled, kept, and never run.
+    """``ExpertSide`` for abstract devices: it compiles and keeps its programs, and never runs them.
 
     Args:
-        apart, mesh: as of ``ExpertSide``. target: what both sides' programs are compiled for, in messages.
-        answering: the step of a process that has experts, where those are other processes; None in one.
+        apart, mesh: as for ``ExpertSide``. target: name of both sides' compilation target, for messages.
+        answering: the step of an expert process; None if attention and experts share one process.
 
     Attributes:
-        programs: all that were compiled. passes: each pass through a stack of layers, in the order of the step, and its programs.
+        programs: all compiled programs. passes: each pass through a stack of layers, in the order of the step, and its programs.
     """
 
     def __init__(self, apart: ExpertsApart, mesh: Mesh, target: str, answering: ModelStep | None = None):
@@ -50,27 +50,27 @@ class DescribedExperts(ExpertSide):
         self.passes: list[tuple[Sequence[LayerPass], CompiledPass]] = []
 
     def build(self, lowered: Lowered) -> Compiled:
-        """Compile a program of either side, and keep it."""
+        """Compile and keep a program of either side."""
         made = compile_lowered(lowered, self._target, self.mesh)
         self.programs[id(made.compiled)] = made
         return made.compiled
 
     def numbers(self, mesh: Mesh, count: int) -> list[Array]:
-        """No device is there to hold a number."""
+        """Return no arrays, since no device can hold them."""
         return []
 
     def ready(self, program: Compiled) -> Array:
-        """Nor to run a program."""
+        """Return the program's abstract output, since no device can run it."""
         return program.out_info
 
     def compiled(self, work: ExpertWork, described: Sequence[Described]) -> CompiledPass:
-        """The programs of a pass."""
+        """Return a pass's programs, and record them in ``passes``."""
         made = super().compiled(work, described)
         self.passes.append((work.passes, made))
         return made
 
     def way(self, through: LayerPass) -> WayToDevices:
-        """Compile the experts' program: where they are another process's, that process's own, of all rows as one array."""
+        """Compile the experts' program. For experts in another process, compile that process's program, with all rows in one array."""
         if self._answering is None:
             return super().way(through)
         between, step = through.between(), self._answering
@@ -80,10 +80,10 @@ class DescribedExperts(ExpertSide):
 
 @dataclass(frozen=True)
 class ApartStep:
-    """A step with attention and experts apart, the descriptions that it was compiled from, and its programs.
+    """A disaggregated (AFD) step, the abstract values that it was compiled from, and its programs.
 
-    step: of the attention side. experts: of the other one. passes: each pass through layers with experts, with its programs; pieces:
-    the programs before, between and behind them, with the name of what they belong to (``step`` or ``drafts``).
+    step: the attention side's step. experts: the expert side. passes: each pass through layers with experts, with its programs. pieces:
+    the programs before, between and after the passes, each with the name of its part (``step`` or ``drafts``).
     """
 
     step: ModelStep
@@ -98,11 +98,11 @@ class ApartStep:
 
     @property
     def passes(self) -> Sequence[tuple[Sequence[LayerPass], CompiledPass]]:
-        """Each pass through a stack of layers, with its programs."""
+        """Passes through a stack of layers, each with its programs."""
         return self.experts.passes
 
     def program(self, compiled: Any) -> CompiledProgram:
-        """What was kept of a compiled program."""
+        """Return the ``CompiledProgram`` of a compiled executable."""
         return self.experts.programs[id(compiled)]
 
 
@@ -111,11 +111,11 @@ def compile_apart(
 ) -> ApartStep:
     """Compile all programs of the step that ``args`` describe.
 
-    expert_mesh: the devices with experts, or where these are other processes' those of one of them, which are alike.
-    target: what is compiled for, in messages. one_process: both sides are one process's.
+    expert_mesh: the devices with experts; if the experts are in other processes, the devices of one such process (all are alike).
+    target: name of the compilation target, for messages. one_process: whether one process has both sides.
 
     Raises:
-        UserError, MeshError: options, model and meshes that do not go together. TooLarge: the target's compiler refuses.
+        UserError, MeshError: options, model and meshes do not fit together. TooLarge: the target's compiler says the step does not fit.
     """
     spec, engine = MeshSpec.parse(args.engine.mesh), args.for_model(config)
     if mesh.devices.flat[0].platform == "cpu":
@@ -146,6 +146,6 @@ def compile_apart(
 
 
 def _answering(engine: EngineArgs, config: ModelConfig, mesh: Mesh, mtp: bool) -> ModelStep:
-    """The step of the process that has the experts, as ``load_experts`` makes it."""
+    """Return the expert process's step, as ``load_experts`` makes it."""
     alone = MeshSpec()
     return make_step(engine, config, alone, alone.arrange(list(mesh.devices.flat)[:1]), mtp=mtp)

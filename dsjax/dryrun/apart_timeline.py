@@ -20,7 +20,7 @@ from sharding.dispatch.between import Between
 
 
 class Pass(NamedTuple):
-    """A pass through MoE layers. halves: for each micro-batch, its four programs by name and the exchange of its rows."""
+    """A pass through MoE layers. halves: each micro-batch's four programs by name, and the exchange of its rows."""
 
     layers: int
     halves: Sequence[tuple[dict[str, SideProgram], Between]]
@@ -62,7 +62,7 @@ class ApartTimeline:
         return cls(step, outside, *zip(*simulated, strict=True), assumed)
 
     def busy(self) -> dict[str, float]:
-        """Thread → seconds for which it is busy in the MoE layers."""
+        """Return thread → seconds busy in the MoE layers."""
         return {name: sum(one.busy[name] for one in self.played) for name in THREADS}
 
     def to_json(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class ApartTimeline:
 def _moves(between: Between, attention: Cluster, experts: Cluster) -> Moves:
     answer_bytes = between.columns * between.wire.width * jnp.dtype(between.wire.dtype).itemsize
     row_bytes = between.wire.row_bytes, answer_bytes
-    needed = between.rows * (1 - (1 - 1 / between.group.size) ** between.wire.top_k)  # mean rows, by even routing
+    needed = between.rows * (1 - (1 - 1 / between.group.size) ** between.wire.top_k)  # mean rows, under even routing
     return moves(attention, experts, between.senders, between.group.size, between.capacity, needed, row_bytes)
 
 

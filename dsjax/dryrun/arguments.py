@@ -1,4 +1,4 @@
-"""`DryRunArgs`: an engine's options, and which of its steps to compile for what."""
+"""`DryRunArgs`: an engine's options, the step to compile, and the compilation target."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from sharding import MeshSpec
 
 STEPS = ("decode", "prefill", "mixed")
 DECODE_ROWS = 32
-"""Running requests of a DP rank when neither `--batch` nor `--max-num-seqs` is given."""
+"""Running requests per DP rank if neither `--batch` nor `--max-num-seqs` is given."""
 CONTEXT = 4096
-"""Tokens that a row's page table covers when neither `--context` nor `--max-model-len` is given."""
+"""Tokens that a row's page table covers if neither `--context` nor `--max-model-len` is given."""
 _MOST_SLOTS = 2**31 - 1
-"""Cache slots of a DP rank, which have numbers of 32 bits with a sign."""
+"""Maximum cache slots per DP rank: slot numbers are signed 32-bit integers."""
 
 
 class TooLarge(UserError):
-    """A step that is too large for the device, or for any."""
+    """The step is too large for the target device, or for any device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DryRunArgs:
-    """What to compile.
+    """A step to compile, and its target.
 
-    engine: the options that would serve. target: `cpu`, a name of `configs/hardware`, or a file like those.
-    step: `decode` (each row one token, or with speculative decoding its last token and the drafts that are verified), `prefill`
-    (each row `prefill_chunk` tokens), or `mixed` (decodes, and beside them the prompts of `max_num_batched_tokens`). batch: rows of a DP
-    rank, in a mixed step its decodes; None:
-    `max_num_seqs`, or 32 decodes, or as many prefill rows as `max_num_batched_tokens` allows. context: tokens of a row's
-    page table; None: `max_model_len`, or 4,096, or as many as the model has positions.
+    engine: the serving options. target: `cpu`, a name in `configs/hardware`, or a file in the same format.
+    step: `decode` (per row one token or, with speculative decoding, the last token and the drafts to verify), `prefill` (`prefill_chunk`
+    tokens per row), or `mixed` (decodes, plus prompts of `max_num_batched_tokens`). batch: rows per DP rank, in a mixed step only the
+    decodes; None: `max_num_seqs`, or 32 decodes, or as many prefill rows as `max_num_batched_tokens` allows. context: tokens of a row's
+    page table; None: `max_model_len`, or 4,096, or the model's number of positions.
     """
 
     engine: EngineArgs
@@ -59,12 +58,12 @@ class DryRunArgs:
 
     @property
     def decode(self) -> Rectangle | None:
-        """Decodes of a DP rank; None in a step without any."""
+        """Decode rows of a DP rank; None in a prefill step."""
         return None if self.step == "prefill" else Rectangle(self.rows, self.chunk)
 
     @property
     def prefill(self) -> Rectangle | None:
-        """Rows of prompts of a DP rank; None in a step without any."""
+        """Prefill rows of a DP rank; None in a decode step."""
         if self.step == "decode":
             return None
         return Rectangle(self.rows if self.step == "prefill" else self._prompts, self.engine.chunk_tokens)
@@ -75,17 +74,17 @@ class DryRunArgs:
 
     @property
     def chunk(self) -> int:
-        """Tokens of a row in this step, in a mixed one of its decodes."""
+        """Tokens per row; in a mixed step, tokens per decode row."""
         return self.engine.chunk_tokens if self.step == "prefill" else 1 + self.drafts
 
     @property
     def drafts(self) -> int:
-        """Tokens that each row drafts after this step, at this many rows; as many are verified in a decode."""
+        """Tokens that each row drafts after this step, for this number of rows; a decode verifies the same number."""
         return self.engine.speculation.drafts(self.rows) if self.engine.speculation else 0
 
     @property
     def rows(self) -> int:
-        """Rows of a DP rank."""
+        """Rows per DP rank."""
         if self.batch:
             return self.batch
         if self.step == "prefill":
@@ -94,23 +93,23 @@ class DryRunArgs:
 
     @property
     def row_tokens(self) -> int:
-        """Context positions of a row."""
+        """Context positions per row."""
         return self.context or self.engine.max_model_len or CONTEXT
 
     def for_model(self, config: ModelConfig) -> EngineArgs:
-        """The engine's options on the machine that the target stands for.
+        """Return the engine's options for the target device.
 
-        `dtype="auto"` is float32 on a real CPU; a dry run stands in for an accelerator, and computes in the checkpoint's dtype.
+        A server resolves `dtype="auto"` to float32 on a CPU. A dry run models an accelerator, so it uses the checkpoint's dtype.
         """
         if self.engine.dtype != "auto":
             return self.engine
         return dataclasses.replace(self.engine, dtype="float32" if config.torch_dtype == "float32" else "bfloat16")
 
     def limits(self, config: ModelConfig, spec: MeshSpec) -> ExecutorLimits:
-        """The executor's sizes: a cache of `cache_tokens`, or of just what the rows need, and page 0, which is never used.
+        """Return the executor's sizes: a cache of `cache_tokens`, or just enough for the rows, plus page 0, which is never used.
 
         Raises:
-            TooLarge: more slots than a program can number.
+            TooLarge: the cache has more slots than a program can address.
         """
         page = self.engine.page_size_of(config)
         pages_of_a_row = -(-self.row_tokens // page)

@@ -1,4 +1,4 @@
-"""Lower and compile the engine's own programs for a step with abstract values: no weights, no devices."""
+"""Lower and compile the engine's programs of a step with abstract values, without weights or devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dsjax.model.step import ModelStep
 from dsjax.versions import installed_version
 from sharding import MeshSpec
 
-# The CPU program is read and never run: LLVM's optimisations would only cost seconds. What XLA itself does is not changed.
+# The CPU program is inspected and never run, so skip LLVM's optimisations to save seconds. XLA's own passes are unchanged.
 _CPU_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 _PARTITIONED = "after_spmd-partitioning"
 
@@ -65,7 +65,7 @@ class CompiledProgram:
 
 @dataclass(frozen=True)
 class CompiledExchange:
-    """The programs that move experts between two steps (`--enable-eplb`). experts: number that a rank receives in one exchange."""
+    """The programs that move experts between two steps (`--enable-eplb`). experts: number of experts that a rank receives per exchange."""
 
     stage: CompiledProgram
     place: CompiledProgram
@@ -73,16 +73,16 @@ class CompiledExchange:
 
     @property
     def temporaries(self) -> int:
-        """Bytes that the larger program needs beyond weights, staging buffer and state: temporaries and outputs without an alias."""
+        """Bytes that the larger program needs beyond weights, staging buffer and state: temporaries and non-aliased outputs."""
         memories = [program.compiled.memory_analysis() for program in (self.stage, self.place)]
         return max(one.output_size_in_bytes - one.alias_size_in_bytes + one.temp_size_in_bytes for one in memories)
 
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A step's programs, and the descriptions that they were compiled from.
+    """A step's programs, and the abstract values that they were compiled from.
 
-    main: the step, which also verifies the previous step's drafts. drafts: the passes of the MTP module after it; None without drafts.
+    main: the step, which also verifies the previous step's drafts. drafts: the MTP module's passes after the step; None without drafts.
     num_drafts: tokens that each row drafts. exchange: None without `--enable-eplb`.
     """
 
@@ -98,7 +98,7 @@ class CompiledStep:
 
     @property
     def programs(self) -> tuple[CompiledProgram, ...]:
-        """All programs: the step's, then those of the exchange of experts."""
+        """All programs: the step's, then the expert exchange's."""
         between = (self.exchange.stage, self.exchange.place) if self.exchange else ()
         return (self.main, *((self.drafts,) if self.drafts else ()), *between)
 
@@ -122,7 +122,7 @@ def compile_step(
     spec = MeshSpec.parse(args.engine.mesh).stage
     engine = args.for_model(config)
     if mesh.devices.flat[0].platform == "cpu":
-        # A compiled program does not show the operations and bytes of native kernels, which are custom calls. Plain kernels have the same.
+        # XLA does not count FLOPs and bytes of native kernels (custom calls), so compile the plain kernels, which have the same counts.
         engine = dataclasses.replace(engine, kernels="plain")
     step = make_step(engine, config, spec, mesh, mtp=engine.speculation is not None, stage=stage)
     limits = with_windows(args.limits(config, spec), engine, step)
@@ -181,7 +181,7 @@ def compile_lowered(
 
 
 def _compile_for_accelerator(lowered: Lowered, target: str) -> Compiled:
-    """Compile for an accelerator, with an error of its own for a program that is too large, which the TPU's compiler refuses."""
+    """Compile for an accelerator. Raises `TooLarge` if the compiler rejects the program for its size, as the TPU's does."""
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:

@@ -1,7 +1,7 @@
-"""The list of sums whose order is known to depend on the layout or the batch: why that is so, and what would end it.
+"""Known reductions whose summation order depends on the layout or the batch, each with its reason and a remedy.
 
-`dsjax dryrun --reductions` fails for a sum that could depend on them and that no entry explains. An entry names places as narrowly as it
-can, so that a new sum is not covered by an old reason. docs/measurements/exactness-open-sums.csv shows the list for DeepSeek-V3.
+`dsjax dryrun --reductions` fails for a reduction that may depend on them and matches no entry. Entries match places as narrowly as
+possible, so that an old reason does not cover a new reduction. docs/measurements/exactness-open-sums.csv shows the list for DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dsjax.dryrun.program.reductions import Reduction
 
 @dataclass(frozen=True)
 class KnownOrder:
-    """One reason for some sums.
+    """A reason that explains some reductions.
 
-    carriers: as of ``Reduction``. what, places: regular expressions for all of what makes the sum, and for all of its place in the model,
-    less the prefix of the multi-token prediction module. why, remedy: sentences.
+    carriers: as in ``Reduction``. what, places: regular expressions that must fully match ``Reduction.what``, and the place in the model
+    without the prefix of the multi-token prediction module. why, remedy: sentences.
     """
 
     name: str
@@ -28,7 +28,7 @@ class KnownOrder:
     remedy: str
 
     def explains(self, place: str, one: Reduction) -> bool:
-        """Whether this is the reason for a sum at a place."""
+        """Return whether this entry explains a reduction at a place."""
         place = re.sub(r"^(draft/)?(mtp/)?", "", place)
         return (
             one.carrier in self.carriers
@@ -126,4 +126,4 @@ KNOWN_ORDERS: tuple[KnownOrder, ...] = (
         "write these sums as a tree over the width, of elementwise additions, or in a kernel.",
     ),
 )  # fmt: skip
-"""In the order in which they are tried."""
+"""Known reasons, in the order in which they are tried."""

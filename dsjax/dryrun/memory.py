@@ -1,4 +1,4 @@
-"""What a device holds while the step runs, exactly, and how much fits: found by compiling the step, not by a rule of thumb."""
+"""Exact device memory of a running step, and the largest step that fits, both from compiling the step rather than estimating."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ from dsjax.model.step import ModelStep
 from sharding.host_memory import on_device
 
 _MOST_ROWS = 1 << 16
-"""Rows of a DP rank that a search for the largest batch goes up to."""
+"""Maximum rows per DP rank in the search for the largest batch."""
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
     """Bytes of one device.
 
-    weights: by component. cache: of its DP rank's pages; windows: those of them that are window pages. state: what else stays on the
-    device from step to step: page tables, sampling parameters, counts of tokens, the placement of experts, with speculative decoding drafts
-    and a byte for each cache slot.
-    inputs: the packed integers of the step's rows. arguments, outputs, aliased, temporaries: as the compiler counts them for the
-    step's main program; cache and state are arguments and, aliased, outputs. drafting: outputs that are not aliased and temporaries
-    of the program that drafts; 0 without one. staging: the buffer of experts that move while serving; 0 where they stay. moving:
-    temporaries, and outputs that are not aliased, of the programs that move them. host: weights that each device has in its host's memory,
-    counted nowhere else.
+    weights: by component. cache: pages of its DP rank. windows: the part of `cache` in window pages. state: other data that stays on the
+    device between steps: page tables, sampling parameters, token counts, expert placement and, with speculative decoding, drafts and one
+    byte per cache slot. inputs: packed integers of the step's rows. arguments, outputs, aliased, temporaries: the compiler's counts for
+    the step's main program; cache and state are arguments and also aliased outputs. drafting: non-aliased outputs and temporaries of the
+    draft program; 0 without one. staging: buffer for experts that move while serving; 0 if experts do not move. moving: temporaries and
+    non-aliased outputs of the programs that move experts. host: each device's weights in host memory, not counted in any other field.
     """
 
     weights: dict[str, int]
@@ -52,7 +50,7 @@ class DeviceMemory:
 
     @classmethod
     def of(cls, compiled: CompiledStep) -> DeviceMemory:
-        """Read a compiled step."""
+        """Return the memory of a compiled step."""
         stats = compiled.main.compiled.memory_analysis()
         state = dataclasses.replace(compiled.state, cache={})
         arrays = {str(index): array for index, array in enumerate(jax.tree.leaves(state))}
@@ -67,7 +65,7 @@ class DeviceMemory:
             cache=sum(device_bytes(compiled.state.cache).values()),
             state=sum(device_bytes(arrays).values()),
             inputs=4 * compiled.shape.packed_width,
-            # The CPU backend has one memory, and counts them among the others.
+            # The CPU backend has a single memory and counts host arguments among the others.
             arguments=stats.argument_size_in_bytes - (0 if stats.host_argument_size_in_bytes else host),
             outputs=stats.output_size_in_bytes,
             aliased=stats.alias_size_in_bytes,
@@ -81,23 +79,23 @@ class DeviceMemory:
 
     @property
     def weight_bytes(self) -> int:
-        """All weights of a device."""
+        """Bytes of all weights on a device."""
         return sum(self.weights.values())
 
     @property
     def held(self) -> int:
-        """What lies on the device when a step begins, whether its program reads it or not."""
+        """Bytes on the device when a step begins, whether or not its program reads them."""
         return self.weight_bytes + self.cache + self.state + self.inputs + self.staging
 
     @property
     def total(self) -> int:
-        """The most that the device holds at once: weights, cache, state, inputs and staging, and what the most demanding program adds."""
+        """Peak bytes on the device: weights, cache, state, inputs and staging, plus the most that any one program adds."""
         added = max(self.outputs - self.aliased + self.temporaries, self.drafting, self.moving)
         return max(self.arguments + self.staging, self.held) + added
 
 
 def parameters_by_component(step: ModelStep) -> dict[str, int]:
-    """How many numbers each part of the model has: one copy of each logical expert, no block scales, nothing derived."""
+    """Return the parameter count of each component: one copy of each logical expert, without block scales and derived parameters."""
     parameters: dict[str, int] = {}
     physical, logical = step.placement.n_physical, step.config.n_routed_experts
     for path, info in step.table.infos.items():
@@ -112,11 +110,11 @@ def parameters_by_component(step: ModelStep) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Fit:
-    """What fits into ``room`` bytes of a device; 0 where not even one does.
+    """Maximum sizes that fit into ``room`` bytes of a device; 0 if not even one fits.
 
-    batch: rows of a DP rank at the asked context. context: tokens of each row at the asked batch, in whole pages, at most the
-    model's positions. cache_tokens: slots of a DP rank's cache beside a step of the asked batch and context.
-    compilations: how many programs it took.
+    batch: rows per DP rank at the requested context. context: tokens per row at the requested batch, in whole pages, at most the
+    model's positions. cache_tokens: cache slots per DP rank, with a step of the requested batch and context.
+    compilations: number of steps compiled for the search.
     """
 
     room: int
@@ -133,9 +131,9 @@ def fit(
     memory_bytes: int,
     exchange: CompiledExchange | None = None,
 ) -> Fit:
-    """Search each of the three by itself, all else as ``args`` ask, within the share of memory that the engine would use.
+    """Search for the largest batch, context and cache independently, with all else from ``args``, in the memory that the engine may use.
 
-    exchange: the programs that move experts, compiled before.
+    exchange: the already compiled programs that move experts.
     """
     room, compilations = int(memory_bytes * args.engine.gpu_memory_utilization), 0
     page = args.engine.page_size_of(config)
@@ -168,7 +166,7 @@ def fit(
 
 
 def _alike(speculation: SpeculativeConfig | None) -> list[tuple[int, int]]:
-    """Ranges of batches whose rows draft as many tokens, ascending. A step can be smaller than one of fewer rows that draft more."""
+    """Return ranges of batch sizes with the same drafts per row, ascending. A larger batch with fewer drafts may need less memory."""
     ranges = speculation.num_speculative_tokens_per_batch_size if speculation else None
     if ranges is None or speculation.measures:
         return [(1, _MOST_ROWS)]
@@ -176,10 +174,10 @@ def _alike(speculation: SpeculativeConfig | None) -> list[tuple[int, int]]:
 
 
 def largest(size: Callable[[int], float], room: float, start: int, *, most: int, least: int = 1) -> int:
-    """The largest ``n`` from ``least`` to ``most`` with ``size(n) <= room``; 0 where there is none.
+    """Return the largest ``n`` from ``least`` to ``most`` with ``size(n) <= room``; 0 if there is none.
 
-    ``size`` must not fall as ``n`` grows. Where it grows evenly, as memory does, the line through the last two sizes hits the
-    answer at once and one more call confirms it; halving what is left open bounds the calls where it does not.
+    ``size`` must not decrease with ``n``. If it is linear, like memory, linear extrapolation from the last two sizes finds the
+    answer at once and one more call confirms it; otherwise bisection bounds the number of calls.
     """
     low, high, known = least - 1, most + 1, []
     guess, calls = min(max(start, least), most), 0
@@ -201,7 +199,7 @@ def _next(known: list[tuple[int, float]], room: float, low: int, high: int, star
     if straight and len(known) == 2 and known[0][1] != known[1][1]:
         (n, size), (m, other) = known
         guess = math.floor(n + (room - size) * (m - n) / (other - size))
-        # On the side that fits: what has to be shown is that one more does not.
+        # If the guess is already known to fit, test the next size, to show that it does not.
         guess = low + 1 if guess == low else guess
     elif straight and len(known) < 2 and known and known[0][1] <= room:
         guess = 2 * start

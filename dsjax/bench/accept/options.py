@@ -1,4 +1,4 @@
-"""The options of `dsjax accept` beside those of the server, which are `dsjax bench serve`'s."""
+"""Options of `dsjax accept`. Its server options are those of `dsjax bench serve`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ class ListOptions(Checked):
 class TestBedOptions(Checked):
     """Further measurements."""
 
-    __test__ = False  # pytest takes classes that are called Test… for its own
+    __test__ = False  # keeps pytest from collecting a class named Test…
 
     network: str | None = option(None, "JSON of dsjax bench network on these hosts")
     hook: list[str] | None = option(

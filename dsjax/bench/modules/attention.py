@@ -1,4 +1,4 @@
-"""Cases of attention: each MLA form over rows and contexts, projections, cache write, attending and output together."""
+"""Attention benchmark cases: each MLA form by rows and context, from the projections and cache write to the output projection."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,12 +21,12 @@ from dsjax.model.rope import Rotation
 from dsjax.model.transformer import MLA
 
 MOST_CACHE = 1 << 30
-"""Bytes of cache at most; with less than the model's layers, layers take turns at those there are."""
+"""Maximum bytes of cache. If the layers do not all fit, the benchmark cycles through the cache layers that do."""
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionShape:
-    """The step's attention by one MLA form, of rows of `chunk` tokens each that attend to all of `cached` positions before them."""
+    """The step's attention in one MLA form: rows of `chunk` tokens, each of which attends to the `cached` positions before it."""
 
     setting: Setting
     form: Form
@@ -36,32 +36,32 @@ class AttentionShape:
 
     @cached_property
     def attention(self) -> AttentionFamily:
-        """The step's, with the cache in the layout that the form reads."""
+        """The step's attention, with the cache in the layout that the form reads."""
         return replace(self.setting.step.attention, config=self.setting.config, layout=self.form.layouts[0])
 
     @property
     def context(self) -> int:
-        """Positions of a row."""
+        """Context length of a row, in tokens."""
         return self.cached + self.chunk
 
     @property
     def pages(self) -> int:
-        """Pages of a row."""
+        """Pages per row."""
         return -(-self.context // self.setting.step.page_size)
 
     @cached_property
     def token_bytes(self) -> int:
-        """Bytes of a token in one layer's cache."""
+        """Cache bytes per token in one layer."""
         return sum(group.page_bytes for group in self.attention.groups((0,)))
 
     @property
     def layers(self) -> int:
-        """Layers of cache to run through: the model's, or as many as `MOST_CACHE` takes."""
+        """Number of cache layers: the model's, or as many as fit in `MOST_CACHE`."""
         one = max(self.rows * self.context * self.token_bytes, 1)
         return int(max(1, min(self.setting.config.num_hidden_layers, MOST_CACHE // one)))
 
     def cost(self) -> tuple[float, float]:
-        """Operations of a layer, and the bytes that it moves beside its weights."""
+        """Return a layer's FLOPs, and the bytes that it moves apart from its weights."""
         shape = {"rows": self.rows, "chunk": self.chunk, "context": self.context}
         attended, itemsize = self.cached + (self.chunk + 1) / 2, self.setting.dtype.itemsize
         shape |= {"cache_dtype": self.attention.cache_dtype, "activation_itemsize": itemsize, "attended": attended}
@@ -71,7 +71,7 @@ class AttentionShape:
     def arrays(self) -> dict[str, jax.Array]:
         """Make `x`, positions, page tables and slots."""
         setting, page = self.setting, self.setting.step.page_size
-        # Pages in a random order, as after some time of serving; page 0 is never used.
+        # Pages in random order, as after serving for a while; page 0 is never used.
         order = np.random.default_rng(setting.seed).permutation(self.rows * self.pages) + 1
         tables = np.zeros((1, self.rows, -(-setting.max_model_len // page)), np.int32)
         tables[0, :, : self.pages] = order.reshape(self.rows, self.pages)
@@ -85,7 +85,7 @@ class AttentionShape:
         }
 
     def cache(self) -> Cache:
-        """Make a cache of zeros, of `layers` layers."""
+        """Make a zero-filled cache of `layers` layers."""
         lead = (self.layers, self.rows * self.pages + 1, self.setting.step.page_size)
         return {
             name: jnp.zeros((*lead, *width), storage_dtype(dtype, self.setting.platform))
@@ -93,7 +93,7 @@ class AttentionShape:
         }
 
     def attend(self, mla: MLA, x: jax.Array, arrays: Mapping[str, jax.Array], cache: Cache, layer):
-        """Compute all of attention in a layer of the step: projections, cache write, attending, output; gives `(out, cache)`."""
+        """Run one layer's attention as the step does: projections, cache write, attention, output. Return `(out, cache)`."""
         config, multiply, attention, form = self.setting.config, self.setting.multiply, self.attention, self.form
         rotation = Rotation.at(arrays["positions"].reshape(1, -1), config.rope, config.mla.qk_rope_head_dim)
         p = attention.project(mla, x, rotation, [form], multiply=multiply)
@@ -108,7 +108,7 @@ class AttentionShape:
 def attention_cases(
     setting: Setting, form: Form, phase: str, shapes: list[tuple[int, int, int]]
 ) -> Iterator[ModuleCase]:
-    """Shapes are (rows, tokens of each, positions already cached). phase: decode; verify: decode rows with drafts; or prefill."""
+    """Yield attention cases. shapes: (rows, tokens per row, cached positions). phase: decode, verify (decode with drafts) or prefill."""
     make = lambda declare: MLA(replace(declare, materialise=form.materialised), setting.config)  # noqa: E731
     stack = LayerStack.of(setting, make, setting.config.num_hidden_layers)
     for rows, chunk, cached in shapes:
@@ -124,7 +124,7 @@ def attention_cases(
 
 
 def _attention_loop(stack: LayerStack, shape: AttentionShape) -> PreparedCase:
-    """Attention over layers."""
+    """Prepare a loop of attention over the layers."""
     setting, arrays = shape.setting, shape.arrays()
 
     def one_layer(inputs, index, carry):

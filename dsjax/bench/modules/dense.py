@@ -1,4 +1,4 @@
-"""Cases of what every token passes through: embedding, MLPs, router, norms, head; and of FP8: quantising rows, and products."""
+"""Benchmark cases of the modules that every token passes (embedding, MLPs, router, norms, head) and of FP8 quantisation and products."""
 
 import dataclasses
 import itertools
@@ -27,10 +27,10 @@ from sharding.host_memory import host_sharding, rows_from_host
 
 
 def embedding_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
-    """Rows of the table for so many tokens.
+    """Yield cases that look up embedding rows, by number of tokens.
 
-    `device`: the step's own. `fetched`: the step's own with ``--embedding-location host``. `host`: gathered by NumPy from a table in host
-    memory, and the rows sent to the device. `copied`: the whole table sent, and then gathered.
+    `device`: the step's own lookup. `fetched`: the step's lookup with ``--embedding-location host``. `host`: NumPy gathers the rows in host
+    memory and sends them to the device. `copied`: the whole table is sent to the device.
     """
     config = setting.config
     itemsize = setting.step.table.infos["embed.weight"].dtype.itemsize
@@ -54,7 +54,7 @@ def _tokens(setting: Setting, count: int, turn: int = 0) -> np.ndarray:
 
 
 def _gathered(setting: Setting, count: int, params: dict[str, jax.Array], gather: Callable) -> PreparedCase:
-    """Rows as a step gathers them, other ones in each call, as other tokens come in each step."""
+    """Gather rows as a step does, with different tokens in each call."""
     inputs = [params | {"tokens": jnp.asarray(_tokens(setting, count, turn))} for turn in range(4)]
     total = jnp.zeros((1, count, setting.config.hidden_size), setting.dtype)
     return call_in_turn(lambda inputs, total: total + gather(inputs), inputs, total)
@@ -103,24 +103,24 @@ def _host(setting: Setting, count: int) -> PreparedCase:
 
 def _copied(setting: Setting) -> PreparedCase:
     table, device = _host_table(setting).view(np.uint8), setting.step.mesh.devices.flat[0]
-    # `device_put` would hand out the host's own memory on the CPU platform, and copy nothing.
+    # On the CPU platform, `device_put` would alias the host buffer instead of copying it.
     return host_loop(lambda: jnp.array(table, copy=True, device=device))
 
 
 class LayerNorms(nnx.Module):
-    """The two norms of a layer."""
+    """A layer's two norms."""
 
     def __init__(self, declare: Declaration, width: int, eps: float):
         self.attn_norm, self.mlp_norm = RMSNorm(declare, width, eps), RMSNorm(declare, width, eps)
 
 
 def layer_cases(setting: Setting, module: str, tokens: Iterable[int]) -> Iterator[ModuleCase]:
-    """Cases of `norms`, `router`, `dense MLP` or `shared expert`; none where the model has no such layers.
+    """Yield cases of `norms`, `router`, `dense MLP` or `shared expert`; none if the model has no such layers.
 
-    The MLPs have the residual's sum, the router its scores, groups and the choice of experts.
+    MLP cases include the residual addition; router cases include scores, groups and expert selection.
     """
     config, D, itemsize = setting.config, setting.config.hidden_size, setting.dtype.itemsize
-    # Layers in the model; operations and bytes moved of one token.
+    # Layers in the model; FLOPs and bytes moved per token.
     if module == "norms":
         in_model, flops, moved = config.num_hidden_layers, 8 * D, 4 * D * itemsize
         make = lambda declare: LayerNorms(declare, D, config.rms_norm_eps)  # noqa: E731
@@ -152,7 +152,7 @@ def layer_cases(setting: Setting, module: str, tokens: Iterable[int]) -> Iterato
 
 
 def layer_loop(setting: Setting, stack: LayerStack, apply: Callable, in_model: int, tokens: int) -> PreparedCase:
-    """A module over layers as the step runs it: sliced out of a stack where the model has several, else as arrays of their own."""
+    """Loop a module over layers as the step does: as slices of a stack or, if the model has only one such layer, as separate arrays."""
     x = setting.random((1, tokens, setting.config.hidden_size))
     if in_model == 1:
         return one_in_a_step(setting, stack, apply, x)
@@ -165,7 +165,7 @@ def layer_loop(setting: Setting, stack: LayerStack, apply: Callable, in_model: i
 
 
 def one_in_a_step(setting: Setting, stack: LayerStack, apply, x) -> PreparedCase:
-    """Run what the model has one of as a step runs it: once a call, with arrays of its own, copies of it in turn."""
+    """Run a module that occurs once in the model, once per call with separate arrays. Successive calls alternate between copies."""
     every = stack.values(setting.seed)
     copies = [{path: array[i] for path, array in every.items()} | {"x": x} for i in range(stack.depth)]
 
@@ -185,7 +185,7 @@ class Head(nnx.Module):
 
 
 def head_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
-    """Final norm, output projection and the choice of the most probable token; tokens are rows that are sampled."""
+    """Yield cases of the final norm, output projection and greedy sampling. tokens: numbers of sampled rows."""
     config = setting.config
     D, V = config.hidden_size, config.vocab_size
     make = lambda declare: Head(declare, D, V, config.rms_norm_eps)  # noqa: E731
@@ -205,7 +205,7 @@ def head_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
 
 
 def quantisation_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
-    """`quantise`: rows packed for the wire in e4m3, a scale for each 1 × 128 block; `dequantise`: read back out of packed rows."""
+    """Yield FP8 cases. `quantise` packs rows in the e4m3 wire format, one scale per 1 × 128 block; `dequantise` unpacks them."""
     D, size = setting.config.hidden_size, setting.dtype.itemsize
     wire = _wire(setting)
     for count in tokens:
@@ -228,7 +228,7 @@ def _quantisation(setting: Setting, count: int, variant: str) -> PreparedCase:
     if variant == "quantise":
 
         def one_round(inputs, _, words):
-            # One value of the last result goes into the rows, so that a round waits for the one before it.
+            # Feed one value of the previous result into the rows, so that each round depends on the previous one.
             x = inputs.at[0, 0].set((words[0, 0] % 7).astype(inputs.dtype))
             return wire.pack(x, ids, weights, jnp.int32(0))
 
@@ -244,14 +244,14 @@ def _quantisation(setting: Setting, count: int, variant: str) -> PreparedCase:
 
 
 class OutputProjection(nnx.Module):
-    """The attention's output projection, `[heads × value width, hidden]`: the largest product that is in every layer."""
+    """Attention output projection, `[heads × value width, hidden]`: the largest matrix product that every layer has."""
 
     def __init__(self, declare: Declaration, rows: int, columns: int):
         self.matrix = Matrix(declare, (rows, columns), ("heads", "embed"))
 
 
 def product_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
-    """One product by weights kept as bf16, float32 and FP8 with block scales; of the last as ``--activation-scheme`` says."""
+    """Yield one matrix product with bf16, float32 and block-scaled FP8 weights; FP8 follows ``--activation-scheme``."""
     config = setting.config
     rows, columns = config.num_attention_heads * config.mla.v_head_dim, config.hidden_size
     for weights in ("f32", "bf16", "fp8"):

@@ -1,4 +1,4 @@
-"""Which cases a run has: every module at every size that was asked for."""
+"""The benchmark cases of a run: every requested module at every requested size."""
 
 import math
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ from dsjax.model.parameter_counts import expert_parameters
 from sharding import MeshSpec
 
 MOST_ROWS = 512
-"""Requests that decode at once; more tokens than these come from prompts."""
+"""Maximum number of requests that decode at once; larger token counts come from prompts."""
 LEAST_CHUNK = 16
 
 
 def cases(setting: Setting, grid: ModuleGrid) -> Iterator[ModuleCase]:
-    """Make the cases of a run, in the order of the tables."""
+    """Yield the cases of a run, in the order of the tables."""
     tokens = grid.token_counts
     rows = [count for count in tokens if count <= MOST_ROWS] or tokens[:1]
     made = {
@@ -41,7 +41,7 @@ def cases(setting: Setting, grid: ModuleGrid) -> Iterator[ModuleCase]:
 
 
 def rank_experts(setting: Setting, asked: int | None) -> int:
-    """Experts of the rank whose product is timed; 0 for a model without experts."""
+    """Return the number of experts on the rank whose product is timed; 0 for a model without experts."""
     config = setting.config
     if not config.is_moe:
         return 0
@@ -51,8 +51,8 @@ def rank_experts(setting: Setting, asked: int | None) -> int:
 
 
 def _attention(setting: Setting, grid: ModuleGrid, rows: list[int], tokens: list[int]) -> Iterator[ModuleCase]:
-    """Decode: rows × contexts, and once more with the drafts that they verify. Prefill: one prompt's chunk of so many tokens, at
-    its beginning and after cached positions.
+    """Yield attention cases. Decode: rows × contexts, also with drafts to verify. Prefill: one chunk, at the start of a prompt and after
+    cached positions.
     """
     contexts = grid.context_lengths
     chunks = [count for count in tokens if count >= LEAST_CHUNK]
@@ -60,7 +60,7 @@ def _attention(setting: Setting, grid: ModuleGrid, rows: list[int], tokens: list
     verify = [(count, 1 + grid.drafts, context) for count in rows for context in contexts] if grid.drafts else []
     prefill = [(1, chunk, context) for chunk in chunks for context in sorted({0, *contexts})]
     for form in map(form_of, grid.form_names):
-        # The step's own forms are timed for their own phase; the others for both.
+        # With --quick, time the step's own forms only in their own phase; time other forms in both.
         quick = grid.quick and {setting.step.decode_form: "decode", setting.step.prefill_form: "prefill"}.get(form)
         if quick != "prefill":
             yield from attention_cases(setting, form, "decode", decode)

@@ -1,4 +1,4 @@
-"""Cases of what a step costs beside the model: the launch of a program, and its rows read from the slots and their last tokens entered."""
+"""Benchmark cases of a step's overhead outside the model: dispatching the program, reading rows from slots and writing last tokens."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -25,17 +25,17 @@ from dsjax.model.rows import GroupShape, flatten
 
 
 def launch_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
-    """Rows of one token each, as a step's command names them: slot and limit, and a page for each that it gains."""
+    """Yield cases of rows with one token each, as a step's command describes them: slot, limit and newly assigned pages."""
     for count in tokens:
         size, build = 4 * count * (3 + 3), partial(_launch, setting, count)
         yield ModuleCase("launch", "", {"tokens": count}, ModuleWork(0, 0, size), 4 * size, build)
 
 
 def _launch(setting: Setting, rows: int) -> PreparedCase:
-    """`MeshExecutor.launch` and `collect` of greedy rows: they are laid out, sent, the program called, the tokens read and sorted out.
+    """Time `MeshExecutor.launch` and `collect` for greedy rows: pack and send the rows, call the program, read and distribute the tokens.
 
-    In place of the step stands a program that takes as many arrays, small ones, and gives back tokens. Of the rows one in
-    `page_size` gains a page, which is what decoding needs on average.
+    A stand-in for the step takes the same number of (small) arrays and returns tokens. One row in `page_size` gets a new page, the
+    average while decoding.
     """
     executor = _executor(setting, rows)
     length = setting.max_model_len - 1
@@ -47,7 +47,7 @@ def _launch(setting: Setting, rows: int) -> PreparedCase:
 
 
 def _executor(setting: Setting, rows: int) -> MeshExecutor:
-    """An executor without weights, whose step does nothing."""
+    """Return an executor without weights whose step does nothing."""
     limits = _limits(setting, rows)
     small = {path: jnp.zeros((1,), info.storage_dtype) for path, info in setting.step.table.infos.items()}
     executor = MeshExecutor(setting.step, small, limits, Buckets((rows,), (Rectangle(1, 16),), False))
@@ -70,10 +70,10 @@ def _executor(setting: Setting, rows: int) -> MeshExecutor:
 
 
 def input_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
-    """Rows of one token each."""
+    """Yield cases of rows with one token each."""
     pages = -(-setting.max_model_len // setting.step.page_size)
     for count in tokens:
-        # Slot, limit and most drafts; a page that is gained; the row's page table, read; rotation, read and written.
+        # Slot, limit and maximum drafts; a new page; the row's page table (read); rotation (read and written).
         moved = 4 * count * (3 + 3 + pages + 2 * setting.config.mla.qk_rope_head_dim)
         moved += 2 * count * setting.config.hidden_size * setting.dtype.itemsize
         build = partial(_inputs, setting, count, pages)
@@ -89,7 +89,7 @@ def _inputs(setting: Setting, rows: int, pages: int) -> PreparedCase:
     inputs = {"packed": jnp.asarray(packed), "x": setting.random((1, rows, config.hidden_size))}
 
     def one_step(inputs, _, carry):
-        # Each round begins where the one before has ended, so that nothing is computed ahead of the loop.
+        # Each round starts from the previous round's result, so that XLA cannot hoist work out of the loop.
         state, rotated, written, last = carry
         state, read, groups = slots.read(step, state, inputs["packed"], shape)
         rotation = Rotation.at(flatten([groups[0].positions]), config.rope, config.mla.qk_rope_head_dim)
@@ -114,7 +114,7 @@ def _limits(setting: Setting, rows: int) -> ExecutorLimits:
 
 
 def _state(setting: Setting, rows: int) -> DeviceState:
-    """Slots whose requests stand at positions of all kinds; without pages and counts, which are not read here."""
+    """Return slots whose requests are at various positions; pages and counts are omitted because nothing here reads them."""
     described = device_state.describe(setting.step, _limits(setting, rows))
     described = dataclasses.replace(described, cache={}, copies=None, loads=None)
     state = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), described)

@@ -64,7 +64,7 @@ def _table(module: str, rows: list[ModuleRow], ceilings: Ceilings) -> Table:
 
 
 def show_extrapolation(console: Console, steps: list[Extrapolation], plan: OneRankPlan, config: ModelConfig) -> None:
-    """Print the extrapolated step of the whole model: counts of layers × seconds of each kind."""
+    """Print the extrapolated step of the whole model: number of layers × seconds per layer, for each kind."""
     title = (
         f"a decode step of one rank of {plan.ranks}: {plan.batch} requests, {plan.experts} of "
         f"{config.n_routed_experts} experts a layer; {plan.layers} MoE layers timed, {config.num_moe_layers} extrapolated"

@@ -1,4 +1,4 @@
-"""The command `dsjax bench network`, which imports JAX only when it runs."""
+"""The command `dsjax bench network`. It imports JAX only when it runs."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""`ReadyServer`: a server that has said what it serves, and in which form it takes prompts."""
+"""`ReadyServer`: a running server whose model and accepted prompt form are known."""
 
 from dataclasses import dataclass, replace
 
@@ -11,30 +11,30 @@ from dsjax.bench.serve.prompts import PromptSource
 from dsjax.bench.serve.server_facts import ServerError, ServerFacts, ask_server, server_url
 
 WARM_UP_DRAW = 0
-"""The draw of a workload that test requests and warm-up have."""
+"""The workload's random draw for test requests and warm-up."""
 
 
 @dataclass(frozen=True)
 class ReadyServer:
-    """A server that answers."""
+    """A server that answers requests."""
 
-    options: ServerOptions  # how it is asked
-    session: aiohttp.ClientSession  # an open one, with the key
+    options: ServerOptions  # how to send requests
+    session: aiohttp.ClientSession  # open, with the API key
     url: str  # without `/v1`
-    facts: ServerFacts  # what it says of itself
-    source: PromptSource  # what prompts for it can be made from
+    facts: ServerFacts  # reported by the server
+    source: PromptSource  # makes prompts for the server
     client: Client  # sends requests to it
 
     @classmethod
     async def connect(cls, session: aiohttp.ClientSession, options: ServerOptions) -> "ReadyServer":
-        """Ask a server what it serves. Raises `UserError`: no server, a refused key, no such model, or no tokenizer where one was named."""
+        """Query a server for its model. Raises `UserError`: no server, key refused, model not served, or named tokenizer not found."""
         o, url = options, server_url(options.base_url)
         facts = await ask_server(session, url, o.model, o.ready_check_timeout_sec)
         source = PromptSource.find(o.tokenizer, o.vocab_size, facts)
         return cls(o, session, url, facts, source, Client(session, url, facts.model, o, source.token_counter))
 
     async def dataset(self, workload: WorkloadOptions) -> Dataset:
-        """The workload with prompts in the first form that a test request of two tokens is answered in.
+        """Return the workload's prompts, in the first form for which the server answers a two-token test request.
 
         Raises:
             UserError: every request is too long for the server, or it refuses the test request in every form.

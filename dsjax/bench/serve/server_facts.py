@@ -1,4 +1,4 @@
-"""What the server itself says: its models, the longest request, its devices where it is dsjax, and its counters of drafts."""
+"""Facts that a server reports: its models, maximum request length, number of devices (dsjax only) and speculative decoding counters."""
 
 import asyncio
 import time
@@ -15,25 +15,25 @@ from dsjax.top.reading import Exposition
 
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
 _STARTING = (502, 503, 504)
-"""What a gateway answers while the server behind it starts."""
+"""HTTP statuses that a gateway returns while its server starts."""
 
 
 class ServerError(UserError):
-    """No server, or one that does not answer as OpenAI's does."""
+    """No server is reachable, or it does not implement OpenAI's API."""
 
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """A server, as far as it tells; None: it does not say."""
+    """Facts that a server reports about itself; None if it does not report one."""
 
-    model: str  # the name to ask for
-    root: str | None = None  # what the server calls the model's source (a path, or a repository)
-    max_model_len: int | None = None  # longest prompt + output
-    num_devices: int | None = None  # from `/server_info`, which dsjax has
+    model: str  # the model name for requests
+    root: str | None = None  # the model's source (path or repository) as the server names it
+    max_model_len: int | None = None  # maximum tokens of prompt + output
+    num_devices: int | None = None  # from dsjax's `/server_info`
 
 
 def server_url(base_url: str) -> str:
-    """A base URL without trailing slash and `/v1`, so that both ways to write it work. Raises `OptionError`: it cannot be a server's."""
+    """Return a base URL without trailing slash and `/v1`, so that both spellings work. Raises `OptionError`: not a valid URL."""
     check_url("--base-url", base_url)
     return base_url.rstrip("/").removesuffix("/v1")
 
@@ -41,13 +41,13 @@ def server_url(base_url: str) -> str:
 async def ask_server(
     session: aiohttp.ClientSession, url: str, model: str | None, wait_seconds: float = 0.0
 ) -> ServerFacts:
-    """Ask `/v1/models` and `/server_info`.
+    """Query `/v1/models` and `/server_info`.
 
-    session: with the key, where one is needed. url: as `server_url` gives it. model: the name to ask for; None for the first one served.
+    session: with the API key, if the server needs one. url: from `server_url`. model: the model name; None for the first one served.
     wait_seconds: how long to wait for a server that is not up yet.
 
     Raises:
-        ServerError: nobody answers, the key is refused, the server still warms up, or there is no such model.
+        ServerError: the server does not answer, refuses the key, is still warming up, or does not serve the model.
     """
     deadline = time.monotonic() + wait_seconds
     cards = await _models(session, url, model, deadline)
@@ -63,7 +63,7 @@ async def ask_server(
 
 
 async def _models(session: aiohttp.ClientSession, url: str, model: str | None, deadline: float) -> list[dict[str, Any]]:
-    """The models' cards; none where a named model's server does not list any. Waits for a server that is not up."""
+    """Return the model cards; empty if a model was named and the server lists none. Waits for a server that is not up."""
     while True:
         try:
             async with session.get(f"{url}/v1/models", timeout=_TIMEOUT) as response:
@@ -85,14 +85,14 @@ async def _models(session: aiohttp.ClientSession, url: str, model: str | None, d
 
 
 async def _wait_until_ready(session: aiohttp.ClientSession, url: str, deadline: float) -> None:
-    """Wait while `/ready` says 503, and then while dsjax compiles beside its steps; a server that has no such path is ready."""
+    """Wait while `/ready` returns 503, then while dsjax compiles in the background. A server without that path counts as ready."""
     while True:
         why = ""
         try:
             async with session.get(f"{url}/ready", timeout=_TIMEOUT) as response:
                 if response.status != 503:
                     break
-        except (aiohttp.ClientError, OSError) as error:  # a server that has just begun to start again
+        except (aiohttp.ClientError, OSError) as error:  # the server has just begun to restart
             why = f" (/ready: {_reason(error)})"
         if time.monotonic() >= deadline:
             raise ServerError(f"the server at {url} is not ready yet{why}; wait for it with --ready-check-timeout-sec")
@@ -106,7 +106,7 @@ def _reason(error: Exception) -> str:
 
 
 async def _optional(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    """A JSON object, or an empty one from a server that has no such path."""
+    """Return the URL's JSON object; empty if the server has no such path."""
     try:
         async with session.get(url, timeout=_TIMEOUT) as response:
             body = await response.json(content_type=None) if response.status == 200 else {}
@@ -116,15 +116,15 @@ async def _optional(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
 
 
 def _count(body: Any, name: str) -> int | None:
-    """A whole number above 0; None for anything else."""
+    """Return a field if it is a positive integer, else None."""
     value = body.get(name) if isinstance(body, dict) else None
     return value if type(value) is int and value > 0 else None
 
 
 async def scrape(session: aiohttp.ClientSession, url: str, names: Iterable[str] = DRAFT_COUNTERS) -> Exposition | None:
-    """Metrics of a server, those of `names` where it takes names; None where it has none, or does not answer.
+    """Return a server's metrics; None if it has none or does not answer.
 
-    A large server of dsjax has thousands of samples; other servers give all.
+    dsjax returns only `names`, since a large server has thousands of samples; other servers return all metrics.
     """
     params = [("name[]", name) for name in names]
     try:
