@@ -81,7 +81,7 @@ class EngineParts:
         return len(self.core.scheduler.ranks)
 
     def warm_up(self, progress: Progress | None = None, lazily: bool = False) -> CompileRest | None:
-        """Compile every shape. With `lazily`, compile only those that a server needs first, and return a function that compiles the rest.
+        """Compile every shape. With `lazily`, compile those that a server needs first, and return a function that compiles the rest.
 
         With prefill engines, labels start with the engine's name and `ENGINE_END`.
         """

@@ -72,7 +72,7 @@ class ExecutorLimits:
     Attributes:
         windows_per_rank: window pages, numbered after the others in commands; the first is never allocated either. 0: the model has none.
         window_columns: entries of a slot's ring of window pages, after its page table. host_windows_per_rank: window pages in host memory.
-        host_pages_per_rank: host memory for evicted pages. disk_pages: pages on disk, for all ranks; disk_page_bytes: bytes of each.
+        host_pages_per_rank: host pages, for evicted ones. disk_pages: pages on disk, for all ranks; disk_page_bytes: bytes of each.
         transfers: whether pages move to or from other engines. moves_pages: whether pages move off the devices at all.
         num_stages: pipeline stages, and therefore steps that can be computed at the same time.
     """
@@ -184,7 +184,7 @@ class Executor(Protocol):
         """Whether the experts' load is recorded."""
 
     def set_recording(self, on: bool) -> None:
-        """Switch the recording of the experts' load on or off, from the next step on. Switching on starts anew. Compiles nothing."""
+        """Switch the recording of the experts' load on or off, from the next step on. Switching on resets the counts. Compiles nothing."""
 
     def expert_counts(self) -> ExpertCounts | None:
         """Return the counters since recording began; None if it is off or the model has no experts."""

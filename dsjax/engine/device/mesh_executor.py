@@ -182,12 +182,12 @@ class MeshExecutor(DeviceAccess):
         return self._recorder is not None
 
     def set_recording(self, on: bool) -> None:
-        """Switch the recording of the experts' load on or off, from the next step on. Switching on begins anew. Compiles nothing."""
+        """Switch the recording of the experts' load on or off, from the next step on. Switching on resets the counts. Compiles nothing."""
         if on != self.recording:
             self._recorder = ExpertRecorder(self.model) if on else None
 
     def expert_counts(self) -> ExpertCounts | None:
-        """Return what was recorded since recording began; None if it is off or the model has no experts."""
+        """Return the counts since recording began; None if it is off or the model has no experts."""
         return self._recorder.read() if self.recording else None
 
     def shutdown(self, held: HeldWeights | None = None) -> None:
@@ -217,7 +217,7 @@ class MeshExecutor(DeviceAccess):
                 array.delete()
 
     def go_on_with(self, model: model_step.ModelStep, programs: Programs) -> None:
-        """Use other programs from now on. The recording of experts begins anew."""
+        """Use other programs from now on. The recording of experts starts over."""
         super().go_on_with(model, programs)
         self._recorder = ExpertRecorder(self.model) if self.recording else None
         self._warm = self.programs.compiled

@@ -24,7 +24,7 @@ def host_options(args: EngineArgs) -> HostOptions | None:
     """Return this process's group and its place in it; None if it is alone.
 
     Raises:
-        UserError: options do not go together, or an address is missing; or a launcher started several processes with options for one.
+        UserError: options do not go together, or an address is missing; or a launcher started several processes, and they allow only one.
     """
     options = HostOptions.find(args, args.link_monitor_interval)
     if options is not None:
