@@ -47,17 +47,17 @@ def dry_run(
     reductions: bool = False,
     against: Sequence[str] = (),
 ) -> DryRunReport | StagesReport:
-    """Compile the step that ``args`` describe for its target and read the program. Allocates nothing of the model's size.
+    """Compile the step described by ``args`` for its target, and read the program. Allocates no arrays of the model's size.
 
     A mesh with several stages is compiled stage by stage.
 
     search: also find the largest batch, context and cache that fit, which takes a dozen further compilations.
-    cluster: a name of `configs/clusters` or a file like those, of the target's devices; None: hosts as the hardware's file
+    cluster: a name in `configs/clusters` or the path of such a file, with the target's devices; None: hosts as the hardware's file
     describes them. timeline: also predict the step's time from its schedule. reductions: also list the sums whose order of additions
-    matters; against: variants of the step (see ``variant``) to compile and compare the sums with.
+    matters. against: variants of the step (see ``variant``) to compile, and whose sums to compare.
 
     Raises:
-        UserError, MeshError: options, model, mesh and target that do not go together.
+        UserError, MeshError: options, model, mesh and target do not go together.
     """
     if search and args.target == "cpu":
         raise UserError(
@@ -79,7 +79,7 @@ def dry_run(
         raise UserError("--against compares the order of sums; give --reductions as well")
     args = within_positions(args, config)
     variants = {text: within_positions(variant(args, text), config, f"--against {text}: ") for text in against}
-    # Before the devices are described, or emulated.
+    # Check the layouts before devices are described or emulated.
     weights = "bf16" if args.engine.weights == "auto" else args.engine.weights
     for one in (args, *variants.values()):
         layout = MeshSpec.parse(one.engine.mesh).stage
@@ -116,9 +116,9 @@ def _read_mesh(
     variants: Mapping[str, DryRunArgs] | None = None,
     stage: Stage | None = None,
 ) -> DryRunReport:
-    """Compile the step on one mesh, all of it or one stage, and read the program.
+    """Compile the step, or one of its stages, on one mesh, and read the program.
 
-    variants: steps to compare its sums with; None: do not list sums.
+    variants: steps whose sums are compared with this step's; None: do not list sums.
     """
     compiled = compile_step(args, config, mesh, stage=stage)
     shape, step = compiled.shape, compiled.step
@@ -157,17 +157,17 @@ def _read_mesh(
 
 
 def within_positions(args: DryRunArgs, config: ModelConfig, whose: str = "") -> DryRunArgs:
-    """Return the arguments with a context that the model has positions for. whose: prefix of error messages.
+    """Return the arguments with the context limited to the model's positions. whose: prefix of error messages.
 
     Raises:
-        UserError: a longer one was given.
+        UserError: a longer context or model length was given.
     """
     for flag, given in (("--context", args.context), ("--max-model-len", args.engine.max_model_len)):
         if given and given > config.max_position_embeddings:
             raise UserError(
                 f"{whose}{flag} is {given}, but the model has {config.max_position_embeddings} positions; lower it"
             )
-    # The default context can be beyond the model's.
+    # The default context can exceed the model's positions.
     return replace(args, context=min(args.row_tokens, config.max_position_embeddings))
 
 
@@ -181,14 +181,14 @@ class _ProgramReader:
     timeline: bool
 
     def trip_counts(self, groups: Sequence[GroupShape]) -> TripCount:
-        """Assumed trip counts of loops of unknown length, in a pass over these row groups."""
+        """Return assumed trip counts of loops of unknown length, for a pass over these row groups."""
         step = self.step
         tokens = -(-sum(group.tokens for group in groups) // step.micro_batches(groups))
         experts = even_experts(step, tokens) if step.config.is_moe else None
         return step_trip_counts(step, groups, self.args.row_tokens, experts)
 
     def read(self, compiled: CompiledProgram, trips: TripCount, tokens: int, moe_layers: int) -> ProgramReport:
-        """Read a program. tokens: of a DP rank, through ``moe_layers`` layers with experts."""
+        """Read a program. tokens: of a DP rank, processed by ``moe_layers`` MoE layers."""
         config, spec = self.step.config, self.step.spec
         ragged = even_ragged_share(spec.ep_size, config.num_experts_per_tok) if config.is_moe else 1.0
         flops = expert_flops(config, tokens / spec.tp_size, moe_layers)
@@ -200,7 +200,7 @@ class _ProgramReader:
 def step_trip_counts(
     step: ModelStep, groups: Sequence[GroupShape], context: int, experts: EvenExperts | None
 ) -> TripCount:
-    """Assumed trip counts of loops of unknown length, in a program of a step over these row groups."""
+    """Return assumed trip counts of loops of unknown length, for a program of a step over these row groups."""
     return trip_counts(step.attention.turns(groups, context, step.page_size), experts)
 
 
@@ -214,9 +214,9 @@ def read_program(
     play_on: Cluster | None = None,
     ragged_share: float = 1.0,
 ) -> ProgramReport:
-    """Read a program of the devices of a mesh.
+    """Read a program that runs on a mesh.
 
-    host_devices: number of neighbours joined by fast links. play_on: cluster for a timeline; None: make no timeline.
+    host_devices: number of neighbouring devices joined by fast links. play_on: cluster for a timeline; None: no timeline.
     """
     program = Program.parse(compiled.text())
     dtypes = true_dtypes(Program.parse(compiled.partitioned)) if compiled.partitioned else None
@@ -253,15 +253,15 @@ def _sums(compiled: CompiledStep) -> dict[str, tuple[Reduction, ...]]:
 
 
 def expert_flops(config: ModelConfig, tokens: float, moe_layers: int) -> float:
-    """Operations of a device's routed experts under even routing, for its ``tokens`` in so many layers.
+    """Return the FLOPs of a device's routed experts under even routing, for its ``tokens`` in ``moe_layers`` layers.
 
-    A device receives as many (token, expert) pairs as it sends, or their equal in parts of experts.
+    A device receives as many (token, expert) pairs as it sends, or an equal amount of work in parts of experts.
     """
     return 2 * tokens * config.num_experts_per_tok * expert_parameters(config) * moe_layers
 
 
 def even_experts(step: ModelStep, tokens: int) -> EvenExperts:
-    """Load of one device's experts under even routing, for a DP rank's ``tokens``."""
+    """Return the load of one device's experts under even routing, for a DP rank's ``tokens``."""
     spec = step.spec
     return EvenExperts(
         platform=step.mesh.devices.flat[0].platform,
@@ -272,10 +272,10 @@ def even_experts(step: ModelStep, tokens: int) -> EvenExperts:
 
 
 def target_cluster(hardware: Hardware | None, name: str | None, devices: int) -> Cluster | None:
-    """The named cluster, or hosts as the hardware's file describes them; None on the CPU target.
+    """Return the named cluster, or hosts as the hardware's file describes them; None on the CPU target.
 
     Raises:
-        UserError: the cluster is of other devices, or of fewer.
+        UserError: the cluster has other devices, or too few.
     """
     if name is None:
         return default_cluster(hardware, devices) if hardware else None

@@ -1,4 +1,4 @@
-"""`SideProgram`: a compiled program of attention or of experts, and what was read in it."""
+"""`SideProgram`: a compiled program of the attention or the expert side, with its report."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dsjax.dryrun.report import ProgramReport
 class SideProgram:
     """A program of one side.
 
-    name: what it belongs to and does. side: `attention` or `experts`. times: runs of it in a step. in_turn: it is of a layer with experts,
-    whose two sides compute in turn.
+    name: what the program belongs to and does. side: `attention` or `experts`. times: executions per step. in_turn: whether it belongs to
+    an MoE layer, whose two sides compute alternately.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""`DsjaxEngine`: dsjax behind Dynamo's `LLMEngine`, the contract of a backend (`dynamo/common/backend`)."""
+"""`DsjaxEngine`: dsjax as an `LLMEngine`, Dynamo's backend contract (`dynamo/common/backend`)."""
 
 import asyncio
 import dataclasses
@@ -34,15 +34,15 @@ _log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.05
 _IDLE_SECONDS = 1.0
-"""Seconds between two questions for loads while no step tells them, until a rank holds nothing."""
+"""Seconds between two load queries while no step reports loads, until no rank holds pages."""
 
 
 class DsjaxEngine(Worker):
-    """One engine as one Dynamo worker, with all DP ranks of its mesh: aggregated, or decode."""
+    """One engine as one Dynamo worker, with all DP ranks of its mesh, in aggregated or decode mode."""
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[Worker, WorkerConfig]:
-        """Make the engine for a command line: a `DsjaxEngine`, or a `DsjaxPrefillEngine` in prefill mode. Errors: those of `parse`."""
+        """Return the engine for a command line: a `DsjaxEngine`, or a `DsjaxPrefillEngine` in prefill mode. Errors as in `parse`."""
         prepared = parse(argv)
         return make_engine(prepared.options), prepared.worker
 
@@ -53,7 +53,7 @@ class DsjaxEngine(Worker):
         self._metrics: Any = None
         self._thinking: ThinkingTokens | None = None
         self._loads: LoadPublisher | None = None
-        self._streams: dict[str, dict[OutputStream, Any]] = defaultdict(dict)  # by the context's id, with the context
+        self._streams: dict[str, dict[OutputStream, Any]] = defaultdict(dict)  # context id → stream → context
         self._count = 0
 
     def _begin(self) -> EngineConfig:
@@ -116,7 +116,7 @@ class DsjaxEngine(Worker):
             read = translate(request, self._thinking)
             self._count += 1
             stream = await engine.submit(
-                f"{context.id()}~{self._count}",  # a request that comes back after a migration has its old id
+                f"{context.id()}~{self._count}",  # unique: a request that returns after a migration has its old id
                 [{"prompt_token_ids": read.token_ids}],
                 read.params,
                 read.options,
@@ -128,9 +128,9 @@ class DsjaxEngine(Worker):
         return stream, Chunks(len(read.token_ids))
 
     def _watch(self, context: Any, stream: OutputStream) -> asyncio.Future | None:
-        """End a decode worker's request as soon as nobody waits for it any more.
+        """Cancel a decode worker's request as soon as its client has gone.
 
-        Dynamo calls `abort` there only when it has seen a token, lest pages come to memory that was given back, which here they never do.
+        On decode workers, Dynamo calls `abort` only after the first token, so that no KV arrives in freed memory. That cannot happen here.
         """
         if self._args.disaggregation_mode != "decode":
             return None
@@ -139,20 +139,20 @@ class DsjaxEngine(Worker):
         return stopped
 
     async def abort(self, context: Any) -> None:
-        """End a request that nobody waits for any more; its pages are free before the next step.
+        """Cancel a request whose client has gone. Its pages are free before the next step.
 
-        It may have come back after a migration, under the same id: the new one goes on.
+        If the request has returned after a migration, under the same id, the new one continues.
         """
         for stream, own in list(self._streams.get(context.id(), {}).items()):
             if own.is_stopped() or own.is_killed():
                 stream.fail(Cancelled("the request was cancelled"))
 
     async def is_quiescent(self) -> bool:
-        """Say whether Dynamo has taken the last chunk of every answer. The engine may have finished a request before that."""
+        """Return whether Dynamo has taken the last chunk of every answer. The engine may finish a request earlier."""
         return not self._streams and (self._engine is None or not self._engine.num_unfinished)
 
     async def cleanup(self) -> None:
-        """Let what runs finish for `shutdown_timeout` seconds, then end the engine. Also after a start that failed, and twice."""
+        """Let requests finish for `shutdown_timeout` seconds, then shut down the engine. May follow a failed start, and be called twice."""
         engine, self._engine = self._engine, None
         if engine is None:
             return
@@ -170,24 +170,24 @@ class DsjaxEngine(Worker):
             self._watchdog.stop()
 
     def attach_snapshot_publisher(self, publisher: Any) -> None:
-        """Tell this publisher of each rank's pages."""
+        """Report each rank's pages to this publisher."""
         self._loads.publisher = publisher
 
     async def register_prometheus(self, metrics: Any) -> None:
-        """Show the metrics of `dsjax serve` beside Dynamo's own."""
+        """Export the metrics of `dsjax serve` along with Dynamo's own."""
         metrics.register_prometheus_expfmt_callback(lambda: self._metrics.render().decode())
 
     async def health_check_payload(self) -> dict[str, Any]:
-        """Ask for one token of a prompt of one token."""
+        """Return a request for one token after a prompt of one token."""
         tokenizer = self._llm.tokenizer
         return build_health_check_payload((tokenizer and tokenizer.bos_id) or 0)
 
 
 class LoadPublisher(LoadReports, EngineObserver):
-    """Tells Dynamo how many pages each DP rank's requests hold.
+    """Reports to Dynamo how many pages each DP rank's requests hold.
 
-    Steps tell it. When they end while pages are held, by a request that is then aborted, it asks once a second until none are: a router
-    would avoid a worker for ever that seems to be full.
+    Each step reports. If steps stop while pages are held, by a request that is then aborted, the publisher queries the engine once a
+    second until no pages are held. Otherwise a router would avoid the seemingly full worker forever.
     """
 
     def __init__(self, num_ranks: int, engine: AsyncEngine):
@@ -196,17 +196,17 @@ class LoadPublisher(LoadReports, EngineObserver):
         self._task: asyncio.Task | None = None
 
     def start(self) -> None:
-        """Begin to ask while no step tells."""
+        """Start to query the loads while no step reports them."""
         self._task = asyncio.get_running_loop().create_task(self._look())
 
     def stop(self) -> None:
-        """Tell nobody any more."""
+        """Stop reporting."""
         self.publisher = None
         if self._task is not None:
             self._task.cancel()
 
     def on_step(self, stats: StepStats) -> None:
-        """Tell what a step has changed."""
+        """Report the loads after a step."""
         self.publish(stats.ranks)
 
     async def _look(self) -> None:
@@ -221,12 +221,12 @@ class LoadPublisher(LoadReports, EngineObserver):
 
 
 def thinking_tokens(tokenizer: Tokenizer | None) -> ThinkingTokens | None:
-    """Find the model's tokens for reasoning; None where the end is no token of its own."""
+    """Return the model's reasoning tokens; None if the end marker is not a single token."""
     end = tokenizer and tokenizer.token_id(CLOSE)
     return None if end is None else ThinkingTokens(tokenizer.token_id(OPEN), end)
 
 
 def make_engine(options: Options) -> Worker:
-    """Make the engine of a worker, not started."""
+    """Return the engine of a worker, not started yet."""
     kind = DsjaxPrefillEngine if options.args.disaggregation_mode == "prefill" else DsjaxEngine
     return kind(options)

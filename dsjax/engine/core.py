@@ -119,7 +119,7 @@ class EngineCore:
         return update
 
     def look(self) -> list[Update]:
-        """Without a step: let plugins enter what came from outside, and end parked requests that have waited too long."""
+        """Without a step, let plugins process external input, and end parked requests that have waited too long."""
         now = time.monotonic()
         for part in self.attachments:
             part.begin_step(now)
@@ -299,7 +299,7 @@ class EngineCore:
                 self.executor.launch(copies)
             command = self._writer.write(plan)
             pending = self.executor.launch(command)
-        except BaseException:  # an interrupt too, or its pages would never be released
+        except BaseException:  # also interrupts; otherwise the plan's pages would never be released
             self.scheduler.withdraw(plan)
             raise
         self._under_way.append(_UnderWay(plan, command, pending, began, planned, time.monotonic()))
@@ -327,7 +327,7 @@ def _writer(limits: ExecutorLimits) -> StepWriter:
 
 
 def _follow_rules(plan: StepPlan, command: Step, results: Sequence[RankResults]) -> None:
-    """Let the rules of guided rows follow the sampled tokens; where a grammar cannot continue, the result gets its error."""
+    """Advance the rules of guided rows by the sampled tokens. If a grammar cannot continue, put its error into the result."""
     for rank, rank_step, rank_results in zip(plan.ranks, command.ranks, results, strict=True):
         if not rank_step.guides:
             continue

@@ -1,4 +1,4 @@
-"""Loads the engines of disaggregated prefill from options: both sides in one process, a prefill side, or a decode side's links."""
+"""Load the engines of disaggregated prefill: both sides in one process, a prefill side, or a decode side's links."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sharding.mesh import device_order
 
 
 def load_separated(args: EngineArgs, *, show_progress: bool = False) -> tuple[LoadedEngine, LocalLink]:
-    """Load the decode engine's model and start the prefill engine, on disjoint devices of this process. The facts are of both.
+    """Load the decode engine's model and start the prefill engine, on disjoint devices of this process. The facts describe both.
 
     Raises:
         UserError, MeshError: options, model or devices do not go together. This is found before weights are read.
@@ -81,12 +81,12 @@ def load_prefill(
     event_sink: EventSink | None = None,
     show_progress: bool = False,
 ) -> PrefillServer:
-    """Start a prefill engine for other processes. It compiles at first use or by `.warm_up()`.
+    """Start a prefill engine for other processes. Programs compile at first use or in `.warm_up()`.
 
-    `emulate_devices` or `join_group` comes first.
+    Call `emulate_devices` or `join_group` first.
 
     Args:
-        group: the group whose process 0 this is. port: for messages; 0: the group's port, or a free one. event_sink: gets page events.
+        group: the group, of which this is process 0. port: for messages; 0: the group's, or a free one. event_sink: receives KV events.
 
     Raises:
         UserError, MeshError: options, model, devices or address do not go together.

@@ -21,7 +21,7 @@ from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.errors import UserError
 
 ENGINE_END = ": "
-"""Separates the engine's name from the program's name in progress labels, if prompts have an engine of their own."""
+"""Separates the engine's name from the program's name in progress labels, if prompts have a separate engine."""
 
 
 class EngineParts:
@@ -81,9 +81,9 @@ class EngineParts:
         return len(self.core.scheduler.ranks)
 
     def warm_up(self, progress: Progress | None = None, lazily: bool = False) -> CompileRest | None:
-        """Compile every shape, or with `lazily` those that a server needs first, and return what compiles the rest.
+        """Compile every shape. With `lazily`, compile those that a server needs first, and return a function that compiles the rest.
 
-        With prefill engines, labels begin with the engine's name and `ENGINE_END`.
+        With prefill engines, labels start with the engine's name and `ENGINE_END`.
         """
 
         def progress_of(kind: str) -> Progress | None:

@@ -21,15 +21,15 @@ from dsjax.engine.text.input_processor import PreparedRequest
 from dsjax.engine.text.outputs import EngineDeadError
 from dsjax.errors import UserError
 
-if TYPE_CHECKING:  # they bring JAX in
+if TYPE_CHECKING:  # imports JAX
     from dsjax.engine.elastic.generations import Generations
 
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 MOST_IDLE = 3
-"""After this many consecutive steps without a computation, the thread waits for a command if a plugin wants to be looked at regularly. It
-takes more than one step, because a step may send pages and the next one may use their room.
+"""After this many consecutive steps without a computation, the thread waits for a command if a plugin wants to be polled regularly. One
+such step is not enough, because a step may send pages and the next one may use their room.
 """
 
 
@@ -50,7 +50,7 @@ class EngineThread:
 
     A step's updates are handed over after the next step is launched, because their receiver needs Python's lock too.
 
-    Callbacks, called in the thread; after the thread has failed, they may raise a `RuntimeError` if nobody listens any more:
+    Callbacks, called in the thread; after the thread has failed, they may raise a `RuntimeError` if no listener is left:
         on_done: receives the updates of a step or of a mesh change. on_change: the core continues on another mesh.
         on_death: receives the error that has ended the thread. wants_stats: returns whether `on_done` gets a step's stats.
     """
@@ -70,7 +70,7 @@ class EngineThread:
         self._num_idle = 0  # consecutive steps without a computation
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        # Totals of the requests that were queued, and that the thread has taken; each has one writer.
+        # Totals of requests queued, and of requests taken by the thread; each has one writer.
         self._queued = self._taken = RequestTotals(0, 0)
         # The rest belongs to the thread.
         self._between_steps: deque[Callable[[], object]] = deque()  # functions to run between steps
@@ -274,7 +274,7 @@ class ThreadedEngine:
 
     @property
     def steppers(self) -> dict[str, EngineCore]:
-        """The cores of this process by their names in messages: that of the engine, or those of the decode and the prefill engine."""
+        """Cores of this process by their names in messages: the engine's, or those of the decode and the prefill engine."""
         if not self._parts.prefills:
             return {"the engine": self.core}
         [prefill] = self._parts.prefill_engines
@@ -328,7 +328,7 @@ class ThreadedEngine:
 
         Raises:
             UserError, MeshError: the change is not possible, or another one is under way; nothing has changed.
-            EngineDeadError: the engine has failed, before or in this.
+            EngineDeadError: the engine has failed, before or during the change.
         """
         generations = mesh_changer_of(self.core)
         # A change that has begun is finished even if its caller is cancelled. It excludes other changes while it checks the mesh, too.
@@ -358,7 +358,7 @@ class ThreadedEngine:
             self.on_death()
 
     def _take_change(self) -> None:
-        """Check requests by the new mesh's limits, and schedule `on_change`. Called in the engine's thread."""
+        """Check new requests against the new mesh's limits, and schedule `on_change`. Called in the engine's thread."""
         self._parts.inputs.change(self.core.scheduler.config)
         for call in self.on_change:
             self._loop.call_soon_threadsafe(call, self.core.generations)

@@ -1,4 +1,4 @@
-"""Ctrl-C between an engine's steps and not in the middle of one."""
+"""Defer Ctrl-C until the engine's current step has ended."""
 
 import contextlib
 import signal
@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], None]]:
-    """Keep an interrupt (Ctrl-C) until the function that this yields is called, or the block ends. A second one is raised at once.
+    """Defer an interrupt (Ctrl-C) until the yielded function is called or the block ends. A second interrupt is raised at once.
 
-    An interrupt in the middle of a step would leave the scheduler behind the device. Threads other than the main one get none.
+    An interrupt in the middle of a step would leave the scheduler behind the device. Only the main thread gets interrupts.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

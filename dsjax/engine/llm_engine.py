@@ -41,7 +41,7 @@ class LLMEngine:
         self.on_done([update for update in updates if update])
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step and return the outputs of the requests it changed, in the form of their `output_kind`.
+        """Compute one step and return the outputs of the changed requests, according to their `output_kind`.
 
         If a process was lost, leaves or has returned, the mesh changes before the step.
         """
@@ -60,7 +60,7 @@ class LLMEngine:
             self.core.abort(completion_id)
 
     def on_change(self) -> None:
-        """Check further requests by the new mesh's limits."""
+        """Check further requests against the new mesh's limits."""
         self.inputs.change(self.core.scheduler.config)
 
     def has_unfinished(self) -> bool:

@@ -12,7 +12,7 @@ _WINDOW = re.compile(r"window={([^}]*)}")
 
 
 def convolution_flops(operation: Operation, left: Shape, right: Shape) -> int:
-    """Return 2 FLOPs per multiply-add, without those that read padding or the zeros which dilation inserts into the input.
+    """Return 2 FLOPs per multiply-add, excluding multiply-adds with padding or with zeros that dilation inserts into the input.
 
     XLA writes a batch dimension of a matrix product as a spatial dimension, dilated or strided so that each output reads one
     position. Counting only elements that exist, as XLA's ``HloCostAnalysis`` does, gives the FLOPs of the matrix product.
@@ -43,7 +43,7 @@ def _window(attributes: str) -> dict[str, list[str]]:
 
 
 def _positions(size: int, kernel: int, out: int, window: dict[str, str]) -> int:
-    """Return how many pairs (output position, kernel position) read an element of the input, along one dimension."""
+    """Return the number of (output position, kernel position) pairs along one dimension that read an element of the input."""
     stride, lhs_dilate, rhs_dilate = (int(window.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
     low = int(window.get("pad", "0_0").split("_")[0])
     count = 0

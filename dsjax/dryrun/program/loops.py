@@ -1,4 +1,4 @@
-"""How often a ``while`` runs its body, where the text tells: XLA's own note of it, or a counter that goes up to a constant."""
+"""Trip counts of ``while`` loops, from XLA's ``known_trip_count`` or from a counter that runs up to a constant."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _SAME = ("bitcast", "copy", "copy-done", "copy-start", "reshape")
 
 
 def known_trip_count(program: Program, computation: Computation, loop: Operation) -> int | None:
-    """How many turns a loop of ``computation`` makes; None where that depends on values.
+    """Return the trip count of a loop of ``computation``; None if it depends on values.
 
-    GPU and CPU programs carry XLA's ``known_trip_count``. TPU programs do not: there the condition compares a counter with a
-    constant, the body adds one to it, and it starts at a constant.
+    GPU and CPU programs carry XLA's ``known_trip_count``. In TPU programs, which do not, the condition compares a
+    counter with a constant, and the body adds one to the counter, which starts at a constant.
     """
     if loop.trip_count is not None:
         return loop.trip_count
@@ -34,7 +34,7 @@ def known_trip_count(program: Program, computation: Computation, loop: Operation
 
 
 def _origin(computation: Computation, name: str) -> Operation | None:
-    """What a value is but for copies."""
+    """Return the operation that produced a value, looking through copies, bitcasts and reshapes."""
     operation = computation.operations.get(name)
     while operation is not None and operation.opcode in _SAME:
         operation = computation.operations.get(operation.operands[0])
@@ -53,7 +53,7 @@ def _integer(operation: Operation | None) -> int | None:
 
 
 def _passed_on(body: Computation, index: int) -> bool:
-    """Whether the body leaves an element of its tuple as it was."""
+    """Whether the body returns an element of its tuple unchanged."""
     operation = _element(body, body.root.name, index)
     return operation is not None and operation.opcode == "get-tuple-element" and operation.number("index") == index
 

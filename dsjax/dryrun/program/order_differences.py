@@ -1,4 +1,4 @@
-"""Compare two programs of one step, and name the sums that they do not make in the same order."""
+"""Compare two programs of one step, and find the sums whose order of additions differs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from dsjax.dryrun.program.reductions import Reduction
 
 Signatures = dict[str, frozenset[str]]
-"""Where a sum comes from → how the program makes it; several ways where layers are compiled apart."""
+"""Source location of a sum → its signatures; several if layers are compiled separately."""
 
 
 def signatures(reductions: Iterable[Reduction], where: Callable[[Reduction], str]) -> Signatures:
-    """What to compare of a program. where: the place in the source, which both programs must name alike."""
+    """Return the signatures of a program's sums. where: returns a sum's source location, which must be equal in both programs."""
     found: dict[str, set[str]] = {}
     for one in reductions:
         found.setdefault(where(one), set()).add(one.signature)
@@ -19,9 +19,9 @@ def signatures(reductions: Iterable[Reduction], where: Callable[[Reduction], str
 
 
 def order_differences(here: Signatures, there: Signatures) -> dict[tuple[str, str], tuple[str, ...]]:
-    """``(place, signature)`` of each sum of ``here`` that ``there`` makes otherwise → how, sorted; empty where it makes no other sum there.
+    """Return ``(place, signature)`` of each sum of ``here`` that ``there`` lacks → the signatures that only ``there`` has, sorted.
 
-    Where ``there`` has all ways of a place and others besides, nobody can tell which layer's sum has changed: all of them have.
+    If ``there`` has all signatures of a place and more, it is unknown which layer's sum has changed, so all of them are returned.
     """
     differences = {}
     for place, ways in here.items():

@@ -1,7 +1,7 @@
-"""Every sum of a compiled program whose order of additions matters: what carries it out, in what order, and on what the order depends.
+"""Every sum of a compiled program whose order of additions matters: what computes it, in which order, and what the order depends on.
 
-Floating-point addition rounds, so that another order of the same terms gives other bits. Maxima, minima, logical operations and sums of
-integers are the same in every order and are not listed, and neither are sums of a single term or of two.
+Floating-point addition rounds, so another order of the same terms gives other bits. Maxima, minima, logical operations and integer sums
+are the same in every order and are not listed; neither are sums of one or two terms.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Platform = Literal["cpu", "gpu", "tpu"]
 Carrier = Literal["kernel", "library", "product", "reduce", "scatter", "collective", "loop", "unknown"]
 
 MESH, ROWS, COMPILER, LIBRARY, TIMING, VALUES = "mesh", "rows", "compiler", "library", "timing", "values"
-"""What an order can depend on: the number and places of devices; the rows of the batch's bucket; the compiler's tiling of this very shape;
-a library's choice; which thread comes first; values, by the length of a loop."""
+"""What an order can depend on: the number and positions of devices; the rows of the batch's bucket; the compiler's tiling for this shape;
+a library's choice; thread timing; values, through a loop's trip count."""
 
 _MOVING_CALLS = ORDERING | {
     "AssumeGatherIndicesInBound",
@@ -43,24 +43,24 @@ _MOVING_CALLS = ORDERING | {
     "__cub$DeviceRadixSort",
     "annotate_device_placement",
 }
-"""Custom calls that move, order or compare values and add none."""
+"""Custom calls that move, sort or compare values without adding any."""
 _LIBRARIES = re.compile(r"cublas|cudnn|cusolver|cufft|onednn|__cub\$|triton_kernel_library", re.IGNORECASE)
 _PRODUCTS = ("dot", "convolution")
 _FAR = 16
-"""Operations without a name that are looked at, at most, for one that has a name."""
+"""Maximum number of unnamed operations to search for one with a name."""
 
 
 @dataclass(frozen=True)
 class Reduction:
     """One sum on one device.
 
-    name: the scheduled operation. op_name: where JAX traced it. carrier, what: what carries it out: a ``kernel`` by its name, a
-    ``library`` by its call, a ``product`` or ``reduce`` that the compiler lays out, a ``scatter``, a ``collective`` by its kind, a
-    ``loop`` that carries the sum from turn to turn, or an ``unknown`` call.
-    dtype: of the result. depth: how many terms each element has here; None where that is not told or depends on values.
-    order: what the program tells of the order; told: whether that is all of it, so that two programs with the same words add alike.
-    depends: on what the order could depend (``MESH`` …); empty where the text itself fixes it. why: the reason, in words.
-    axes: mesh axes of a collective. times: runs in one run of the program.
+    name: the scheduled operation. op_name: where JAX traced it. carrier, what: what computes the sum: a ``kernel`` by its name, a
+    ``library`` by its call, a ``product`` or ``reduce`` that the compiler tiles, a ``scatter``, a ``collective`` by its kind, a
+    ``loop`` that carries the sum across iterations, or an ``unknown`` call.
+    dtype: of the result. depth: terms per element on this device; None if unknown or dependent on values.
+    order: the order as far as the program states it. told: whether it is complete, so that two programs with equal ``order`` add alike.
+    depends: what the order may depend on (``MESH`` …); empty if the program's text fixes the order. why: the reason, as text.
+    axes: mesh axes of a collective. times: executions per run of the program.
     """
 
     name: str
@@ -78,19 +78,19 @@ class Reduction:
 
     @property
     def signature(self) -> str:
-        """What two programs must have in common for the sum to be the same: carrier, terms, order, dtype."""
+        """Carrier, terms, dtype and order, which must be equal in two programs for the sum to be the same."""
         terms = "" if self.depth is None else f" of {self.depth}"
         order = f", {self.order}" if self.order else ""
         return f"{self.made_by}{terms} in {self.dtype}{order}"
 
     @property
     def made_by(self) -> str:
-        """Carrier and what it is, in words."""
+        """Carrier and its name, as text."""
         return self.what if self.carrier in (self.what, "collective") else f"{self.carrier} {self.what}"
 
 
 def program_reductions(program: Program, mesh: Mapping[str, int], platform: Platform) -> tuple[Reduction, ...]:
-    """The sums in the order of the schedule. mesh: axis → size, major first; platform: whose compiler made the program."""
+    """Return the sums in schedule order. mesh: axis → size, major first; platform: the compiler's target."""
     devices = math.prod(mesh.values())
     found: list[Reduction] = []
     for one in executed(program):
@@ -133,7 +133,7 @@ def _inner(program: Program, one: Executed, inner: Computation, tiling: Tiling, 
 def _plain(
     program: Program, one: Executed, computation: Computation, operation: Operation, tiling: Tiling, platform: Platform
 ):
-    """A product, a reduction, a window of one, or a scatter, by itself or within a fusion."""
+    """Yield the sum of a product, a reduction, a window reduction or a scatter, by itself or inside a fusion."""
     opcode = operation.opcode
     if opcode not in (*_PRODUCTS, "reduce", "reduce-window", "scatter", "select-and-scatter") or not operation.shapes:
         return
@@ -153,7 +153,7 @@ def _plain(
         return
     what = opcode
     if carrier == "reduce":
-        # Parts of a product whose depth the compiler split, or all of a product that it makes without a matrix unit.
+        # Partial sums of a product split along its depth by the compiler, or a product computed without a matrix unit.
         what = "terms of a product" if _traced_as_product(operation) else "window" if "window" in opcode else "terms"
     order = tiling.words(computation, operation)
     if order == SEQUENCE:
@@ -213,7 +213,7 @@ def _collective(
 
 
 def _is_masked(program: Program, one: Executed) -> bool:
-    """Whether what a collective adds is on each device either a value or zero, as where one device alone has it."""
+    """Whether each device contributes either a value or zero to a collective, for example if only one device has the value."""
     if not one.operation.operands:
         return False
     computation, operation = one.computation, one.computation.operations.get(one.operation.operands[0])
@@ -233,7 +233,7 @@ def _is_masked(program: Program, one: Executed) -> bool:
 
 
 def _path_of_operand(one: Executed, kind: str) -> str:
-    """Name a collective that the compiler made out of another by the scope of what it adds, and its kind; empty where nothing tells."""
+    """Name a collective that the compiler derived from another by its operand's scope and its kind; empty if no scope is found."""
     pending, seen = list(one.operation.operands), set()
     while pending:
         operation = one.computation.operations.get(pending.pop(0))
@@ -297,7 +297,7 @@ def _call(one: Executed) -> Iterator[Reduction]:
 
 @dataclass(frozen=True)
 class StatedOrder:
-    """What a custom call says of its sums. exact: it has none whose order matters. words: its chunks; depends: as of ``Reduction``."""
+    """What a custom call states about its sums. exact: none whose order matters. words: chunk sizes; depends: as in ``Reduction``."""
 
     name: str
     exact: bool
@@ -306,14 +306,14 @@ class StatedOrder:
 
 
 def stated_order(operation: Operation) -> StatedOrder | None:
-    """The fields ``order_…`` of a custom call's metadata (Pallas's ``metadata``); None where it has none.
+    """Return the ``order_…`` fields of a custom call's metadata (Pallas's ``metadata``); None if it has none.
 
-    ``order_depends`` names with full stops between them what the sizes are chosen by (``rows.mesh``; empty: by nothing), or is ``exact``;
-    every other field is a size of a chunk, such as ``order_depth``.
+    ``order_depends`` lists what the chunk sizes depend on, separated by full stops (``rows.mesh``; empty: nothing), or is ``exact``.
+    Every other field is a chunk size, such as ``order_depth``.
     """
     if operation.opcode != "custom-call" or "order_depends" not in operation.attributes:
         return None
-    # For GPUs XLA prints the quotation marks of the JSON in it as \22, for TPUs as they are.
+    # XLA escapes the JSON's quotation marks as \22 for GPUs, and prints them unchanged for TPUs.
     fields = dict(re.findall(r'order_(\w+)(?:\\22|"): ?(?:\\22|")([\w.]*)', operation.attributes))
     depends = fields.pop("depends")
     words = ", ".join(f"{name} {size}" for name, size in sorted(fields.items()))
@@ -322,13 +322,13 @@ def stated_order(operation: Operation) -> StatedOrder | None:
 
 
 def _kernel_name(operation: Operation) -> str:
-    """A Pallas kernel's name: the scope that it was traced in."""
+    """Return a Pallas kernel's name, the scope in which it was traced; empty for other calls."""
     path = operation.op_name.split("/")
     return path[-2] if len(path) > 1 and path[-1].startswith("pallas_call") else ""
 
 
 def _adds(program: Program, operation: Operation) -> bool:
-    """Whether the function that combines two values adds or multiplies; other functions give the same in every order."""
+    """Whether the combining function adds or multiplies. Other functions give the same result in every order."""
     name = operation.computation("to_apply") or operation.computation("scatter")
     combine = program.computations.get(name) if name else None
     if combine is None:
@@ -338,7 +338,7 @@ def _adds(program: Program, operation: Operation) -> bool:
 
 
 def _depth(computation: Computation, operation: Operation) -> int | None:
-    """Terms of each element."""
+    """Return the number of terms per element; None if unknown."""
     shapes = [
         computation.operations[name].shapes[0] if name in computation.operations else None
         for name in operation.operands
@@ -358,7 +358,7 @@ def _depth(computation: Computation, operation: Operation) -> int | None:
     window = re.search(r"window={size=([\dx]+)", operation.attributes)
     spaces = math.prod(map(int, window.group(1).split("x"))) if window else 1
     features = shapes[1].dims[labels.group(1).index("i")]
-    # A product's batch dimension is written as a space dimension of which each output sees one place.
+    # XLA writes a product's batch dimension as a spatial dimension, of which each output reads one position.
     return features if spaces > 1 and "dilate" in operation.attributes + "stride" else features * spaces
 
 

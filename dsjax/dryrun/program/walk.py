@@ -1,4 +1,4 @@
-"""How often each operation of a program runs: loops multiplied out."""
+"""How often each operation of a program runs, with the trip counts of nested loops multiplied."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dsjax.dryrun.program.loops import known_trip_count
 from dsjax.dryrun.program.text import Computation, Operation, Program
 
 TripCount = Callable[[Operation], float | None]
-"""How often a ``while`` whose count the text does not tell runs its body, as far as the caller can tell."""
+"""Returns the caller's trip count for a ``while`` whose text states none; None if the caller has none either."""
 
 
 @dataclass(frozen=True)
 class Executed:
-    """An operation of the schedule with the computation it stands in.
+    """A scheduled operation and the computation that contains it.
 
-    times: how often it runs in one run of the program. data_dependent: whether that depends on values (a loop whose trip
+    times: executions per run of the program. data_dependent: whether that number depends on values (a loop whose trip
     count was assumed, a branch of a conditional).
     """
 
@@ -27,9 +27,9 @@ class Executed:
 
 
 def executed(program: Program, trip_count: TripCount = lambda loop: None) -> Iterator[Executed]:
-    """All operations that are scheduled by themselves, in program order; those inside fusions and reductions are not.
+    """Yield all scheduled operations in program order; operations inside fusions and reductions are not scheduled.
 
-    ``trip_count`` answers for loops without a known count; where it gives None, the body counts once. All branches of a
+    ``trip_count`` is called for loops without a known count; if it returns None, the body counts once. All branches of a
     conditional count, as an upper bound.
     """
     yield from _walk(program, program.entry, 1.0, False, trip_count)

@@ -1,7 +1,7 @@
-"""`AttentionProcesses`: the processes that share the mesh of an attention side, and a barrier for them at each layer.
+"""`AttentionProcesses`: the processes that share an attention side's mesh, with a barrier at each layer.
 
-When a process with experts dies, some attention processes may have their answers and others not. In a collective of the mesh the former
-would wait for the latter until its time limit breaks the generation; so all wait here first, without a limit.
+If an expert process dies, some attention processes may have its results and others not. In a mesh collective, the former would wait for
+the latter until the time limit breaks the mesh epoch. So all processes wait here first, without a limit.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from dsjax.messaging import Endpoint, Link, LinkListener, PeerLostError
 from dsjax.messaging.link import LinkLostError
 
 _WORD = struct.Struct("<QQ")
-"""Which wait it is for, and the number that the process tells."""
+"""Index of the wait, and the number that the process sends."""
 
 
 class AttentionProcesses:
-    """This process of an attention side, with links to and from each other process of its generation.
+    """This process of an attention side, with links to and from each other process of its mesh epoch.
 
-    All processes create it at the same point, `meet` before the first step, then `tell` and `wait` in the same order. A process that is
-    alone waits for nobody.
+    All processes create it at the same point, call `meet` before the first step, then `tell` and `wait` in the same order. A single
+    process never waits.
 
     Args:
-        name: of the side; all use the name that process 0 gives. group: None if this process is alone.
+        name: the side's name; all processes use the one that process 0 gives. group: None if this process is alone.
 
     Attributes:
-        number, count: which of the side's processes this is, and how many there are. leads: whether it speaks for all.
+        number, count: index of this process, and number of the side's processes. leads: whether this process leads the side.
     """
 
     def __init__(self, endpoint: Endpoint, name: bytes, group: HostGroup | None = None):
@@ -51,7 +51,7 @@ class AttentionProcesses:
         """Connect to the other processes.
 
         Raises:
-            GroupError: one of them is gone, or cannot be reached.
+            GroupError: another process is gone or unreachable.
         """
         if not self._words:
             return
@@ -62,7 +62,7 @@ class AttentionProcesses:
             self.abandon()
 
     def tell(self, number: int) -> None:
-        """Tell the others that this process has its answers, and a number.
+        """Tell the other processes that this one has its results, and send a number.
 
         Raises:
             RuntimeError: another process is gone, or its step has failed.
@@ -74,7 +74,7 @@ class AttentionProcesses:
                 raise _gone(name) from error
 
     def wait(self, number: int) -> int:
-        """Wait until all others have told, and return the greatest number, `number` included. Raises what `tell` raises."""
+        """Wait until all other processes have called `tell`; return the greatest number, including `number`. Errors as in `tell`."""
         while silent := [name for name, words in self._words.items() if not words]:
             try:
                 message = self._listener.receive()
@@ -92,7 +92,7 @@ class AttentionProcesses:
         return number
 
     def add(self, link: ExpertLink) -> None:
-        """Register a link to a process with experts: `abandon` and `close` end it too."""
+        """Register a link to an expert process. `abandon` and `close` also end it."""
         self._to_experts.add(link)
         if self._is_abandoned:
             link.give_up()
@@ -103,20 +103,20 @@ class AttentionProcesses:
         link.close()
 
     def give_up(self) -> None:
-        """Leave: once the links have ended, other processes do not wait for this one, and the experts compute without its rows."""
+        """Leave. Once the links have ended, other processes do not wait for this one, and the experts compute without its rows."""
         if self._words:
             self.abandon()
 
     def abandon(self) -> None:
-        """End all waiting, because this generation of the attention side has broken. Any thread may call it."""
+        """End all waiting because this mesh epoch of the attention side has failed. Thread-safe."""
         self._is_abandoned = True
         for one in filter(None, [*self._links.values(), self._listener]):
-            one.close()  # ends the wait of a thread too
+            one.close()  # also ends a thread's wait
         for link in list(self._to_experts):
             link.give_up()
 
     def close(self) -> None:
-        """End all links. Other processes that wait for this one notice."""
+        """Close all links, which also ends the wait of other processes for this one."""
         self.abandon()
         for link in list(self._to_experts):
             self.remove(link)

@@ -136,7 +136,7 @@ class ExpertLink:
         self.received += answers.nbytes
 
     def _until_done(self, request: Callable[[bool], object]) -> None:
-        """Run a request, again after each lost connection. Raises what ``connect`` raises; `RuntimeError`: the process could not do it."""
+        """Run a request, again after each lost connection. Errors as in ``connect``; `RuntimeError`: the process failed to do it."""
         lost_at = None
         while True:
             self.connect()

@@ -1,4 +1,4 @@
-"""`Executor`: what computes, as the engine sees it. No JAX: the mesh, a recording and the tests' fake are behind the same face."""
+"""`Executor`: the interface through which the engine computes. No JAX: a mesh, a recording and the tests' fake implement it."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ Kind = TypeVar("Kind")
 
 
 class ErrorKind(enum.StrEnum):
-    """Why a request ended with `FinishReason.ERROR`. The values are the codes of the server's answers and metrics."""
+    """Why a request ended with `FinishReason.ERROR`. The values are the codes in the server's answers and metrics."""
 
-    NON_FINITE = "non_finite_values"  # the logits held a NaN or an infinity
-    STRUCTURED_OUTPUT = "structured_output_failed"  # the grammar came to no legal token, or cost too much
+    NON_FINITE = "non_finite_values"  # the logits have a NaN or an infinity
+    STRUCTURED_OUTPUT = "structured_output_failed"  # the grammar allows no further token, or cost too much
     NO_TOKEN_ALLOWED = "no_token_allowed"  # allowed tokens, bad words and minimum length exclude each other
-    NO_ROOM = "no_room_on_the_new_mesh"  # the mesh has changed while it ran, and the new one's cache cannot hold it
+    NO_ROOM = "no_room_on_the_new_mesh"  # the mesh changed while it ran, and the new KV cache cannot hold it
 
 
 TokenScore = tuple[int, float, int, list[tuple[int, float]]]
-"""(token, log-probability, its place among all tokens, the most probable tokens with theirs)."""
+"""(token, log-probability, rank among all tokens, most probable tokens with their log-probabilities)."""
 
 
 class RowResult(NamedTuple):
-    """What a row yielded.
+    """Result of a row.
 
     Attributes:
-        token_ids: the tokens made, in order: one, or with drafts one more than were accepted. None where the row makes none, or could not:
-            then `finite` is False or `error` says why.
-        finite: False where the logits held a NaN or an infinity; the request then fails. It is said of every row.
-        scores: of each token made, where the slot wants log-probabilities.
-        prompt_scores: where asked for, one for each prompt token that these positions predict: start + 1 … start + length, as far as the
-            prompt goes.
-        error: why the request fails although its logits are finite. kind: of the error, where that does not follow from the request's
+        token_ids: generated tokens, in order: one, or with drafts the accepted ones and one more. Empty if the row generates none or has
+            failed; then `finite` is False or `error` says why.
+        finite: False if the logits have a NaN or an infinity, which fails the request. Set for every row.
+        scores: one per generated token, if the slot wants log-probabilities.
+        prompt_scores: if requested, one per prompt token that these positions predict: start + 1 … start + length, up to the end of the
+            prompt.
+        error: why the request fails although its logits are finite. kind: the kind of the error, unless it follows from the request's
             parameters.
-        num_drafts: drafts that were verified. drafts: proposed next, where the slot has a guide: the host must check them.
+        num_drafts: number of verified drafts. drafts: proposed next, if the slot has a guide, because the host must check them.
     """
 
     token_ids: Sequence[int] = ()
@@ -54,12 +54,12 @@ class RowResult(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Whether the request ends with this result, without a further token."""
+        """Whether the request ends with this result and gets no further token."""
         return not self.finite or self.error is not None
 
 
 class RankResults(NamedTuple):
-    """One rank's results, row by row as its `RankStep` has them."""
+    """One rank's results, in the row order of its `RankStep`."""
 
     decodes: list[RowResult]
     prefills: list[RowResult]
@@ -67,14 +67,14 @@ class RankResults(NamedTuple):
 
 @dataclass(frozen=True)
 class ExecutorLimits:
-    """The shapes an executor has room for, all per DP rank. Page 0 of each rank is never allocated.
+    """Shapes that an executor has room for, per DP rank. Page 0 of each rank is never allocated.
 
     Attributes:
-        windows_per_rank: window pages, numbered behind the others in commands; the first is never allocated either. 0: the model has none.
-        window_columns: entries of a slot's ring of window pages, behind its page table. host_windows_per_rank: of host memory, too.
-        host_pages_per_rank: of host memory, for evicted pages. disk_pages: of all ranks together; disk_page_bytes: that each takes there.
-        transfers: whether pages go to other engines, or come from them. moves_pages: whether they go anywhere beside the devices.
-        num_stages: stages that a step goes through, and so steps that can be computed at the same time.
+        windows_per_rank: window pages, numbered after the others in commands; the first is never allocated either. 0: the model has none.
+        window_columns: entries of a slot's ring of window pages, after its page table. host_windows_per_rank: window pages in host memory.
+        host_pages_per_rank: host pages, for evicted ones. disk_pages: pages on disk, for all ranks; disk_page_bytes: bytes of each.
+        transfers: whether pages move to or from other engines. moves_pages: whether pages move off the devices at all.
+        num_stages: pipeline stages, and therefore steps that can be computed at the same time.
     """
 
     max_rows_decode: int
@@ -103,15 +103,15 @@ class ExecutorLimits:
 
 @dataclass(frozen=True, eq=False)
 class ExpertCounts:
-    """How tokens reached their experts since recording began.
+    """Expert load and dispatch counters since recording began.
 
     Attributes:
-        tokens_per_expert: `[layers, physical experts]`, of the model's MoE layers; where experts move, of whichever a slot held.
-        rows_sent: `[ranks]`, rows of tokens that each device sent to others.
-        logical_load: `[layers, logical experts]`, tokens, wherever they were computed.
-        physical_to_logical: `[layers, physical experts]`, when the last of them was computed.
-        rounds: of dispatch, of each layer the most of any rank; summed over layers and launches.
-        dispatch_bytes: sent by all devices. padding_share: of them, without a token's row; 0 to 1.
+        tokens_per_expert: `[layers, physical experts]`, MoE layers only; if experts move, counted by slot, whichever expert it held.
+        rows_sent: `[ranks]`, token rows that each device sent to others.
+        logical_load: `[layers, logical experts]`, tokens on any device.
+        physical_to_logical: `[layers, physical experts]`, at the last counted token.
+        rounds: dispatch rounds: the maximum over ranks, summed over layers and launches.
+        dispatch_bytes: bytes sent by all devices. padding_share: share of these bytes that is padding; 0 to 1.
     """
 
     tokens_per_expert: np.ndarray
@@ -124,10 +124,10 @@ class ExpertCounts:
 
 
 class ExecutorCounts(NamedTuple):
-    """What an executor counts. num_padding_tokens: token slots of the last step's launches, on all ranks, that held no token.
+    """Counters of an executor. num_padding_tokens: token slots without a token in the last step's launches, on all ranks.
 
-    experts: only while recording is on; without the last launches, which are read together once a second, and with stages of several
-    processes what the last `Executor.expert_counts` gave.
+    experts: only while recording is on. Excludes the last launches, because launches are read in batches once a second. With stages in
+    several processes, the result of the last `Executor.expert_counts`.
     """
 
     num_padding_tokens: int = 0
@@ -136,72 +136,72 @@ class ExecutorCounts(NamedTuple):
 
 
 class Offering(Protocol):
-    """A part of an executor that offers something beside commands."""
+    """A part of an executor that offers an interface besides commands."""
 
     def extension(self, kind: type[Kind]) -> Kind | None:
-        """Give what the part offers to those who know of it by this type; None: nothing of the kind."""
+        """Return the interface of this type, or None if the part has none."""
 
 
 Progress = Callable[[int, int, str], None]
-"""Called as `progress(done, total, label)` between the programs that an executor compiles to warm up. What it raises ends the warm-up."""
+"""Called as `progress(done, total, label)` between the compilations of a warm-up. An exception ends the warm-up."""
 
 CompileRest = Callable[[Callable[[], None]], None]
-"""Called in a thread of its own with a function that is called between two programs. What that raises ends it."""
+"""Compiles the remaining programs in a thread of its own. Calls its argument between two programs; an exception stops it."""
 
 
 class Executor(Protocol):
-    """Carries out commands in their order.
+    """Carries out commands in order.
 
-    One thread at a time calls it, not always the same one: what is bound to a thread, such as `jax.set_mesh`, is entered in each method.
+    One thread at a time calls it, not always the same one, so each method enters thread-local contexts such as `jax.set_mesh`.
 
-    max_in_flight: steps that may run at once: 1 or 2, or as many as there are stages. With 1, a second step may be launched all the same:
-    its inputs are laid out and sent, and it starts when the first is done.
+    max_in_flight: steps that may run at once: 1, 2, or the number of stages. With 1, a second step may still be launched: its inputs are
+    laid out and sent, and it starts when the first is done.
     """
 
     limits: ExecutorLimits
     max_in_flight: int
 
     def extension(self, kind: type[Kind]) -> Kind | None:
-        """What the executor offers beside commands, by the type that a part of the engine knows it by; None: nothing of the kind."""
+        """Return the executor's interface of this type, besides commands; None if it has none."""
 
     def launch(self, command: Command) -> Any:
-        """Take a command, and return while the device computes. The command is executed after all those before it."""
+        """Enqueue a command and return while the device computes. Commands are executed in order."""
 
     def wait(self, pending: Any) -> None:
-        """Wait until a launched command is done. What was launched behind it starts, if it has not started yet."""
+        """Wait until a launched command is done. Start the next launched command if it has not started yet."""
 
     def collect(self, pending: Any) -> Any:
-        """Wait, and give what came of a command: of a `Step` a `RankResults` for each rank, of `Score` float32 logits
-        `[tokens, V]`, of `ReadLoads` a `LoadWindow`, of `StageExperts` and `PlaceExperts` an `Exchanged`, of the others None.
-        Steps are collected in their order, each once; `Copy`, `Clear` and what moves experts need not be.
+        """Wait for a command and return its result: for `Step` a `RankResults` per rank, for `Score` float32 logits `[tokens, V]`,
+        for `ReadLoads` a `LoadWindow`, for `StageExperts` and `PlaceExperts` an `Exchanged`, for others None. Collect each step once,
+        in order; `Copy`, `Clear` and commands that move experts need not be collected.
         """
 
     def counts(self) -> ExecutorCounts:
-        """What the last step did, and what happened since the start."""
+        """Return the counters of the last step and those since the start."""
 
     @property
     def recording(self) -> bool:
         """Whether the experts' load is recorded."""
 
     def set_recording(self, on: bool) -> None:
-        """Whether the experts' load is recorded from the next step on; turning it on begins anew. Compiles nothing."""
+        """Switch the recording of the experts' load on or off, from the next step on. Switching on resets the counts. Compiles nothing."""
 
     def expert_counts(self) -> ExpertCounts | None:
-        """What was recorded since recording began; None while it is off, or the model has no experts."""
+        """Return the counters since recording began; None if it is off or the model has no experts."""
 
     def warm_up(self, progress: Progress | None = None, lazily: bool = False) -> CompileRest | None:
-        """Compile every program that commands can ask for.
+        """Compile every program that commands can need.
 
-        lazily: leave those out that few requests need, if each takes seconds only; what is given then compiles them while commands run.
-        A command that wants one of them before waits for it. None: nothing is left.
+        lazily: skip programs that few requests need, if each compiles within seconds, and return a function that compiles them while
+        commands run. A command that needs one earlier waits for it. None: no program is left.
         """
 
     def shutdown(self) -> None:
-        """Give back what the executor holds, parameters included, whatever became of the last step."""
+        """Release all memory, including the parameters, even if the last step has failed."""
 
 
 class ExecutorWrapper:
-    """An executor around another one, `inner`. What it does not define itself, the inner executor has or does."""
+    """An executor around another one, `inner`, to which it forwards everything that it does not define."""
 
     def __init__(self, inner: Executor):
         self.inner = inner

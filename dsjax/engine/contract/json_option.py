@@ -1,4 +1,4 @@
-"""`JsonOption`: an option that is a JSON object, such as `--speculative-config`: how it is read, and what is said of wrong ones."""
+"""`JsonOption`: an option that is a JSON object, such as `--speculative-config`: parsing, validation and error messages."""
 
 import dataclasses
 import json
@@ -11,9 +11,9 @@ Option = TypeVar("Option", bound="JsonOption")
 
 
 class JsonOption:
-    """What the frozen dataclasses of such options have alike. Each checks its values when it is made.
+    """Base class of the frozen dataclasses of such options. Each checks its values when it is created.
 
-    flag: the option on the command line. example: a value that it can have there. required: fields that must be given.
+    flag: the command-line option. example: a valid value. required: fields that must be given.
     """
 
     flag: ClassVar[str]
@@ -22,10 +22,10 @@ class JsonOption:
 
     @classmethod
     def parse(cls: type[Option], given: str | Mapping[str, Any]) -> Option:
-        """Make the option from the JSON text of the command line, or from a dictionary with its fields, as `LLM` takes it.
+        """Parse JSON text from the command line, or a dictionary of fields, as `LLM` takes it.
 
         Raises:
-            UserError: no JSON object, an unknown field, one missing that is `required`, or a value that cannot be.
+            UserError: not a JSON object, an unknown field, a missing `required` field, or an invalid value.
         """
         if isinstance(given, str):
             try:
@@ -46,13 +46,13 @@ class JsonOption:
         return cls(**given)
 
     def check(self, is_right: bool, name: str, expected: str) -> None:
-        """Raise a `UserError` with a field's name, its value and what was expected, unless the value is right."""
+        """Raise a `UserError` with the field's name, its value and the expected one, unless `is_right`."""
         if not is_right:
             value = json.dumps(getattr(self, name), default=repr)
             raise UserError(f"{self.flag} has {name} {value}; expected {expected}")
 
     def check_integers(self, *names: str, least: int) -> None:
-        """`check` that fields are integers of at least this."""
+        """`check` that fields are integers of at least `least`."""
         for name in names:
             value = getattr(self, name)
             self.check(is_integer(value) and value >= least, name, f"an integer of at least {least}")
@@ -64,5 +64,5 @@ class JsonOption:
 
 
 def is_integer(value: Any) -> bool:
-    """Say whether a value is an integer; JSON's true and false are none."""
+    """Return whether a value is an integer. JSON's true and false are not."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""`SamplingParams`: how one request is continued. Names and meanings are vLLM's."""
+"""`SamplingParams`: the sampling parameters of one request, with vLLM's names and meanings."""
 
 import contextlib
 import copy
@@ -15,7 +15,7 @@ from dsjax.engine.contract.structured_params import SamplingError, StructuredOut
 MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
 MAX_TEMPERATURE = 1e6
-"""All tokens are then equally probable; beyond float32 masked ones would be -∞ ÷ ∞."""
+"""At this temperature all tokens are equally probable. Beyond float32's range, masked logits would be -∞ ÷ ∞."""
 MAX_BAD_WORDS = 1_024
 GREEDY_TEMPERATURE = 1e-5
 _NUMBERS = {
@@ -47,9 +47,9 @@ class OutputKind(enum.Enum):
 
 @dataclass
 class SamplingParams:
-    """How to continue a prompt. Checked when made and when changed; an unknown field is a `TypeError`, never silently dropped.
+    """Sampling parameters of a request. Checked at creation and at every change; an unknown field is a `TypeError`.
 
-    Positional arguments are in vLLM's order. Numbers and lists may be NumPy's. A request keeps a copy.
+    Positional arguments are in vLLM's order. Numbers and lists may be NumPy values. A request keeps a copy.
 
     ::
 
@@ -57,32 +57,32 @@ class SamplingParams:
 
     Attributes:
         n: completions of the prompt; with a seed, completion i samples with seed + i.
-        temperature: logits are divided by it; 0 is greedy.
-        top_p: the smallest set of most probable tokens whose probabilities reach this sum is kept. In (0, 1].
-        top_k: as many most probable tokens are kept; 0 and -1 keep all.
-        min_p: tokens less probable than this share of the most probable one's probability are dropped. In [0, 1].
-        presence_penalty: subtracted from the logit of every token that the output holds. In [-2, 2].
-        frequency_penalty: subtracted once for each time that the output holds the token. In [-2, 2].
-        repetition_penalty: logits of tokens that prompt or output hold are divided by it where positive, else multiplied.
-        logit_bias: token id to a number, in [-100, 100], added to its logit.
-        allowed_token_ids: only these tokens may be taken; None: all.
-        bad_words: strings whose tokens are never made in a row: the last is held back after the others.
-        seed: same seed and prompt, same text, whatever else runs; different prompts with one seed share their noise. None and -1: one is
-            drawn from the engine's seed.
-        stop: strings that end the text, wherever token boundaries lie.
-        stop_token_ids: tokens that end the text, beside the model's end-of-sequence tokens.
+        temperature: divides the logits; 0 is greedy.
+        top_p: keep the smallest set of most probable tokens whose probabilities reach this sum. In (0, 1].
+        top_k: keep this many most probable tokens; 0 and -1 keep all.
+        min_p: drop tokens less probable than this fraction of the most probable token's probability. In [0, 1].
+        presence_penalty: subtracted from the logit of every token in the output. In [-2, 2].
+        frequency_penalty: subtracted once for each occurrence of the token in the output. In [-2, 2].
+        repetition_penalty: divides the positive logits of tokens in the prompt or the output, and multiplies the others.
+        logit_bias: token id → number in [-100, 100] added to the token's logit.
+        allowed_token_ids: only these tokens may be sampled; None: all.
+        bad_words: strings whose token sequences are never generated: the last token is masked after the others.
+        seed: the same seed and prompt give the same text, whatever else runs; different prompts with one seed share their noise. None and
+            -1: a seed is drawn from the engine's seed.
+        stop: strings that end the text, regardless of token boundaries.
+        stop_token_ids: tokens that end the text, in addition to the model's end-of-sequence tokens.
         ignore_eos: continue past the model's end-of-sequence tokens.
-        max_tokens: most tokens to produce; None: as many as model and cache hold.
-        min_tokens: before this many tokens no end-of-sequence token, stop token or stop string counts.
-        thinking_token_budget: most tokens between `<think>` and `</think>`, which then follows; None: as many as the model makes.
-        logprobs: for each token its log-probability and that of so many most probable ones (0 to 20); None: none.
-        prompt_logprobs: the same for each token of the prompt but the first.
-        structured_outputs: the form that the text must have; None: any.
-        detokenize: whether to make text; stop strings need it.
-        skip_special_tokens: leave the tokenizer's special tokens out of the text.
+        max_tokens: maximum number of tokens to generate; None: as many as the model and the cache can hold.
+        min_tokens: end-of-sequence tokens, stop tokens and stop strings have no effect before this many tokens.
+        thinking_token_budget: maximum number of tokens between `<think>` and `</think>`, which then follows; None: no limit.
+        logprobs: return the log-probabilities of each token and of this many most probable ones (0 to 20); None: none.
+        prompt_logprobs: the same for each prompt token except the first.
+        structured_outputs: the format that the text must have; None: any.
+        detokenize: whether to produce text; stop strings need it.
+        skip_special_tokens: omit the tokenizer's special tokens from the text.
         include_stop_str_in_output: keep the stop string, or the stop token's text, at the end of the text.
-        output_kind: what each output holds: all so far, this step's addition, or the finished result alone.
-        kept_special_tokens: special tokens that stay in the text where others are left out: markers that a parser of the text reads.
+        output_kind: contents of each output: everything so far, this step's addition, or only the finished result.
+        kept_special_tokens: special tokens that stay in the text when others are omitted: markers for a parser of the text.
     """
 
     n: int = 1
@@ -139,14 +139,14 @@ class SamplingParams:
         fields["_is_checked"] = True
 
     def __setattr__(self, name: str, value: object):
-        """Change a field, or raise as the constructor does and change nothing."""
+        """Change a field. On an invalid value, raise as the constructor does and change nothing."""
         if "_is_checked" in self.__dict__:
             self.__dict__.update(vars(replace(self, **{name: value})))
         else:  # the constructor's
             self.__dict__[name] = value
 
     def clone(self) -> "SamplingParams":
-        """Make a copy that can be changed by itself."""
+        """Return an independent copy."""
         return copy.deepcopy(self)
 
     @property
@@ -167,7 +167,7 @@ class SamplingParams:
                 _check_integer(name, getattr(self, name), *bounds)
         if self.top_p == 0:
             raise SamplingError("top_p", "found 0, expected a number above 0 and at most 1")
-        # Below the smallest float32 the device would divide by 0.
+        # Below the smallest float32, the device would divide by 0.
         if not 1e-6 <= self.repetition_penalty <= 1e6:
             raise SamplingError(
                 "repetition_penalty", f"found {self.repetition_penalty}, expected a number above 0 (1e-6 to 1e6)"
@@ -212,7 +212,7 @@ class SamplingParams:
 
 
 def plain(value: Any) -> Any:
-    """Make a number of NumPy's one of Python's; anything else stays as it is."""
+    """Convert a NumPy number to a Python number; return anything else unchanged."""
     if value is None or type(value) in (int, float, str, bool):
         return value
     if isinstance(value, numbers.Integral):

@@ -1,7 +1,7 @@
-"""Which shapes an executor compiles, and how a step's rows are laid into them. No JAX.
+"""Shapes that an executor compiles, and the packing of a step's rows into them. No JAX.
 
 A *launch* is one run of the compiled step: a decode rectangle, a prefill rectangle, or both. All DP ranks run it, each with its own
-rows; what a rank does not fill is padding.
+rows, and with padding for the rest.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from dsjax.engine.contract.commands import PrefillRow, RankStep, Step
 from dsjax.engine.contract.speculative import SpeculativeConfig
 
 SCORED_CHUNK = 64
-"""Most prompt tokens scored in one launch, which holds logits of all of them at once: 33 MB of V3's vocabulary."""
+"""Maximum number of prompt tokens scored in one launch, which holds the logits of all at once: 33 MB for V3's vocabulary."""
 
 SMALLEST_CHUNK = 32
-"""Prefill rectangles narrower than this would only save padding on very short prompts."""
+"""Narrower prefill rectangles would only save padding on very short prompts."""
 
 CPU_LAUNCH_TOKENS = 16
-"""What a launch costs besides its tokens, in tokens of a rank: the demo on dp=32 takes 85 ms for 8, 1,000 for 256."""
+"""Fixed cost of a launch, in tokens of a rank: the demo on dp=32 takes 85 ms for 8 tokens, 1,000 ms for 256."""
 
 ACCELERATOR_LAUNCH_TOKENS = 256
-"""What a launch costs where every launch reads the weights: an H200 reads a bf16 weight in the time of 206 tokens' operations with it."""
+"""Fixed cost if every launch reads the weights: an H200 reads a bf16 weight in the time of 206 tokens' operations with it."""
 
 
 class Rectangle(NamedTuple):
-    """``rows`` requests of up to ``chunk`` tokens, per DP rank. Of decodes the chunk is the last token and its drafts."""
+    """``rows`` requests of up to ``chunk`` tokens, per DP rank. For decodes, the chunk is the last token and its drafts."""
 
     rows: int
     chunk: int
 
 
 class RowPiece(NamedTuple):
-    """A part of a prefill row: which of its rank's rows it is of, and which of the row's tokens."""
+    """A part of a prefill row: index of the row in its rank, first token, and number of tokens."""
 
     row: int
     first: int
@@ -44,9 +44,9 @@ class RowPiece(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Rectangles of one program (None: left out), and per DP rank the pieces of prefill rows in them.
+    """Rectangles of one program (None: absent), and each DP rank's pieces of prefill rows in them.
 
-    decode: has all decode rows of the step. scored: whether the prompt's tokens are scored too; then there is one row a rank.
+    decode: has all decode rows of the step. scored: whether prompt tokens are also scored; then each rank has one row.
     """
 
     decode: Rectangle | None
@@ -57,10 +57,10 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class Buckets:
-    """The shapes: decode row counts, ascending, and prefill rectangles, widest chunk first.
+    """Launch shapes: decode row counts, ascending, and prefill rectangles, widest chunk first.
 
-    mixed: whether decodes and prompts of a step share a launch, which reads the weights once instead of twice, and compiles each prefill
-    rectangle twice. single: one row of each narrower width, for a short prompt alone. speculation: how many tokens are drafted.
+    mixed: whether decodes and prompts of a step share a launch, which reads the weights once instead of twice, but compiles each prefill
+    rectangle twice. single: rectangles of one row, one for each narrower width, for a short prompt alone. speculation: numbers of drafts.
     """
 
     decode: tuple[int, ...]
@@ -73,7 +73,7 @@ class Buckets:
     def covering(
         cls, max_num_seqs: int, prefill_chunk: int, *, mixed: bool, speculation: SpeculativeConfig | None = None
     ) -> Buckets:
-        """Decode rows 1, 8, then doubling; prefill rectangles of ``prefill_chunk`` tokens, from one row to narrow rows.
+        """Return 1, 8, then doubling decode rows, and prefill rectangles of ``prefill_chunk`` tokens, from one row to narrow rows.
 
         Doubling bounds padding to a factor of 2 where steps are expensive; below 8 rows a step costs about the same.
         """
@@ -93,19 +93,19 @@ class Buckets:
 
     @property
     def scored(self) -> Rectangle:
-        """The rectangle of launches that score prompts."""
+        """Rectangle of launches that score prompts."""
         return Rectangle(1, min(SCORED_CHUNK, self.prefill[0].chunk))
 
     @property
     def proposals(self) -> tuple[int, ...]:
-        """The numbers of drafts that may be proposed after prompts."""
+        """Numbers of drafts that may be proposed after prompts."""
         return tuple(count for count in self._counts(1) if count)
 
     def shapes(self) -> list[tuple[Rectangle | None, Rectangle | None, tuple[int, ...]]]:
-        """Every (decode, prefill) pair of ``launches``, without those that score prompts, and the numbers of drafts proposed after it."""
+        """Return every (decode, prefill) pair of ``launches`` except scoring ones, with the numbers of drafts proposed after it."""
         alone, largest, below = [], self.decode[-1], 0
         for rows in self.decode:
-            # So many rows may be of any larger number that is running: others may be in their prompt.
+            # More requests than these rows may be running, because others may still be in their prompt.
             alone += [
                 (Rectangle(rows, 1 + count), None, (count,) if count else ()) for count in self._counts(below + 1)
             ]
@@ -122,14 +122,14 @@ class Buckets:
         return alone + with_prompts
 
     def serves_one(self, decode: Rectangle | None, prefill: Rectangle | None) -> bool:
-        """Whether one request alone on its rank asks for a pair of `shapes`: its decodes, and a prompt of any length."""
+        """Whether a request alone on its rank needs a pair of `shapes`, for its decodes and a prompt of any length."""
         prompts = (self.prefill[0], *(self.single or self.prefill))
         return (decode is None or decode.rows == self.decode[0]) and prefill in (None, *prompts)
 
     def launches(self, step: Step) -> list[Launch]:
-        """Lay a step into rectangles; if ``mixed``, the decodes join the first prefill rectangle, if there is one.
+        """Pack a step into launches. If ``mixed``, the decodes join the first prefill rectangle, if there is one.
 
-        Prompts are taken longest first, so that those of a rectangle are of like length. Prompts to be scored come last.
+        Prompts are taken longest first, so that prompts of similar length share a rectangle. Scored prompts come last.
         """
         ranks, width = step.ranks, 1 + step.num_drafts
         scored = [[(i, row) for i, row in enumerate(rank.prefills) if row.scored] for rank in ranks]
@@ -152,7 +152,7 @@ class Buckets:
         return launches + self._scored_launches(scored)
 
     def _scored_launches(self, scored: list[list[tuple[int, PrefillRow]]]) -> list[Launch]:
-        """Cut rows to the scored rectangle's chunk; each launch takes one piece of each rank, in order."""
+        """Split rows into pieces of the scored rectangle's chunk; each launch takes one piece per rank, in order."""
         chunk = self.scored.chunk
         pieces = [
             [
@@ -168,14 +168,14 @@ class Buckets:
         ]
 
     def _counts(self, least: int) -> list[int]:
-        """The numbers of drafts of a row while ``least`` or more requests are running, ascending."""
+        """Return the numbers of drafts per row while ``least`` or more requests are running, ascending."""
         return [0] if self.speculation is None else self.speculation.counts(least, self.decode[-1])
 
     def _lay(self, waiting: list[list[RowPiece]]) -> list[tuple[Rectangle, list[list[RowPiece]]]]:
-        """Rectangles, and the pieces of each rank in them. Single rows are used where that costs less for the whole step."""
+        """Return rectangles with each rank's pieces in them. Use single rows if that costs less for the whole step."""
         laid = self._lay_with(self.prefill + self.single, waiting)
         if any(rectangle not in self.prefill for rectangle, _ in laid):
-            # Each rectangle is the cheapest for what is waiting if all of that is as long; it need not be for what is left behind it.
+            # The greedy choice takes all waiting pieces to be as long as the longest, so it may not be the cheapest for the whole step.
             laid = min(laid, self._lay_with(self.prefill, waiting), key=self._cost)
         return laid
 
@@ -194,9 +194,9 @@ class Buckets:
         return sum(self._tokens_of_a_launch + rectangle.rows * rectangle.chunk for rectangle, _ in laid)
 
     def _cheapest(self, rectangles: Sequence[Rectangle], length: int, rows: int) -> Rectangle:
-        """What takes ``rows`` rows of up to ``length`` tokens at the least cost: the tokens of its launches, and the launches.
+        """Return the rectangle that takes ``rows`` rows of up to ``length`` tokens at the least cost, in tokens and launches.
 
-        Of two that cost the same it is the one with more rows, which is the narrower one.
+        At equal cost, take the rectangle with more rows, which is narrower.
         """
         each = self._tokens_of_a_launch
         fitting = (rectangle for rectangle in rectangles if rectangle.chunk >= length)
@@ -208,13 +208,13 @@ class Buckets:
 
 
 FEW_PROMPTS = 8
-"""Prompts of one launch that sample as if there were so many, where decodes have so many rows."""
+"""Minimum number of prompts for which sampling programs of several rows have room, if decodes can have as many rows."""
 
 
 def sampling_room(decode: Rectangle | None, prefill: Rectangle | None, most_rows: int, most_drafts: int) -> int:
-    """Positions of a DP rank that the sampling programs of a launch must have room for. most_rows: of decodes.
+    """Return the positions per DP rank that a launch's sampling programs must have room for. most_rows: maximum number of decode rows.
 
-    Launches with prompts have room as launches of decodes, whose programs they share: of one row, or of `FEW_PROMPTS`, with all drafts.
+    Launches with prompts share the sampling programs of decode launches of one row, or of `FEW_PROMPTS` rows, with all drafts.
     """
     if prefill is None:
         return 0
@@ -223,12 +223,12 @@ def sampling_room(decode: Rectangle | None, prefill: Rectangle | None, most_rows
 
 
 def num_decodes(rank: RankStep) -> int:
-    """Decode rows of a rank."""
+    """Return the number of decode rows of a rank."""
     return len(rank.decodes) // 8
 
 
 def padded_pieces(ranks: Sequence[np.ndarray], size: int, padding: int) -> Iterator[np.ndarray]:
-    """``[B, size, W]`` int32 pieces of each rank's ``[n, W]`` rows; what is left of a piece is ``padding``."""
+    """Yield ``[B, size, W]`` int32 pieces of each rank's ``[n, W]`` rows, filled up with ``padding``."""
     for start in range(0, max(map(len, ranks)), size):
         piece = np.full((len(ranks), size, ranks[0].shape[1]), padding, np.int32)
         for rank, rows in enumerate(ranks):

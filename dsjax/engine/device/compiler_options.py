@@ -1,4 +1,4 @@
-"""How XLA is told to compile the programs of an engine."""
+"""XLA compiler options for the programs of an engine."""
 
 import contextlib
 import functools
@@ -9,33 +9,33 @@ from importlib.metadata import version
 from pathlib import Path
 
 _ON_CPUS: Mapping[str, int | bool] = {
-    # One piece of code: programs are compiled on all cores at once already, and LLVM begins anew with each of up to 32 pieces.
+    # Do not split a program: all cores already compile programs in parallel, and LLVM starts anew for each of up to 32 pieces.
     "xla_cpu_parallel_codegen_split_count": 1,
 }
 
 _WITHOUT_SUMS: Mapping[str, int | bool] = {
-    # What counts is in native kernels; LLVM makes the rest no faster with more passes over it. It adds up rows in another order.
+    # The costly work is in native kernels, and more LLVM passes do not speed up the rest. This level sums rows in another order.
     "xla_backend_optimization_level": 1,
-    # The generator of fusions that was the only one until 2025 takes half the time, and has its own order of a row's sum.
+    # The older fusion generator, the only one until 2025, takes half the time, and sums a row in its own order.
     "xla_cpu_use_fusion_emitters": False,
 }
-"""Options for programs in which XLA adds nothing up along rows: they change no bit of those."""
+"""Options for programs in which XLA sums nothing along rows. The results of such programs stay bitwise identical."""
 
 _NOT_WITHOUT = {"xla_cpu_use_fusion_emitters": "0.10."}
-"""Options that other versions of jaxlib do not know, which they refuse."""
+"""Options that only one series of jaxlib knows → its version prefix. Other versions refuse them."""
 
 
 def compiler_options(platform: str, *, sums: bool = True) -> dict[str, int | bool] | None:
-    """Options for programs on devices of ``platform``; None: XLA's own. What ``XLA_FLAGS``, or the file that it names, says stays.
+    """Return options for programs on devices of ``platform``; None: XLA's defaults. ``XLA_FLAGS``, or the file it names, takes precedence.
 
-    sums: whether XLA adds floating-point numbers up along rows in the program.
+    sums: whether XLA sums floating-point numbers along rows in the program.
     """
     return _on_cpus(os.environ.get("XLA_FLAGS", ""), sums) if platform == "cpu" else None
 
 
 @functools.cache
 def _on_cpus(flags: str, sums: bool) -> dict[str, int | bool] | None:
-    if not flags.strip().startswith("-"):  # XLA then takes it for the path of a file with flags
+    if not flags.strip().startswith("-"):  # XLA then reads it as the path of a file with flags
         with contextlib.suppress(OSError):
             flags = Path(flags.strip()).read_text()
     given = set(re.findall(r"--(\w+)", flags))

@@ -1,6 +1,6 @@
-"""``LoweredPrograms``: traces the programs of an engine: the step in each shape of a launch, and the small programs beside it.
+"""``LoweredPrograms``: traces an engine's programs: the step for each launch shape, and smaller programs.
 
-They are traced from descriptions of parameters and state. A program that changes the state takes it as a donated argument and returns it.
+Parameters and state are traced as descriptions. A program that changes the state takes it as a donated argument and returns it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dsjax.model.step import ModelStep
 from sharding.cut import CutLowered, Worker, lower_cut
 
 COPIES = 32
-"""Pairs of pages that one run of the copying program takes."""
+"""Number of page pairs that one run of the copy program takes."""
 
 
 class LoweredPrograms:
@@ -61,7 +61,7 @@ class LoweredPrograms:
         experts: Worker | None = None,
     ):
         self.experts = experts
-        # The dispatch always counts, which takes no collective, because recording the counts must not compile anything.
+        # The dispatch always counts, without a collective, so that switching the recording on compiles nothing.
         self._step = dataclasses.replace(step, dispatch=dataclasses.replace(step.dispatch, report=True))
         self._params = device_state.description(dict(params))
         self._limits, self._exchanged = limits, experts_per_exchange
@@ -179,12 +179,12 @@ class LoweredPrograms:
         return jax.jit(run, donate_argnums=1).lower(*arguments)
 
     def lower_allocate(self) -> Lowered:
-        """``() -> state``, everything zero."""
+        """``() -> state``, all zeros."""
         make = lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), self._state)  # noqa: E731
         return jax.jit(make, out_shardings=jax.tree.map(lambda array: array.sharding, self._state)).lower()
 
     def lower_admit(self) -> Lowered:
-        """``(state, packed) -> state``: slots given, page tables changed; see ``slots.admit``."""
+        """``(state, packed) -> state`` with slots assigned and page tables changed; see ``slots.admit``."""
         return self._lower_small(slots.admit, self._described((ADMIT_WIDTH,), np.int32))
 
     def _lower_small(self, function: Callable, *arguments: Any) -> Lowered:
@@ -214,7 +214,7 @@ class LoweredPrograms:
         return self._lower_small(device_state.clear_pages, self._described((pages,), bool))
 
     def lower_read_loads(self) -> Lowered:
-        """``loads -> (loads, zeros)``: the experts' loads since the last reading; donated."""
+        """``loads -> (loads, zeros)``: the experts' loads since the last read. ``loads`` is donated."""
         run = lambda loads: self._pin((loads, jnp.zeros_like(loads)), (self._state.loads,) * 2)  # noqa: E731
         return jax.jit(run, donate_argnums=0).lower(self._state.loads)
 
@@ -329,7 +329,7 @@ def gathering(tree: Any) -> tuple[ProgramKey, Any]:
     """Return the key of the program that gathers a tree like this one, and descriptions of the tree's arrays."""
     described = device_state.description(tree)
     leaves, structure = jax.tree.flatten(described)
-    # Without the devices, which differ when the mesh is made anew.
+    # Without the devices, which differ in a new mesh.
     layouts = (one.sharding.spec if isinstance(one.sharding, NamedSharding) else str(one.sharding) for one in leaves)
     arrays = ((one.shape, str(one.dtype), layout) for one, layout in zip(leaves, layouts, strict=True))
     return ("gather", structure, *arrays), described

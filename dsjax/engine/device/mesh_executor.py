@@ -73,8 +73,8 @@ class MeshExecutor(DeviceAccess):
     programs in flight together can deadlock, so each program, and each command, is waited for before the next one starts.
 
     Args:
-        parts: make the optional parts, which carry out commands of their own. Pages are looked for in their order.
-        meet: waits for the other processes of the mesh, which call it at the same place; None: there are none.
+        parts: makers of the optional parts, which carry out their own commands. Pages are looked up in this order.
+        meet: waits for the other processes of the mesh, which call it at the same point; None: there are none.
         library, experts: as in `Programs`.
     """
 
@@ -121,7 +121,7 @@ class MeshExecutor(DeviceAccess):
         return next((offered for part in self._parts if (offered := part.extension(kind)) is not None), None)
 
     def awaits(self, command: Command) -> bool:
-        """Whether a caller waits for commands of this kind; never for a page source's own."""
+        """Whether a caller waits for commands of this kind; False for a page source's own commands."""
         handler = self._table.get(type(command))
         return handler is not None and handler.is_awaited
 
@@ -149,7 +149,7 @@ class MeshExecutor(DeviceAccess):
                 head = self._queue[0]
                 self._finish(head)
                 self._queue.popleft()
-                if self._queue and self._queue[0].started:  # it was enqueued before and runs only now
+                if self._queue and self._queue[0].started:  # enqueued earlier, but runs only now
                     self._queue[0].started = max(self._queue[0].started, head.ended)
                 self._advance()
 
@@ -182,12 +182,12 @@ class MeshExecutor(DeviceAccess):
         return self._recorder is not None
 
     def set_recording(self, on: bool) -> None:
-        """Switch the recording of the experts' load on or off, from the next step on. Switching on begins anew. Compiles nothing."""
+        """Switch the recording of the experts' load on or off, from the next step on. Switching on resets the counts. Compiles nothing."""
         if on != self.recording:
             self._recorder = ExpertRecorder(self.model) if on else None
 
     def expert_counts(self) -> ExpertCounts | None:
-        """Return what was recorded since recording began; None if it is off or the model has no experts."""
+        """Return the counts since recording began; None if it is off or the model has no experts."""
         return self._recorder.read() if self.recording else None
 
     def shutdown(self, held: HeldWeights | None = None) -> None:
@@ -198,7 +198,7 @@ class MeshExecutor(DeviceAccess):
         arrays = [*jax.tree.leaves(self.state), *self.params.values()]
         arrays += [pending.last for pending in self._queue if pending.last is not None]
         for array in arrays:
-            with contextlib.suppress(RuntimeError):  # its program has failed, or it was donated to one that has
+            with contextlib.suppress(RuntimeError):  # its program has failed, or it was donated to a failed one
                 array.block_until_ready()
         for part in self._parts:
             part.close()
@@ -217,7 +217,7 @@ class MeshExecutor(DeviceAccess):
                 array.delete()
 
     def go_on_with(self, model: model_step.ModelStep, programs: Programs) -> None:
-        """Use other programs from now on. The recording of experts begins anew."""
+        """Use other programs from now on. The recording of experts starts over."""
         super().go_on_with(model, programs)
         self._recorder = ExpertRecorder(self.model) if self.recording else None
         self._warm = self.programs.compiled
@@ -329,7 +329,7 @@ class MeshExecutor(DeviceAccess):
         pending.kept.outcomes.append(launched)
 
     def _score(self, pending: Pending, command: Score) -> Running:
-        """Send one sequence in chunks, which go through pages of rank 0."""
+        """Send one sequence in chunks, which use pages of rank 0."""
         pending.kept = []
         tokens, pages = np.frombuffer(command.tokens, "<i4"), np.frombuffer(command.pages, "<i4")
         limits = self.limits
@@ -385,7 +385,7 @@ class MeshExecutor(DeviceAccess):
         return run()
 
     def _rules(self, command: Step, launch: Launch, shape: LaunchShape) -> RowRules:
-        """Return what the sampling of a launch's rows needs, on the devices."""
+        """Return the sampling inputs of a launch's rows, on the devices."""
         rules = self._slots.rules_of(command, launch, shape)
         if rules.wanted is None:
             return rules

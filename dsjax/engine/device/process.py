@@ -1,4 +1,4 @@
-"""How this process runs XLA's programs: the folder of compiled programs, the memory, and errors about memory."""
+"""This process's XLA runtime: the compilation cache, memory, and out-of-memory errors."""
 
 import ctypes
 import os
@@ -18,7 +18,7 @@ from dsjax.owned_folder import why_distrusted
 from sharding.jax_internals import backend_is_running, keep_programs_of_every_process
 
 LEAST_COMPILE_SECONDS = 0.2
-"""Shorter compilations are not kept in a file."""
+"""Programs that compile faster are not cached."""
 
 # glibc's <malloc.h>.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
@@ -38,7 +38,7 @@ def cache_folder() -> Path | None:
 
 
 def enable_compile_cache() -> Path | None:
-    """Keep compiled programs in JAX's persistent cache, so that the next start finds them, in every process of a mesh.
+    """Keep compiled programs in JAX's persistent cache for the next start, in every process of a mesh.
 
     Return the folder as ``cache_folder`` does; None if programs are not kept. A folder that cannot be written is only read.
     """
@@ -80,7 +80,7 @@ def _without_cache(reason: str) -> None:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=1 << 20)  # a line alone, without one of this file
+    warnings.warn(message, stacklevel=1 << 20)  # print the message without a line of this file
 
 
 def why_unwritable(folder: Path) -> str | None:
@@ -118,9 +118,9 @@ def without_compile_cache() -> Iterator[None]:
 
 
 def size_memory_pool(share: float) -> None:
-    """Before JAX starts, set the share of each GPU's memory that JAX takes as its pool.
+    """Set the share of each GPU's memory that JAX takes as its pool. No-op if JAX has started.
 
-    It replaces ``XLA_CLIENT_MEM_FRACTION`` and its older name, because the engine, the dry run and the planner reckon with the option.
+    Overrides ``XLA_CLIENT_MEM_FRACTION`` and its older name, because the engine, the dry run and the planner rely on the option.
     """
     if backend_is_running():
         return
@@ -131,7 +131,7 @@ def size_memory_pool(share: float) -> None:
 _STATUS = re.compile(
     "(CANCELLED|UNKNOWN|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|FAILED_PRECONDITION|ABORTED|INTERNAL|UNAVAILABLE|DATA_LOSS): "
 )
-"""Beginning of the text of an XLA error; errors about wrong arguments begin otherwise."""
+"""Prefix of an XLA error's text. Errors about wrong arguments do not have it."""
 
 
 class OutOfDeviceMemoryError(UserError):
@@ -149,12 +149,12 @@ def explained_out_of_memory(doing: str, advice: str) -> Iterator[None]:
 
 
 def explain_out_of_memory(error: Exception, doing: str, advice: str) -> None:
-    """Raise an error that explains XLA's out-of-memory error: what ran out while ``doing`` what, and what to do.
+    """Explain XLA's out-of-memory error by raising one that says what failed while ``doing`` something, with advice.
 
     Raises:
-        OutOfDeviceMemoryError: in place of XLA's error. This function returns if the error is another one.
-        JaxRuntimeError: in place of a `ValueError`, as which JAX's fast way to call a program raises what fails while it is started. On
-            the CPU platform a program may run where it is started, so that a collective whose other side is gone fails there.
+        OutOfDeviceMemoryError: in place of XLA's error. For any other error the function returns.
+        JaxRuntimeError: in place of a `ValueError`, which JAX's fast call path raises if a program fails while it is started. On CPU, a
+            program may run in the calling thread, so a collective with a lost peer fails there.
     """
     text = str(error)
     is_status = type(error) is ValueError and _STATUS.match(text)
@@ -192,7 +192,7 @@ def keep_freed_memory() -> bool:
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Return the bytes that this process can still take: those free on the machine, or its container's limit if less; None off Linux.
 
-    The container's current use is not subtracted from its limit, because most of it may be file pages, which can be dropped.
+    The container's current use is not subtracted from its limit, because most of it may be page cache, which can be dropped.
     """
     bounds: list[int] = []
     try:

@@ -32,15 +32,15 @@ _SELDOM_WANTED = {"step": 5, "drafting step": 3, "drafts": 1}
 
 
 class RepeatedPut:
-    """``put`` for arrays that repeatedly go to the same devices, the inputs of each step: what JAX derives from a shape is kept.
+    """``put`` for the inputs of each step, which always go to the same devices: caches the values that JAX derives from a shape.
 
-    That is most of what ``jax.device_put`` costs for a small array: 18 µs instead of 197 on one device, 130 instead of 309 on 32 (two busy
-    cores, 2026-11-28, `python tools/bench_host.py --put --mesh dp=1 dp=32` at commit 69443ce0).
+    Deriving them is most of the cost of ``jax.device_put`` for small arrays: 18 µs instead of 197 on one device, 130 instead of 309 on 32
+    (two busy cores, 2026-11-28, `python tools/bench_host.py --put --mesh dp=1 dp=32` at commit 69443ce0).
     """
 
     def __init__(self, sharding: Sharding):
         self._sharding, self._put = sharding, batched_device_put()
-        # By shape and dtype: the abstract value, and by device the part of an array that goes there.
+        # (shape, dtype) → the abstract value, the slices of an array, and the device of each slice.
         self._known: dict[tuple[tuple[int, ...], np.dtype], tuple[Any, list[tuple[slice, ...]], list[jax.Device]]] = {}
 
     def __call__(self, array: np.ndarray) -> jax.Array:
@@ -91,7 +91,7 @@ class Programs(LoweredPrograms):
         self._shapes: dict[tuple[Rectangle | None, Rectangle | None], LaunchShape] = {}
 
     def _compiler_options(self, key: ProgramKey) -> dict[str, int | bool] | None:
-        # In an exact step, kernels compute the sums of layers and head, and `log_softmax` has a fixed order: only draws have sums of XLA's.
+        # In an exact step, kernels sum in layers and head, and `log_softmax` has a fixed order: XLA itself sums only in draws.
         platform = self._step.mesh.devices.flat[0].platform
         return compiler_options(platform, sums=not self._step.is_exact or key[0] == "draw")
 
@@ -155,9 +155,9 @@ class Programs(LoweredPrograms):
         self.store.compile_all(labels, report, self._compile_gathers)
 
     def compile_beside(self, keys: Iterable[ProgramKey], check_going_on: Callable[[], None]) -> None:
-        """Compile programs one by one while another thread runs them, which then waits for one program at most before its own.
+        """Compile programs one by one while another thread runs programs. That thread waits for at most one compilation before its own.
 
-        An exception of ``check_going_on``, which is called before each, ends this; so does ``drop``.
+        ``check_going_on`` is called before each program. An exception of it stops the compilation, as ``drop`` does.
         """
         for key in keys:
             check_going_on()
@@ -168,7 +168,7 @@ class Programs(LoweredPrograms):
                 self.store.compile(key, partial(self.lower, key))
 
     def compile_ahead(self, buckets: Buckets, go_on: Callable[[int, str], bool]) -> bool:
-        """Compile the programs of ``warm_up`` one by one in this thread, for the library alone. Return whether all are there.
+        """Compile the programs of ``warm_up`` one by one in this thread, only for the library. Return whether all are compiled.
 
         go_on: called before each program and at the end, with the number of finished programs and the next one's name; False: stop.
         """
@@ -189,7 +189,7 @@ class Programs(LoweredPrograms):
         self._no_masks.clear()
 
     def _compile_gathers(self, producer: ProgramKey) -> None:
-        """Compile the programs that replicate the results of a program that are seldom read: reports, prompt scores, drafts."""
+        """Compile the programs that replicate a program's seldom read results: reports, prompt scores, drafts."""
         program, first = self.store.compiled[producer], _SELDOM_WANTED.get(producer[0])
         if not self.shared or first is None:
             return
@@ -210,7 +210,7 @@ class Programs(LoweredPrograms):
         launches = [(*shapes, False) for shapes in buckets.shapes()]
         for decode, prefill, proposes, scored in [*launches, (None, buckets.scored, buckets.proposals, True)]:
             shape, name = self.shape(decode, prefill), shape_label(decode, prefill)
-            if not ends:  # a scored launch is like any other there
+            if not ends:  # scored launches have no program of their own there
                 labels["step", shape, False] = f"prompt scores, {name}" if scored else name
                 for count in (0, *proposes):
                     key = entering(shape, count)
@@ -238,9 +238,9 @@ class Programs(LoweredPrograms):
         return labels if stage is None else {key: f"{stage}: {name}" for key, name in labels.items()}
 
     def wanted_first(self, buckets: Buckets) -> dict[ProgramKey, str]:
-        """Return those of ``labels`` that any request needs: the shapes of one request alone on its rank, and what has no shape.
+        """Return the ``labels`` that every request needs: shapes of a request alone on its rank, and programs without a shape.
 
-        All of them where a program takes long to compile, or all processes of a mesh must have it.
+        Return all labels if programs take long to compile, or if all processes of a mesh must have them.
         """
         labels = self.labels(buckets)
         if self._step.mesh.devices.flat[0].platform != "cpu" or self.shared or self.experts is not None:

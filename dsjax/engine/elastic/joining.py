@@ -1,4 +1,4 @@
-"""From an engine's options to its group of processes: what must be alike in all of them, and how many devices each brings."""
+"""Join an engine's group of processes: values that must be equal in all of them, and devices per process."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from sharding.emulation import emulate_devices
 from sharding.scheduler_flags import start_exchanges_early
 
 LOOPBACK = "127.0.0.1"
-"""Where a process that is alone and was given no address listens for others."""
+"""Default address on which a single process listens."""
 _OWN = ("model", "revision", "kernel_cache")
-"""Options that may differ from host to host: where the model lies, for the fingerprint tells checkpoints apart."""
+"""Options that may differ between hosts, such as the model's path: the fingerprint identifies the checkpoint."""
 
 
 def host_options(args: EngineArgs) -> HostOptions | None:
-    """Find out which process of which group this is; None: it is alone.
+    """Return this process's group and its place in it; None if it is alone.
 
     Raises:
-        UserError: options that do not go together, or no address; or what started this process has several, and its options are of one.
+        UserError: options do not go together, or an address is missing; or a launcher started several processes, and they allow only one.
     """
     options = HostOptions.find(args, args.link_monitor_interval)
     if options is not None:
@@ -33,15 +33,15 @@ def host_options(args: EngineArgs) -> HostOptions | None:
 
 
 def join_group(args: EngineArgs, options: HostOptions | None):
-    """Have the CPU's devices emulated, and join the group; None where this process is alone. JAX must not have started.
+    """Emulate the CPU's devices, and join the group. Return None if this process is alone. JAX must not have started.
 
     Raises:
-        UserError, GroupError: somebody is missing or was started otherwise, or the model cannot be found: in all processes.
+        UserError, GroupError: a process is missing or has other options, or the model cannot be found. Raised in all processes.
     """
     devices = args.num_devices
     if args.enable_dbo:
         start_exchanges_early()
-    if args.is_side:  # what is wrong with it is said before a model is loaded
+    if args.is_side:  # report invalid credentials before a model is loaded
         args.credentials(args.transfer_host or (options.address if options else LOOPBACK))
     if options is None:
         emulate_devices(devices)
@@ -54,9 +54,9 @@ def join_group(args: EngineArgs, options: HostOptions | None):
 
 
 def _bound_collectives(seconds: int) -> None:
-    """Have a collective of the CPU platform fail when another process has not come to it for so long: it hangs.
+    """Make a collective on CPU fail if another process does not reach it within ``seconds``, because that process hangs.
 
-    Nobody compiles between two collectives (`Programs`). Where a process was only late, all go on in a new generation.
+    No process compiles between two collectives (see `Programs`). If a process was only late, all continue in a new mesh epoch.
     """
     flag = "--xla_cpu_collective_timeout_seconds"
     flags = os.environ.get("XLA_FLAGS", "")
@@ -65,7 +65,7 @@ def _bound_collectives(seconds: int) -> None:
 
 
 def _alike(args: EngineArgs, devices: int, options: HostOptions) -> dict[str, Any]:
-    """List what must be the same in all processes, by name as messages have it."""
+    """Return the values that must be equal in all processes, by their names in messages."""
     from dsjax.checkpoint.fingerprint import fingerprint
     from dsjax.checkpoint.hub import resolve
     from dsjax.config import load_config
@@ -89,5 +89,5 @@ def _alike(args: EngineArgs, devices: int, options: HostOptions) -> dict[str, An
 
 
 def versions() -> dict[str, str]:
-    """Give the versions of the packages that every process must have alike, by name as messages have it."""
+    """Return the versions of packages that must be equal in all processes, by their names in messages."""
     return {f"the version of {name}": installed_version(name) for name in ("dsjax", "jax", "jaxlib")}

@@ -1,4 +1,4 @@
-"""Transfers of pages between sides of several processes: which process keeps which chunks, and a follower's part in them."""
+"""KV transfers between sides with several processes: which process keeps which chunks, and a follower's part in them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _STAGE = "addresses of chunks"
 
 
 class FollowerTransfers:
-    """The part of a follower in its side's transfers.
+    """A follower's part in its side's transfers.
 
-    On the prefill side it keeps the chunks of its ranks. On the decode side it pulls chunks to its devices, and reports each to process 0.
+    On the prefill side, it keeps its ranks' chunks. On the decode side, it pulls chunks to its devices and reports each one to process 0.
     """
 
     def __init__(self, args: EngineArgs, group: HostGroup):
@@ -37,7 +37,7 @@ class FollowerTransfers:
         self._chunks: RemoteChunks | None = None
 
     def join(self, loaded: LoadedEngine) -> None:
-        """Take part in the transfers of a new generation."""
+        """Take part in the transfers of a new mesh epoch."""
         args, group = self._args, self._group
         if args.disaggregation_mode == "prefill":
             if self._kept is not None:
@@ -89,7 +89,7 @@ def transport_of(args: EngineArgs, host: str) -> Transport:
 
 
 def space_of(args: EngineArgs, loaded: LoadedEngine) -> dict[str, Any]:
-    """Return what must be alike on both sides (`Greeting.space`)."""
+    """Return the values that must be equal on both sides (`Greeting.space`)."""
     backend = args.disaggregation_transfer_backend
     return loaded.page_space | {"disaggregation_transfer_backend": backend, "transfer_messages": VERSION}
 
@@ -102,10 +102,10 @@ def host_of(args: EngineArgs, group: HostGroup | None) -> str:
 
 
 def endpoint_of(args: EngineArgs, group: HostGroup | None, port: int = 0) -> Endpoint:
-    """Return the endpoint for this process's transfers: the group's, or its own if an address or a port of its own was given.
+    """Return the endpoint for this process's transfers: the group's, or a separate one if an address or a port was given.
 
     Raises:
-        UserError: the address cannot be used; or it is beyond loopback, and no cluster key was given.
+        UserError: the address cannot be used, or it is not loopback and no cluster key was given.
     """
     host = host_of(args, group)
     if group is not None and not port and host == group.options.address:

@@ -1,4 +1,4 @@
-"""``PipelineExecutor``: the pipeline stages of one process as one executor; ``ExpertsOfStages``: their routed experts as one model's."""
+"""``PipelineExecutor``: one process's pipeline stages as one executor. ``ExpertsOfStages``: the routed experts of all these stages."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class PipelineExecutor:
     """Carries out every command on all stages, and passes hidden states from each stage to the next.
 
     On accelerators a command is enqueued on all stages at once, so that stages work on different steps. On emulated devices, where programs
-    in flight together can deadlock, a command passes the stages when somebody waits for it; a command without a waiter passes them when
+    in flight together can deadlock, a command passes the stages when a caller waits for it; a command without a waiter passes them when
     all earlier commands are done. There an interrupt (Ctrl-C) pauses a command, which continues later. After an error, or an interrupt on
-    accelerators, stages may have begun different commands, so the executor launches nothing any more.
+    accelerators, stages may have begun different commands, so the executor refuses further commands.
 
     Args:
         stages: from first to last.
         experts: moves experts by load (`--enable-eplb`); None: experts stay.
-        joined: what parts of the stages' executors offer together.
+        joined: interfaces that parts of the stages' executors offer together.
 
     model: the step of the last stage, which makes the tokens. limits: the same for all stages.
     """
@@ -69,7 +69,7 @@ class PipelineExecutor:
             stage.buckets = buckets
 
     def extension(self, kind: type[Kind]) -> Kind | None:
-        """Return what the stages together offer of this kind, or None. An offer of one stage alone does not count."""
+        """Return the interface of this type that all stages offer together, or None. Interfaces of single stages do not count."""
         return next((offered for part in self._joined if (offered := part.extension(kind)) is not None), None)
 
     def launch(self, command: Command) -> PendingStages:
@@ -102,7 +102,7 @@ class PipelineExecutor:
         """Wait for a command and return its results; pass a step's results to all stages."""
         self.wait(pending)
         last, part = self.stages[-1], pending.parts[-1]
-        if pending.results is None:  # they are there if an interrupt followed
+        if pending.results is None:  # already set if an interrupt followed
             if isinstance(pending.command, OF_EXPERTS):
                 pending.results = self._experts.collect(pending)
             else:
@@ -158,7 +158,7 @@ class PipelineExecutor:
 
     @contextlib.contextmanager
     def _breaks_at(self, kind: type[BaseException]) -> Iterator[None]:
-        """Launch nothing any more after an exception of this kind."""
+        """Refuse further commands after an exception of this kind."""
         try:
             yield
         except kind as error:
@@ -181,7 +181,7 @@ class PipelineExecutor:
             stage.warm_up(report)
 
     def counts(self) -> ExecutorCounts:
-        """Counts of the last step, and since the start."""
+        """Return the counts of the last step and since the start."""
         each = [stage.counts() for stage in self.stages]
         late = sum(one.compilations_after_warm_up for one in each)
         return ExecutorCounts(each[-1].num_padding_tokens, late, counts_of_all([one.experts for one in each]))
@@ -201,7 +201,7 @@ class PipelineExecutor:
         return counts_of_all([stage.expert_counts() for stage in self.stages])
 
     def shutdown(self, held: Any = None) -> None:
-        """Release what all stages hold. held: unused, as no later executor takes anything over."""
+        """Release all stages. held: unused, because no later executor takes anything over."""
         for stage in self.stages:
             stage.shutdown()
 

@@ -28,7 +28,7 @@ from dsjax.messaging.link import LinkLostError, Message
 
 _LOOK_SECONDS = 0.5
 _LINGER_SECONDS = 2.0
-"""How long a closed connection still sends what it was given before."""
+"""Seconds that a closed connection may take to send queued messages."""
 HIDDEN, RESULTS = "hidden", "results"
 """Names of links: what they carry."""
 _LOADS = "experts' loads"
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Inbox:
-    """Items received over one link, numbered from 0. One is kept until a later one is asked for, so that an interrupt loses nothing."""
+    """Items received over one link, numbered from 0. An item is kept until a later one is requested, so an interrupt loses nothing."""
 
     def __init__(self, listener: LinkListener, sender: str):
         self.listener, self._sender = listener, sender
@@ -58,16 +58,16 @@ class _Inbox:
                 self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """End every wait for an item that has not come with this error."""
+        """Make every wait for a missing item return this error."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def get(self, number: int, seconds: float) -> Any:
-        """Drop the items before `number`, and wait for that one. Return the exception instead if it will never come.
+        """Drop the items before `number`, and wait for item `number`. Return an exception if it will never arrive.
 
         Raises:
-            queue.Empty: it has not come in time.
+            queue.Empty: the item has not arrived in time.
         """
         with self._changed:
             for earlier in [item for item in self._items if item < number]:
@@ -113,7 +113,7 @@ class ProcessLinks:
             threading.Thread(target=inbox.receive, name="dsjax-stages", daemon=True).start()
 
     def _meet(self, place: int) -> None:
-        """Listen, learn where the others do, and connect to those that this process sends to."""
+        """Listen, exchange addresses with the other processes, and connect to the receivers of this process."""
         group, order, listening = self._group, self._order, dict[str, tuple[str, bytes]]()
         senders = {} if place == 0 else {HIDDEN: order[place - 1]}
         for name, sender in (senders if self.ends else senders | {RESULTS: order[-1]}).items():
@@ -127,7 +127,7 @@ class ProcessLinks:
             self._next.append(group.link_to(other, listeners[other][name], name, encrypted=self.ends))
 
     def arriving(self, send: Callable[[np.ndarray], Array]) -> _Arriving:
-        """Return what the first stage of this process takes hidden states from. send: moves them to its devices."""
+        """Return the source of hidden states for this process's first stage. send: moves them to the stage's devices."""
         return _Arriving(lambda number: self._take(HIDDEN, number)[1][0], send)
 
     def pass_on(self, hidden: Array) -> None:
@@ -157,11 +157,11 @@ class ProcessLinks:
         return msgspec.convert(rows, list[RankResults]), outputs
 
     def gather(self, read: Callable[[], ExpertCounts | None]) -> list[ExpertCounts | None]:
-        """Read this process's counts and send them to process 0. Return them, or in process 0 those of all in the order of their stages."""
+        """Read this process's counts and send them to process 0. Return them, or in process 0 all processes' counts in stage order."""
         agreement = self._group.agreement
         try:
             own = read()
-        except BaseException:  # keeps the number of this question equal in all processes
+        except BaseException:  # keeps the number of exchanges equal in all processes
             agreement.tell(_LOADS)
             raise
         if not self.leads:
@@ -181,13 +181,13 @@ class ProcessLinks:
             link.close(_LINGER_SECONDS)
 
     def _later(self, send: Callable[[], None]) -> None:
-        """Have the thread send. Raises the error of what it sent before."""
+        """Send in the thread. Raises the error of an earlier send."""
         if self._sent is not None and self._sent.done():
             self._raise(self._sent.exception())
         self._sent = self._thread.submit(self._send_or_end, send)
 
     def _send_or_end(self, send: Callable[[], None]) -> None:
-        """Send. On a failure end all connections, so that neither this process nor another one waits for ever."""
+        """Send. On a failure end all connections, so that no process waits forever."""
         try:
             send()
         except Exception as error:
@@ -210,7 +210,7 @@ class ProcessLinks:
                 self._group.check()
                 continue
             if isinstance(found, Exception):
-                self._error = found  # what comes after it is not what anyone waits for
+                self._error = found  # later items do not match any wait
                 continue
             return found
 

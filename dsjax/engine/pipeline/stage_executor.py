@@ -26,7 +26,7 @@ class PendingStages:
     Attributes:
         parts: the command's part at each stage that has begun; None where a stage has nothing to do.
         passed: number of stages that have finished the command.
-        hidden: hidden states of the last finished stage, one array a launch, on the devices of the next stage.
+        hidden: hidden states of the last finished stage, one array per launch, on the devices of the next stage.
         results: the command's results; from another process in the form of `ProcessLinks.hear`.
         told: number of stages that have entered the results.
         number: number under which the process with the last stage publishes the results; None: the command has no results.
@@ -62,7 +62,7 @@ class StageExecutor(MeshExecutor):
     A launch takes its hidden states from ``arriving`` and appends its own to ``leaving``, both in the order of the commands.
     Call ``enter`` with a step's results at every stage but the last, before the next step of the same requests.
 
-    arriving: hidden states of the stage before, on this stage's devices; any object with `popleft`. leaving: this stage's hidden states.
+    arriving: hidden states of the previous stage, on this stage's devices; any object with `popleft`. leaving: this stage's hidden states.
     """
 
     def __init__(self, *arguments: Any, **options: Any):
@@ -95,7 +95,7 @@ class StageExecutor(MeshExecutor):
         return read_step(pending.command, pending.kept.outcomes)
 
     def outputs(self, pending: Pending) -> list[LastStageOutput]:
-        """The last stage's outputs of a collected step, one a launch, for the other stages to ``enter``."""
+        """Return the last stage's outputs of a collected step, one per launch, for the other stages to ``enter``."""
         return [
             LastStageOutput(np.asarray(one.outcome), None if one.drafts is None else np.asarray(one.drafts))
             for one in pending.kept.outcomes

@@ -1,4 +1,4 @@
-"""`StagesOfProcess`: the executor of the stages on this process's devices, where other processes have other stages."""
+"""`StagesOfProcess`: the executor of this process's stages when other processes have the other stages."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from sharding.arrays import put
 
 
 class StagesOfProcess(PipelineExecutor):
-    """Has this process's stages carry out every command. Hidden states come from the previous process and go to the next one.
+    """Runs every command on this process's stages. Hidden states come from the previous process and go to the next one.
 
-    All processes carry out the same commands in order, as they are launched. They enter a step's results once process 0 has collected
+    All processes carry out the same commands in launch order. They enter a step's results once process 0 has collected
     them (`LaunchMessage.collected`), and before the next step of the same requests.
     """
 
@@ -33,7 +33,7 @@ class StagesOfProcess(PipelineExecutor):
             first.arriving = links.arriving(lambda hidden: put(hidden, first.programs.rows))
 
     def launch(self, command: Command) -> PendingStages:
-        """Carry out a command at the stages here, or enqueue it."""
+        """Run a command on this process's stages, or enqueue it."""
         self._check_whole()
         pending = PendingStages(command)
         with self._breaks_at(BaseException):
@@ -69,29 +69,29 @@ class StagesOfProcess(PipelineExecutor):
     def _receive(self, pending: PendingStages) -> None:
         """Wait for a command's results from another process's last stage, in the order of commands.
 
-        Results have numbers, so results that an interrupt kept from being stored are received again.
+        Results are numbered, so results lost to an interrupt before they were stored are received again.
         """
         if pending.results is None and not self._links.ends and pending.number is not None:
             pending.results = self._links.hear(pending.number)
 
     def counts(self) -> ExecutorCounts:
-        """Return what the last step did here, what happened since the start, and the experts' load as read last."""
+        """Return this process's counts of the last step and since the start, with the experts' load as last read."""
         return super().counts()._replace(experts=self._loads)
 
     def set_recording(self, on: bool) -> None:
-        """Begin or end recording the experts' load at the stages here, from the next step on."""
+        """Switch the recording of the experts' load on or off at this process's stages, from the next step on."""
         super().set_recording(on)
         self._loads = None
 
     def expert_counts(self) -> ExpertCounts | None:
-        """Return what was recorded: in process 0 of all stages, in others of those here. All processes read at the same point."""
+        """Return the recorded counts: of all stages in process 0, of its own stages in others. All processes read at the same point."""
         if not self.recording:
             return None
         self._loads = counts_of_all(self._links.gather(super().expert_counts))
         return self._loads
 
     def shutdown(self, held: Any = None) -> None:
-        """Free what all stages here hold, and end the connections."""
+        """Close the connections, and release this process's stages."""
         self._links.close()
         super().shutdown(held)
 
