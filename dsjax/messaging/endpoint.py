@@ -256,7 +256,7 @@ class Endpoint:
     # The messaging thread.
 
     def post(self, call: Callable[[], object]) -> None:
-        """Queue a call for the messaging thread."""
+        """Queue a call for the messaging thread, which runs calls in order."""
         self._todo.put(call)
         self._wake_up()
         if self._ended.is_set():  # the thread has ended: queued calls fail

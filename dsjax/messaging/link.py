@@ -1,7 +1,7 @@
 """`LinkListener` and `Link`: bulk data between threads of two processes, bypassing the messaging thread.
 
-The calling thread waits at the socket. A message is a header and buffers, split into frames; buffers are sent without a copy. A link
-without encryption (`--encrypt-bulk`) is opened with a ticket from a control message: an open socket would buffer anyone's messages.
+The calling thread waits at the socket. A message is a header and buffers, split into frames; buffers are sent without a copy. An
+unencrypted link (no `--encrypt-bulk`) opens with a ticket from a control message: an open socket would buffer anyone's messages.
 """
 
 import contextlib

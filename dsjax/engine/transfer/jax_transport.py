@@ -19,7 +19,7 @@ _TICKET_BYTES = 8
 class JaxTransport(Transport):
     """Transport over `jax.experimental.transfer`, where pulling an unknown number hangs and a chunk stays pinned until it is pulled.
 
-    JAX's server does not authenticate clients: each chunk has a random number, its ticket. device: of the sending client. host: its address.
+    JAX's server authenticates no clients: each chunk has a random number, its ticket. device: of the sending client. host: its address.
     """
 
     def __init__(self, device: Any, host: str):

@@ -295,7 +295,7 @@ class RemotePrefills(PageSource):
             self._complete(transfer, now)
 
     def load_failed(self, rank: int, name: bytes, number: int) -> None:
-        """Drop a page whose pull failed from the executor, because another process may have its part of the page."""
+        """Tell the executor to drop a page whose pull failed, because another process may have its part of the page."""
         self.ranks[rank].landing.drop(number)
 
     def release(self, rank: int, request: Request) -> None:
