@@ -1,21 +1,21 @@
-"""The errors that are the user's to mend.
+"""Errors that the user can fix.
 
 Every message says what was found, what was expected and what to do. The command line prints a `UserError` without a
-traceback; any other exception is a fault of the program and keeps its traceback.
+traceback; any other exception is a bug and keeps its traceback.
 """
 
 from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """Something the user gave (a flag, a file, a request) cannot be used as it is."""
+    """User input (a flag, a file, a request) that cannot be used as given."""
 
 
 def check_fields(what: str, given: Iterable[str], fields: Iterable[str], required: Iterable[str]) -> None:
-    """Make sure that a file of the user's has the fields that it needs, and no others.
+    """Check that a user's file has all required fields and no unknown ones.
 
     Raises:
-        UserError: `what`, with the fields that are missing, those that are unknown, and all that there are.
+        UserError: fields are missing or unknown. The message names `what`, these fields and all valid fields.
     """
     given, fields = set(given), list(fields)
     missing = [name for name in required if name not in given]
@@ -26,7 +26,7 @@ def check_fields(what: str, given: Iterable[str], fields: Iterable[str], require
 
 
 def why_unreadable(error: Exception) -> str:
-    """Why a text file cannot be read, without its name, which the message around it has."""
+    """Return why a text file cannot be read, without its name, which the caller's message contains."""
     if isinstance(error, UnicodeDecodeError):
         return "it is not UTF-8 text"
     return getattr(error, "strerror", None) or str(error)
@@ -37,4 +37,4 @@ class ConfigError(UserError):
 
 
 class ChangeUnderWayError(UserError):
-    """Another mesh was asked for while the mesh is being changed."""
+    """A mesh change was requested while another one is in progress."""

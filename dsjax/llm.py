@@ -54,18 +54,18 @@ class LLM:
 
     Options are ``EngineArgs``'s (``dsjax serve --help-all`` shows them). On the CPU platform the mesh's devices are
     emulated, if JAX has not started yet. Programs compile when first used; ``warm_up()`` compiles them all.
-    ``event_sink`` is told which pages can be found. ``group`` is what `join_group` gave for the same options, if the caller called it.
+    ``event_sink`` is told which pages can be found. ``group`` is the result of `join_group` for the same options, if already called.
 
-    A mesh may belong to several processes: run the same script in each of them, with ``coordinator_address``, ``num_processes`` and
-    ``process_id``, or under Slurm and the like without. In all but process 0 the constructor does not return: it follows process 0, and
-    ends the process (``SystemExit``) when that one is done. Processes that are lost, leave or come back are noticed in ``generate``: the
-    prompts go on on the mesh of those that are there.
+    A mesh may span several processes: run the same script in each of them, with ``coordinator_address``, ``num_processes`` and
+    ``process_id``, which Slurm and similar launchers provide. In all but process 0 the constructor does not return: it follows process 0
+    and ends the process (``SystemExit``) when process 0 is done. If processes are lost, leave or return, ``generate`` continues the
+    prompts on the mesh of the processes that are present.
 
-    Calls from several threads take turns. Ctrl-C ends ``generate`` after the step that is computed, and the next call works; a second
+    Calls from several threads run one at a time. Ctrl-C ends ``generate`` after the current step, and the next call works; a second
     Ctrl-C does not wait for the step, and may leave the engine unusable.
 
     Raises:
-        UserError, MeshError: an option, model or mesh that cannot be, before weights are read.
+        UserError, MeshError: an option, the model or the mesh is invalid; raised before weights are read.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class LLM:
                 "have it"
             )
 
-        # Whoever keeps the error, as a notebook does, must not keep threads, connections and caches too.
+        # A kept exception, as in a notebook, must not keep threads, connections and caches alive.
         with contextlib.ExitStack() as opened:
             if group is not None:  # the others wait for this process, which may live on
                 opened.callback(group.leave, "its engine could not be started")
@@ -106,7 +106,7 @@ class LLM:
     def _load(
         self, group: HostGroup | None, event_sink: EventSink | None, show_progress: bool, opened: contextlib.ExitStack
     ) -> None:
-        """Load the model, and make the engine. opened: what is closed where that fails."""
+        """Load the model and create the engine. opened: what to close if that fails."""
         from dsjax.engine.elastic.generations import Generations
         from dsjax.engine.program_cache.library import ProgramLibrary
         from dsjax.engine.setup.loading import load_model
@@ -154,21 +154,21 @@ class LLM:
 
     @property
     def executor(self) -> Executor:
-        """What computes, on the mesh of now."""
+        """The executor on the current mesh."""
         return self.engine.core.executor
 
     @property
     def facts(self) -> EngineFacts:
-        """What was loaded, on the mesh of now."""
+        """What was loaded, on the current mesh."""
         return self._facts if self._generations is None else self._generations.facts
 
     def scale(
         self, mesh: str | MeshSpec | None = None, *, expert_mesh: str | None = None, afd_address: str | None = None
     ) -> None:
-        """Continue on another mesh, larger or smaller. Requests continue too. None: that part stays as it is.
+        """Continue on another mesh, larger or smaller, with all requests. None: keep that part.
 
-        expert_mesh: the experts' devices in this process, if they have devices of their own; ``mesh`` is then the attention side's.
-        expert_mesh, afd_address: other expert processes, without ``mesh``. The caches stay.
+        expert_mesh: the experts' devices in this process, if they are separate; ``mesh`` is then the attention side's.
+        expert_mesh, afd_address: without ``mesh``, switch to other expert processes and keep the caches.
 
         Raises:
             UserError, MeshError: the change is not possible; nothing has changed.
@@ -186,15 +186,15 @@ class LLM:
         session: str | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Continue each prompt; outputs come in the prompts' order.
+        """Generate a completion of each prompt, in the order of the prompts.
 
         prompts: texts, lists of token ids, or dicts with ``prompt_token_ids``; one or several. sampling_params: for all, or one for each.
-        priority: one for each prompt, lower first, with ``scheduling_policy="priority"``. cache_salt: pages of the cache are
+        priority: one for each prompt, lower first, with ``scheduling_policy="priority"``. cache_salt: cache pages are
         shared only with prompts of the same salt. session: prompts of one session run on one DP rank. use_tqdm: show on standard error how
         many prompts are done.
 
         Raises:
-            UserError: a prompt or parameter that cannot be; nothing is run then. Or the engine was shut down.
+            UserError: a prompt or parameter is invalid (nothing is run then), or the engine was shut down.
         """
         wanted = "text, {'prompt_token_ids': [...]}, or a list of prompts"
         prompts = [prompts] if isinstance(prompts, str | Mapping) else _listed("prompts", prompts, wanted)
@@ -222,7 +222,7 @@ class LLM:
                 for request_id in ids:
                     self.engine.abort(request_id)
                 while self.engine.has_unfinished():
-                    self.engine.step()  # takes the aborted requests' last outputs out, and waits for steps under way
+                    self.engine.step()  # discards the last outputs of the aborted requests, and waits for steps in flight
                 raise
         return [outputs[request_id] for request_id in ids]
 
@@ -237,15 +237,15 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, prepared as ``/v1/chat/completions`` prepares them.
+        """Answer one conversation or several, prepared as in ``/v1/chat/completions``.
 
-        messages: OpenAI's: dicts with ``role`` and ``content``, ``tool_calls``, ``tool_call_id``. add_generation_prompt: whether the model
-        begins an answer; default: unless continue_final_message, with which it goes on inside the last message. tools: that the model may
-        call, as OpenAI writes them; the text has its calls as the model writes them. chat_template_kwargs: variables for the template
-        (``thinking``). use_tqdm: as of `generate`.
+        messages: as in OpenAI's API: dicts with ``role`` and ``content``, ``tool_calls``, ``tool_call_id``. add_generation_prompt: whether
+        the model begins an answer; default: unless continue_final_message, which continues the last message. tools: that the model may
+        call, in OpenAI's format; calls appear in the text as the model writes them. chat_template_kwargs: variables for the template
+        (``thinking``). use_tqdm: as in `generate`.
 
         Raises:
-            UserError: a model without a chat template, or messages and tools that cannot be.
+            UserError: the model has no chat template, or messages or tools are invalid.
         """
         from dsjax.serve.chat_prompt import conversation_prompt
 
@@ -262,14 +262,14 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer | None:
-        """Return the model's tokenizer; None where it has none."""
+        """Return the model's tokenizer; None if it has none."""
         return self.tokenizer
 
     def logits(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Float32 ``[tokens, vocab]`` for each sequence: next-token logits at every position, through the paged cache.
+        """Return float32 logits ``[tokens, vocab]`` for each sequence: next-token logits at every position, through the paged cache.
 
         Raises:
-            UserError: an empty or too long sequence, a token id that is no integer or outside the vocabulary, or requests that are running.
+            UserError: a sequence is empty or too long, a token id is no integer or outside the vocabulary, or requests are running.
         """
         with self._turn(), deferred_interrupts() as raise_interrupt:
             if self.engine.has_unfinished():
@@ -298,7 +298,7 @@ class LLM:
             self.parts.warm_up(progress)
 
     def shutdown(self) -> None:
-        """Free the devices' memory, when calls of other threads are done. The engine cannot be used afterwards."""
+        """Free the devices' memory after calls of other threads have ended. The engine cannot be used afterwards."""
         with self._lock:
             self.engine.shutdown()
             self._is_shut_down = True
@@ -313,7 +313,7 @@ class LLM:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Keep the engine to this thread; calls of others wait. Raises a `UserError` once it was shut down."""
+        """Lock the engine for this thread. Raise `UserError` if it was shut down."""
         with self._lock:
             if self._is_shut_down:
                 raise UserError("this LLM was shut down; make another one")
@@ -336,7 +336,7 @@ class LLM:
 
 
 def _listed(name: str, given: object, wanted: str) -> list:
-    """Make a list of what several things were given as, or raise. Bytes would be integers, and a set would have no order."""
+    """Convert a sequence to a list, or raise. Bytes would become integers, and sets have no order."""
     if not isinstance(given, str | bytes | bytearray | Mapping | Set):
         with contextlib.suppress(TypeError):
             return list(given)
@@ -357,7 +357,7 @@ def _params_for(prompts: list[Prompt], given: object) -> list[SamplingParams]:
 
 
 def _conversations(messages: object) -> list[list]:
-    """Make a list of conversations of one or several."""
+    """Return a list of conversations from one or several."""
     wanted = "a list of messages such as {'role': 'user', 'content': 'Hello'}"
     given = _listed("messages", messages, f"{wanted}, or a list of such lists")
     conversations = [given] if not given or isinstance(given[0], Mapping) else given

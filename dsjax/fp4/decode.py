@@ -39,11 +39,11 @@ def unpack(packed: UInt8[Array, "..."], axis: int, integers: bool = False) -> Fl
 def decode(
     packed: UInt8[Array, "..."], scales: Array, whole: Float[Array, "..."] | None, depth_axis: int, dtype: jnp.dtype
 ) -> Float[Array, "..."]:
-    """Return ``(value × scale) × whole``, computed in float32 and rounded to ``dtype``. For e2m1 without ``whole`` bfloat16 is exact.
+    """Return ``(value × scale) × whole``, computed in float32 and rounded to ``dtype``. Without ``whole``, e2m1 is exact in bfloat16.
 
     packed: ``[..., in / 2, (2,) out]``. depth_axis: the axis of ``in``. scales: ``[..., in / block, (2,) out]``, e4m3 (NVFP4), uint8 with
-    e8m0 exponents (MXFP4) or bfloat16 (INT4). whole: the tensor's scale of each matrix, with the same leading dimensions and trailing
-    ones; None in formats without one.
+    e8m0 exponents (MXFP4) or bfloat16 (INT4). whole: each matrix's per-tensor scale, with the same leading dimensions and trailing
+    dimensions of 1; None in formats without one.
     """
     values = unpack(packed, depth_axis, integers=scales.dtype == INT4.scale_dtype)
     block = values.shape[depth_axis] // scales.shape[depth_axis]

@@ -1,4 +1,4 @@
-"""What the packed formats NVFP4, MXFP4 and INT4 are, and what ``--weights`` calls them. Without JAX: planner and configuration read it."""
+"""The packed formats NVFP4, MXFP4 and INT4, and their ``--weights`` names. Imports no JAX: used by the planner and the configuration."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ E8M0_BIAS = 127
 INT4_OFFSET = 8
 """The code of the integer 0: codes 0 to 15 are −8 to 7, as compressed-tensors packs them (``pack_to_int32``)."""
 INT4_HALF_RANGE = 7.5
-"""A block's largest magnitude over its scale: half of the 15 steps from −8 to 7."""
+"""Ratio of a block's largest magnitude to its scale: half of the 15 steps from −8 to 7."""
 
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """A format of four-bit values, two a byte, of which ``block`` along the depth share a scale.
+    """A format of four-bit values, two per byte, with one scale per ``block`` values along the depth.
 
-    scale_dtype: NumPy's or ml_dtypes' name of a scale's dtype, which no other format has; ``uint8`` is the byte of an e8m0 exponent.
-    has_global: whether a tensor has a float32 scale of its own, too. integers: whether values are integers, and not e2m1 numbers.
+    scale_dtype: NumPy or ml_dtypes name of the scale's dtype, different in each format; ``uint8`` is the byte of an e8m0 exponent.
+    has_global: whether a tensor also has a float32 scale. integers: whether values are integers instead of e2m1 numbers.
     """
 
     name: str
@@ -37,7 +37,7 @@ class PackedFormat:
 
     @property
     def bytes_per_value(self) -> float:
-        """Bytes of a value with its share of the block's scale; the tensor's own 4 bytes are left out."""
+        """Bytes per value, including its share of the block's scale but not the tensor's 4-byte scale."""
         return 0.5 + self.scale_bytes / self.block
 
 
@@ -46,18 +46,18 @@ MXFP4 = PackedFormat("mxfp4", 32, "uint8")
 INT4 = PackedFormat("int4", 32, "bfloat16", integers=True)
 FORMATS = {form.name: form for form in (NVFP4, MXFP4, INT4)}
 UNQUANTISED = "-bf16"
-"""Ending of the names of weights of which only the routed experts are quantised."""
+"""Suffix of ``--weights`` names that quantise only the routed experts."""
 
 
 def experts_format(weights: str) -> PackedFormat | None:
-    """The format of the routed experts of ``weights``; None where they are not packed."""
+    """Return the format of the routed experts of ``weights``; None if they are not packed."""
     return FORMATS.get(weights.removesuffix(UNQUANTISED))
 
 
 def with_scales_of(dtype: str) -> PackedFormat:
-    """The format whose blocks have scales of a dtype.
+    """Return the format whose block scales have a dtype.
 
     Raises:
-        StopIteration: none has such.
+        StopIteration: no format has scales of this dtype.
     """
     return next(form for form in FORMATS.values() if form.scale_dtype == dtype)

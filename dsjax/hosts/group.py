@@ -1,4 +1,4 @@
-"""`HostGroup`: this process's place in a started group: its connections, the log of commands, and generations."""
+"""`HostGroup`: this process's membership in a started group: connections, command log and generations."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ from dsjax.messaging.broadcast import BroadcastLog, LogReader
 __all__ = ["GroupError", "HostGroup"]
 
 Heard = bytes | Announcement
-"""What a process hears in a generation: commands, and the announcement that ends it."""
+"""A message of a generation: a command, or the announcement that ends it."""
 
 _LEAVE = "leave"
 _ANNOUNCEMENT, _COMMAND = b"a", b"c"
 _LOOK_SECONDS = 1.0
 _LEAVE_SECONDS = 10.0
 _GRACE_SECONDS = 3.0
-"""In which whoever waits in Python says what has happened. JAX aborts a process three seconds later."""
+"""Seconds in which waiting Python threads can report a loss before this process ends. JAX aborts a process three seconds later."""
 _TOGETHER_SECONDS = 0.5
-"""Processes that ask to leave within it make one change of the mesh."""
+"""Requests to leave that arrive within so many seconds share one mesh change."""
 
 
 class HostGroup(Membership):
-    """A group whose processes are all there. `start` forms it; `leave` must be called, or happens when Python ends.
+    """A complete group of processes. `start` creates it; `leave` ends it, and also runs when Python exits.
 
-    A process is gone when its connection to process 0 has ended, or was silent for the heartbeat's timeout; compiling, loading or a long
-    step never counts as silence. Process 0 then announces a new generation, which the others wait for. Where process 0 goes, all end.
+    A process is lost when its connection to process 0 ends or is silent for the heartbeat timeout; compiling, loading or a long
+    step never counts as silence. Process 0 then announces a new generation, for which the others wait. If process 0 is lost, all end.
 
     Args:
-        door: process 0's. leader: any other's connection to process 0.
-        response: what process 0 has told all, or this process where the group had formed before.
+        door: in process 0. leader: in other processes, the connection to process 0.
+        response: process 0's response to all processes, or to this process alone if the group had already formed.
 
     Raises:
-        GroupError: process 0 is lost already.
+        GroupError: process 0 is already lost.
 
     Attributes:
-        on_change: process 0's: called in another thread when a member has gone (with the error), has come back or wants to leave (None).
-        has_ended: whether process 0 has said that nothing more will come.
-        agreement: what all in the generation say. collectives: this process's connections for them.
-        links: which other processes this one reaches, and the state of the links to them.
+        on_change: in process 0: called in another thread when a member is lost (with the error), has returned or asks to leave (None).
+        has_ended: whether process 0 has announced the end of the group.
+        agreement: all-gather over the processes of the generation. collectives: this process's connections for collectives.
+        links: the other processes that this one reaches, and the state of the links to them.
     """
 
     def __init__(
@@ -101,19 +101,19 @@ class HostGroup(Membership):
             try:
                 self._reader = LogReader(endpoint, leader, response.log, name, self._take, fail)
             except BaseException as error:
-                self.leaving = True  # whoever starts the group hears of it here
+                self.leaving = True  # the caller gets this error
                 if isinstance(error, PeerLostError):
                     raise GroupError(f"the group of {self.members[0].name} cannot be followed: {error}") from error
                 raise
 
     @classmethod
     def start(cls, options: HostOptions, prepare: Callable[[], Mapping[str, Any]]) -> HostGroup:
-        """Meet the others and join them; see `Door.meet`. JAX must not have started.
+        """Join the other processes (see `Door.meet`). JAX must not have started.
 
-        Where the group has formed already, and this process has the id of one that is gone, it waits for the announcement of `generation`.
+        If the group has already formed and this process has the id of a lost one, it waits for the announcement of `generation`.
 
         Raises:
-            GroupError, UserError: there is no group, as `Door.meet` says; or a link between two of its processes is cut.
+            GroupError, UserError: no group forms (see `Door.meet`), or the link between two of its processes is broken.
         """
         options = located(options)
         with contextlib.ExitStack() as opened:  # a start that fails leaves no port open
@@ -126,7 +126,7 @@ class HostGroup(Membership):
             else:
                 response, leader = attend(options, endpoint, prepare)
                 group = cls(options, response, endpoint, leader=leader)
-            opened.callback(setattr, group, "leaving", True)  # it has lost nobody
+            opened.callback(setattr, group, "leaving", True)  # a failed start has lost no member
             group._join()
             opened.pop_all()
         return group
@@ -149,7 +149,7 @@ class HostGroup(Membership):
     # Generations.
 
     def announce(self, news: Announcement) -> None:
-        """Process 0's: begin a generation, and tell all others."""
+        """Begin a generation and announce it to all other processes (process 0 only)."""
         if self._door is not None:
             self._door.wanted = news.wanted
         self.enter(news.number, news.process_ids)
@@ -158,38 +158,38 @@ class HostGroup(Membership):
         self._log.append(news.number, _ANNOUNCEMENT + msgspec.msgpack.encode(news))
 
     def begin(self, news: Announcement) -> None:
-        """Be in a generation that process 0 has announced."""
+        """Enter a generation that process 0 has announced."""
         with self.changed:
             self._inboxes = {number: inbox for number, inbox in self._inboxes.items() if number >= news.number}
         self.enter(news.number, news.process_ids, news.live_ids)
         self.agreement.begin()
 
     def command(self, generation: int, data: bytes) -> None:
-        """Process 0's: tell all others of a generation something, in order."""
+        """Send a command to all other processes of a generation, in order (process 0 only)."""
         self._log.append(generation, _COMMAND + data)
 
     def commands(self, number: int) -> queue.SimpleQueue[Heard]:
-        """What process 0 tells a generation that has begun."""
+        """Return the queue of process 0's commands to a generation that has begun."""
         with self.changed:
             return self._inboxes[number]
 
     def next_announcement(self, seconds: float | None = None) -> Announcement | None:
-        """Wait for the latest announcement that was not given yet; None where none comes in time."""
+        """Wait for the latest announcement that was not yet returned; return None on timeout."""
         try:
             heard = self._announced.get(timeout=seconds)
         except queue.Empty:
             return None
-        while not self._announced.empty():  # generations that broke before this process came to them
+        while not self._announced.empty():  # skip generations that failed before this process reached them
             heard = self._announced.get()
         return heard
 
     @property
     def is_superseded(self) -> bool:
-        """Whether another generation than the one of now was announced."""
+        """Whether a newer generation than the current one was announced."""
         return self._latest > self.generation
 
     def connect(self, device_ids: Sequence[int]) -> None:
-        """Agree with all processes of the generation on where its collectives' connections will be. device_ids: of its mesh, in order."""
+        """Exchange the endpoints for collectives with all processes of the generation. device_ids: of its mesh, in order."""
         endpoints = self.agreement.ask("collectives", self.collectives.endpoint)
         self.collectives.begin(self.generation, device_ids, endpoints)
 
@@ -210,7 +210,7 @@ class HostGroup(Membership):
             ) from error
 
     def check_generation(self, number: int, doing: str) -> None:
-        """Raise a `GroupError` where a generation has failed or has been superseded. doing: what is given up then."""
+        """Raise a `GroupError` if a generation has failed or has been superseded. doing: the activity that is then given up."""
         self.check()
         if 0 in self.lost:
             raise self.lost[0]
@@ -242,21 +242,21 @@ class HostGroup(Membership):
                 inbox.put(news)
             if self._own in news.process_ids:
                 self._inboxes[news.number] = queue.SimpleQueue()
-        self._announced.put(news)  # last: whoever waits for it asks for the inbox at once
+        self._announced.put(news)  # last, because its receiver asks for the inbox at once
         if news.ended:
             self.on_end()
 
-    # Who is lost, who leaves, who comes back.
+    # Lost, leaving and returning members.
 
     def replace(self, member: JoinRequest) -> None:
-        """Count on a process that has come back in the place of the one that had its id; it may have been left out."""
+        """Accept a process that returns in place of the lost process with its id, which may have been left out."""
         super().replace(member)
         self.links.left_out.pop(member.process_id, None)
 
     def lost_by(self, error: BaseException, seconds: float | None = None) -> GroupError | None:
-        """The member that is gone, where that may be why something failed; None: nobody is.
+        """Return the error of a lost member that may be the cause of a failure; None if no member is lost.
 
-        seconds: to wait for that; None: until it would be known of one that hangs.
+        seconds: how long to wait for a loss to be detected; None: long enough to detect a process that hangs.
         """
         if self.leaving:
             return None
@@ -272,13 +272,13 @@ class HostGroup(Membership):
                     return None
 
     def lose(self, member: JoinRequest, error: GroupError | None = None) -> GroupError | None:
-        """Enter that a member is gone, and go on without it; where this process cannot, end it."""
+        """Record that a member is lost and continue without it. If this process cannot continue, end it."""
         error = super().lose(member, error)
         if error is None or self.leaving:
             return error
         if any(each.process_id == member.process_id for each in self.present):
             self.agreement.lose(error)
-            # Its thread may wait for that process in one, or for another that does.
+            # A thread may be waiting in a collective for that process, or for another process that is.
             with contained("messaging", "A collective without that process is waited for until its own limit."):
                 self.collectives.cut(self.generation)
         if self._door is not None:
@@ -286,12 +286,12 @@ class HostGroup(Membership):
         if self.on_change is not None:
             self.on_change(error)
             return error
-        # Nothing goes on without that member, and a thread of this process may wait for it in a collective for ever.
+        # Without that member nothing continues, and a thread of this process may wait for it in a collective forever.
         threading.Thread(target=self._end_process, args=[error], name="dsjax-last-words", daemon=True).start()
         return error
 
     def _end_process(self, error: GroupError) -> None:
-        """Say why nothing goes on, and end this process, unless whoever waits in Python has raised it meanwhile."""
+        """Report why this process cannot continue and end it, unless a waiting Python thread has raised the error by then."""
         if not self.is_leader:
             with contextlib.suppress(OSError, ValueError):
                 self.endpoint.connect(join_address(*self.options.coordinator), "member", 1.0)
@@ -305,7 +305,7 @@ class HostGroup(Membership):
             os._exit(1)
 
     def _left(self, member: JoinRequest) -> None:
-        """A member's connection has ended, in the messaging thread."""
+        """Handle the end of a member's connection, in the messaging thread."""
         if not self.leaving:
             self.lose(member)
 
@@ -314,20 +314,20 @@ class HostGroup(Membership):
             self.on_change(None)
 
     def say_ready(self) -> None:
-        """Say, as a process that comes back, that this one can be in the next generation."""
+        """Report that this returning process can join the next generation."""
         self.leader.send(READY)
 
     def ask_process_0_to_leave(self) -> bool:
-        """Ask to leave; whether this process may go now, and not with the next generation. A `RefusedError`: it cannot be spared."""
+        """Ask to leave. Return whether this process may go now instead of with the next generation. A `RefusedError`: it is needed."""
         return self.leader.request(_LEAVE, kind=bool).result()
 
     def excuse(self, member: JoinRequest) -> None:
-        """Count on a member no more, and tell it when it may go."""
+        """Stop relying on a member, and tell it when it may go."""
         super().excuse(member)
         self._take_leave_request(member).reply(member not in self.present)
 
     def keep(self, member: JoinRequest, reason: str) -> None:
-        """Tell a member that has asked to leave why it cannot be spared."""
+        """Refuse a member's request to leave. reason: why it is needed."""
         self._take_leave_request(member).refuse(reason)
 
     def _take_leave_request(self, member: JoinRequest) -> Request:
@@ -355,18 +355,18 @@ class HostGroup(Membership):
     # The end.
 
     def end(self, reason: str | None = None) -> None:
-        """Process 0's: tell the others that nothing more will come. reason: why, where that is a fault."""
+        """Announce the end of the group to the other processes (process 0 only). reason: the fault that ended it, if any."""
         if self._log is not None and not self.has_ended:
             self.has_ended = True
             last = Announcement(self.generation + 1, reason=reason or "", ended=True)
             self._log.append(last.number, _ANNOUNCEMENT + msgspec.msgpack.encode(last))
 
     def end_here(self) -> None:
-        """Have the one who waits for the next announcement hear that there is none for this process, which leaves."""
+        """Wake the thread that waits for the next announcement: there is none for this process, which leaves."""
         self._announced.put(Announcement(self._latest, ended=True))
 
     def leave(self, reason: str | None = None) -> None:
-        """Leave the group; the leader tells the others, and waits until they have gone. reason: why it ends, where that is a fault."""
+        """Leave the group. The leader tells the others and waits until they have gone. reason: the fault that ended the group, if any."""
         if self.leaving:
             return
         self.leaving = True
@@ -380,5 +380,5 @@ class HostGroup(Membership):
                     self._door.wait_until_alone(_LEAVE_SECONDS)
                 if 0 not in self.lost:
                     coordination.leave()
-        except Exception as error:  # at the end of a process nothing else is to be done about it
+        except Exception as error:  # the process is ending, so only report it
             print(f"dsjax: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What a host's network cards have sent and received, and how fast they are, from Linux's `/sys/class`."""
+"""Traffic counters and speeds of a host's network cards, from Linux's `/sys/class`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ _WORD = 4
 
 
 class Interface(NamedTuple):
-    """A network card's port: bytes since the system began, and bytes a second that it can send (and receive, too)."""
+    """A port of a network card: bytes sent and received since boot, and speed in bytes per second (in each direction)."""
 
     name: str
     sent: int
@@ -18,12 +18,12 @@ class Interface(NamedTuple):
 
 
 def read_interfaces(root: Path = Path("/sys/class")) -> Iterator[Interface]:
-    """Read the cards whose speed is known: Ethernet's, and InfiniBand's or RoCE's, whose RDMA the former do not count.
+    """Yield the ports with a known speed: Ethernet, and InfiniBand or RoCE, whose RDMA traffic the Ethernet counters do not include.
 
-    Nothing on another system, or where the system does not show a card.
+    Yield nothing on other systems, or if the system does not expose a card.
     """
     for device in sorted(root.glob("net/*")):
-        # In 10^6 bits a second; -1, or an error, where there is no link or no card.
+        # In 10^6 bits per second; -1 or an error without a link or a card.
         megabits = _number(device / "speed")
         sent, received = (_number(device / "statistics" / f"{way}_bytes") for way in ("tx", "rx"))
         if megabits and megabits > 0 and sent is not None and received is not None:

@@ -32,19 +32,19 @@ TARGETS = (
     "exchange",
 )
 HIDDEN_FORMATS = ("float32", "fp8", "nvfp4")
-"""What an expert's hidden values can be rounded to, in the order of the enumeration ``Hidden`` in ``native/experts.h``."""
+"""Formats to which an expert's hidden values can be rounded, in the order of the enum ``Hidden`` in ``native/experts.h``."""
 
 PATIENCE = 300
-"""Seconds: as many as `--step-timeout`. Devices that share a few cores come one after the other, each after a layer's work."""
+"""Seconds, as `--step-timeout`. Devices that share a few cores reach an exchange one after another, each after a layer's work."""
 
 
 @dataclass(frozen=True)
 class NativeKernels:
-    """A loaded library's kernels. ``threads``: most threads of a call; results do not depend on it.
+    """The kernels of a loaded library. ``threads``: most threads of a call; results do not depend on it.
 
-    patience: seconds in which all devices must come to an exchange in memory, after which the program fails on those that have.
-    path: of the library. name: of it; that is part of the names that programs call the kernels by, so that a program from JAX's compilation
-    cache never meets kernels of another version.
+    patience: seconds in which all devices must reach an in-memory exchange; otherwise the program fails on the devices that have.
+    path: of the library. name: of the library. It is part of the kernels' names in programs, so a program from JAX's compilation cache
+    never meets kernels of another version.
     """
 
     path: Path
@@ -54,10 +54,10 @@ class NativeKernels:
 
     @classmethod
     def load(cls, path: Path, threads: int) -> NativeKernels:
-        """Load a library that ``build`` has found to work, and make its kernels known to XLA.
+        """Load a library that ``build`` has verified, and register its kernels with XLA.
 
         Raises:
-            Exception: it has changed since, or JAX does not take it; nothing of it is used then.
+            Exception: the library has changed since, or JAX rejects it; none of its kernels are used then.
         """
         _library(path.resolve())
         return cls(path.resolve(), path.stem, threads)
@@ -77,16 +77,16 @@ class NativeKernels:
         powers: bool = False,
         limit: float | None = None,
     ) -> Float[Array, "N D"] | Float[Array, "N K D"]:
-        """``out[n] = sum_k weights[n, k] * Expert_{ids[n, k]}(rows[n])`` in float32, ids -1 for none; added in the order of k.
+        """Return ``out[n] = sum_k weights[n, k] * Expert_{ids[n, k]}(rows[n])`` in float32, added in the order of k. Id -1: no expert.
 
-        pieces: into how many the sum over F is cut (``sharding.sums``). apart: give the terms over k, zero for none, not their sums.
+        pieces: number of partial sums over F (``sharding.sums``). apart: return the terms over k, zero for no expert, instead of their sum.
 
         stack: ``gate_up.weight [L, X, D, 2, F]`` and ``down.weight [L, X, F, D]`` in float32, or as the bits of bfloat16 or
-            e4m3; for the last also ``gate_up.scale`` and ``down.scale``; or packed, two values a byte along the depth, with scales, and
-            in NVFP4 ``gate_up.global_scale`` and ``down.global_scale``; scales of two bytes are INT4's. fp4_block: values that share a
-            scale in a packed format; 0: it is not packed.
-        hidden: what hidden values are rounded to, of ``HIDDEN_FORMATS``: ``fp8`` as ``sharding.fp8`` does, with ``powers``, or ``nvfp4`` as
-            ``dsjax.fp4.rows``. Rows are what the caller made of them. limit: as of ``gated``.
+            e4m3 (with ``gate_up.scale`` and ``down.scale``), or packed, two values per byte along the depth, with scales (of two bytes
+            for INT4), and for NVFP4 also with ``gate_up.global_scale`` and ``down.global_scale``. fp4_block: values that share a
+            scale in a packed format; 0: not packed.
+        hidden: format of the hidden values, from ``HIDDEN_FORMATS``: ``fp8`` as in ``sharding.fp8``, with ``powers``, or ``nvfp4`` as in
+            ``dsjax.fp4.rows``. Rows are used as given. limit: as in ``gated``.
         rows: ``[N, W]`` of four-byte elements, whose first D columns are float32 (``PackedRows`` are read where they lie).
         """
         arguments, D, settings = self._of_experts(
@@ -116,14 +116,14 @@ class NativeKernels:
         powers: bool = False,
         limit: float | None = None,
     ) -> tuple[Float[Array, "N D"], Int[Array, "X"], Int[Array, ""]]:
-        """``experts`` of ``ranks`` devices of this process, without rows that travel: each device's are read where they lie.
+        """Compute ``experts`` on ``ranks`` devices of this process without an exchange: each device's rows are read in place.
 
-        ids_NK: number the experts of all devices, ``held`` of each; what ``stack`` has behind these is not used. place: this device's in
-            its group; group: which of the groups it is. The rest is as in ``experts``.
+        ids_NK: ids over the experts of all devices, ``held`` per device; further experts in ``stack`` are not used. place: this device's
+            index in its group. group: index of the group. Other arguments as in ``experts``.
 
-        Returns the sums of this device's tokens; how many tokens of all devices each of its experts got; and how many tokens have any of
-        them. Two such calls of a program with the same ``group`` must differ in N, unless they are of the same devices, for all of which
-        one is after the other.
+        Returns the sums of this device's tokens; for each of its experts, the number of tokens from all devices; and the number of tokens
+        that have any of these experts. Two such calls in a program with the same ``group`` must differ in N, unless the same devices make
+        both, one after the other.
         """
         arguments, D, settings = self._of_experts(
             stack, layer, rows, ids_NK, weights_NK, pieces, fp4_block, hidden, powers, limit
@@ -138,7 +138,7 @@ class NativeKernels:
         return sums, counts[:-1], counts[-1]
 
     def _of_experts(self, stack, layer, rows, ids_NK, weights_NK, pieces, fp4_block, hidden, powers, limit):
-        """What the calls for experts have in common: their first arguments, D, and settings."""
+        """Return what the expert calls have in common: their first arguments, D, and settings."""
         gate_up, down = stack["gate_up.weight"], stack["down.weight"]
         none = jnp.zeros((1,), jnp.float32)
         scales = [
@@ -166,11 +166,11 @@ class NativeKernels:
         transposed: bool = False,
         grouped: bool = False,
     ) -> Float[Array, "N *columns"]:
-        """Rows times one layer's matrix, in float32: a row's result is the same to the bit whatever the other rows and columns are.
+        """Return rows times one layer's matrix, in float32. A row's result is bitwise independent of the other rows and columns.
 
         weight: ``[L, K, J]`` or ``[L, K, 2, J]`` in float32, or as the bits of bfloat16 or e4m3; transposed ``[L, J, K]``, not in e4m3.
-        scale: of e4m3, one for each block of 128 × 128. pieces: into how many the sum over K is cut (``sharding.sums``).
-        grouped: rows ``[N, G, K]`` times ``[L, K, G, J]``, each group's values times its own columns, give ``[N, G, J]``.
+        scale: for e4m3, one per block of 128 × 128. pieces: number of partial sums over K (``sharding.sums``).
+        grouped: rows ``[N, G, K]`` times ``[L, K, G, J]``, each group's values times its own columns, gives ``[N, G, J]``.
         """
         columns = (weight.shape[1],) if transposed else weight.shape[2:]
         out = jax.ShapeDtypeStruct((rows.shape[0], *columns), jnp.float32)
@@ -189,9 +189,9 @@ class NativeKernels:
     def norm(
         self, rows: Float[Array, "N W"], scale: Float[Array, "W"], eps: float, bias: Float[Array, "W"] | None = None
     ) -> Float[Array, "N W"]:
-        """Root mean square norms of rows: ``scale × (x / sqrt(mean(x²) + eps))``, each row's the same to the bit beside any others.
+        """Return RMS norms of rows: ``scale × (x / sqrt(mean(x²) + eps))``. A row's result is bitwise independent of the other rows.
 
-        With a bias, layer norms: ``x - mean(x)`` takes the place of x, and the bias is added.
+        With a bias, return layer norms: ``x - mean(x)`` replaces x, and the bias is added.
         """
         out = jax.ShapeDtypeStruct(rows.shape, jnp.float32)
         settings = {"threads": np.int64(self.threads), "eps": np.float32(eps), "centred": bias is not None}
@@ -209,10 +209,10 @@ class NativeKernels:
         normalised: bool,
         factor: float,
     ) -> tuple[Int[Array, "N k"], Float[Array, "N k"]]:
-        """Each row's ``k`` experts with the highest scores plus bias, the best first and of equals the lower number, and their weights.
+        """Return each row's ``k`` experts with the highest scores plus bias (best first, ties to the lower number) and their weights.
 
-        groups: experts are chosen from the ``kept`` best of so many groups; a group's score is the sum of its ``best`` highest, 1 or 2.
-        normalised: divide the weights, which are the scores without bias, by their sum. factor: what they are multiplied with.
+        groups: number of groups; experts are chosen from the ``kept`` best. A group's score is the sum of its ``best`` (1 or 2) highest.
+        normalised: divide the weights, which are the scores without bias, by their sum. factor: multiplies the weights.
         """
         shape = scores_NE.shape[0], k
         outs = [jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)]
@@ -235,17 +235,17 @@ class NativeKernels:
         ranks: int,
         gathers: bool,
     ) -> Array:
-        """Rows exchanged in memory between ``ranks`` devices of this process: ``all_gather`` or, in equal blocks, ``all_to_all``.
+        """Exchange rows in memory between ``ranks`` devices of this process: ``all_gather`` or, in equal blocks, ``all_to_all``.
 
-        place: this device's in its group; group: which of the groups it is. gathers: every device gets all rows, ``[ranks * N, W]``;
+        place: this device's index in its group. group: index of the group. gathers: every device gets all rows, ``[ranks * N, W]``;
             otherwise block r of the N rows goes to device r, and block s of the result is from device s.
 
         Raises:
-            ValueError: the rows are no equal blocks. Where two devices have the same place, or one has none of 0 to ``ranks - 1``, the
-                program fails on every device of the group; where one does not come in ``patience`` seconds, on all that have come.
+            ValueError: the rows do not form equal blocks. If two devices have the same place or a place is not in 0 to ``ranks - 1``, the
+                program fails on every device of the group; if a device does not come in ``patience`` seconds, on all that have come.
 
-        Two exchanges of a program with the same ``group`` must differ in the bytes of a block, or in ``gathers``, unless they are of the
-        same devices, for all of which one is after the other.
+        Two exchanges in a program with the same ``group`` must differ in the bytes of a block or in ``gathers``, unless the same devices
+        make both, one after the other.
         """
         rows, *width = rows_NW.shape
         if not gathers and rows % ranks:
@@ -265,11 +265,11 @@ class NativeKernels:
         filled: Bool[Array, "P G"] | None,
         k: int,
     ) -> tuple[Int[Array, "R C k"], Int[Array, "R C"], UInt32[Array, "R C _"]]:
-        """The ``k`` positions of each query's context with the highest index scores: in ascending order with zeros behind them, how many
-        they are, and the same as one bit for each position.
+        """Return the ``k`` positions of each query's context with the highest index scores, in ascending order and padded with zeros; their
+        number; and the same choice as one bit per position.
 
         cache: ``index [L, P, G, A]`` in float32, as the bits of bfloat16, or of e4m3 with ``index_scale [L, P, G, A / 128]``. filled: as
-        of ``attention``.
+        in ``attention``.
         """
         keys = cache["index"]
         (R, C, I, A), (Pr, G) = query.shape, (tables.shape[1], keys.shape[2])
@@ -304,15 +304,15 @@ class NativeKernels:
         *,
         scale: float,
     ) -> Float[Array, "R C H U"]:
-        """Causal attention of each row's queries at ``start …`` over the cache, ``length`` of them; zero for the rest.
+        """Return causal attention of each row's ``length`` queries from ``start`` on over the cache; zero for the other queries.
 
         weights: ``weight [L, M, H (N + U)]``, ``W^UK`` and ``W^UV`` side by side for each head, in float32, or as the bits of bfloat16 or
-            e4m3; for the last also ``scale [L, M / 128, H (N + U) / 128]``. index: their layer.
+            e4m3; e4m3 also needs ``scale [L, M / 128, H (N + U) / 128]``. index: layer of the weights.
         name: ``absorbed_attention``, in latent space; or ``expanded_attention``, with each head's keys and values by blocks of the context.
         cache: ``latent [L, P, G, M]`` and ``rope [L, P, G, O]``, float32 or the bits of bfloat16. Or ``latent`` as the bits of e4m3, with
             ``scale [L, P, G, M / 128]``, and ``rope`` of bfloat16.
-        filled: which cache slots hold something; a query sees those and its own. None: all do.
-        chosen: of expanded attention alone, one bit for each position that a query attends to; None: to all that it sees.
+        filled: which cache slots hold an entry; a query sees these and its own. None: all slots.
+        chosen: only for expanded attention, one bit per position that a query attends to; None: all positions that it sees.
         scale: of the scores.
         """
         latent, (*lead, H, N), none = cache["latent"], q_nope.shape, jnp.zeros((1,), jnp.float32)
@@ -355,11 +355,11 @@ class NativeKernels:
         span: int,
         scale: float,
     ) -> Float[Array, "R C H M"]:
-        """Attention of one key-value head, whose vectors are key and value (``dsjax/model/compressed``): to a sink, a window, and entries.
+        """Return attention to a sink, a window and entries. Each vector is key and value of the only head (``dsjax/model/compressed``).
 
         layers: of ``window`` and of ``entries``. positions: a query at −1 gives zeros. ring: position ``p`` lies on window page
-        ``p // G % Pw`` of its row. tables: pages of entries. filled: as of ``attention``, of the window. chosen: entries that a query
-        attends to, ascending; None: the first. count: how many entries.
+        ``p // G % Pw`` of its row. tables: pages of entries. filled: as in ``attention``, for the window. chosen: entries that a query
+        attends to, ascending; None: the first ``count``. count: number of entries.
         """
         out, none = jax.ShapeDtypeStruct(query.shape, jnp.float32), jnp.zeros((1,), jnp.int32)
         return self._call("compressed_attention", out, query.shape[2:])(
@@ -390,9 +390,9 @@ class NativeKernels:
         norm_eps: float,
         eps: float,
     ) -> list[Array]:
-        """What a block reads of a token's streams ``[N, D]``, how its result is spread ``[N, n]``, and how they are mixed ``[N, n, n]``.
+        """Return a block's input from tokens' streams ``[N, D]``, the spread of its result ``[N, n]`` and the mixing ``[N, n, n]``.
 
-        With n columns of weights the first alone, which is what leaves the streams. rounds: of Sinkhorn and Knopp.
+        With n columns of weights, return only the first: the model's result from the streams. rounds: Sinkhorn-Knopp iterations.
         """
         (N, n, D), w = x.shape, weight.shape[1]
         shapes = ((N, D), (N, n), (N, n, n))[: 1 if w == n else 3]
@@ -409,12 +409,12 @@ class NativeKernels:
         mixing: Float[Array, "N n n"],
         y: Float[Array, "N D"],
     ) -> Float[Array, "N n D"]:
-        """The streams after a block that gave ``y``: ``spread ⊗ y + mixingᵀ x``."""
+        """Return the streams after a block with result ``y``: ``spread ⊗ y + mixingᵀ x``."""
         out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
         return self._call("streams_after", out, ())(x, spread, mixing, y, threads=np.int64(self.threads))[0]
 
     def _call(self, kernel: str, out: jax.ShapeDtypeStruct | list[jax.ShapeDtypeStruct], sizes: tuple[int, ...]):
-        """The custom call ``kernel``, whose last result is its working memory."""
+        """Return the custom call ``kernel``, whose last result is its scratch memory."""
         count = getattr(_library(self.path), f"dsjax_{kernel}_scratch")
         scratch = count(*(ctypes.c_int64(size) for size in (*sizes, self.threads)))
         outs = out if isinstance(out, list) else [out]
@@ -423,9 +423,9 @@ class NativeKernels:
 
 @dataclass(frozen=True)
 class ExchangeInMemory:
-    """``sharding.dispatch.group.InMemory`` by the native kernels: rows pass between the devices of this process without a collective.
+    """``sharding.dispatch.group.InMemory`` with the native kernels: devices of this process exchange rows without a collective.
 
-    mesh_axes: all axes of the mesh. together: whether these kernels compute a step's experts, so that a rank can have its tokens' terms
+    mesh_axes: all axes of the mesh. together: whether these kernels compute a step's experts, so that a rank can get its tokens' terms
         without an exchange.
     """
 
@@ -436,10 +436,10 @@ class ExchangeInMemory:
     def __call__(
         self, rows_NW: Array, axes: tuple[str, ...], ranks: int, gathers: bool, parts: Parts | None = None
     ) -> Array:
-        """Inside ``shard_map``: an exchange over ``axes``, which ``ranks`` devices have, or each of ``parts`` of theirs."""
+        """Inside ``shard_map``: exchange rows over ``axes``, which have ``ranks`` devices, or within ``parts`` of ``ranks`` devices."""
         group, place = self.meeting(axes)
         if parts is not None:
-            # Parts that have devices in common must not have a number in common: a part's is made of its first two members.
+            # Parts that share devices must not share a number: a part's number is made of its first two members.
             size = len(parts) * ranks
             numbers = {rank: part[0] * size + part[1] for part in parts for rank in part}
             number = jnp.asarray([numbers[rank] for rank in range(size)], jnp.int32)[place]
@@ -448,13 +448,13 @@ class ExchangeInMemory:
         return self.kernels.exchange(rows_NW, place, group, ranks=ranks, gathers=gathers)
 
     def meeting(self, axes: tuple[str, ...]) -> tuple[Int[Array, ""], Int[Array, ""]]:
-        """Inside ``shard_map``: which of the groups of devices along ``axes`` this device is in, and its place there.
+        """Inside ``shard_map``: return the number of this device's group along ``axes``, and its place in the group.
 
-        No group along other axes has the number: a device that is past an exchange may be at the next one, along other axes, while others
+        Groups along other axes have other numbers: a device may already be at the next exchange, along other axes, while others
         are still at the first.
         """
         along = sum(1 << i for i, axis in enumerate(self.mesh_axes) if axis in axes)
-        # A part's number, as of the call, is less than the square of all devices' number.
+        # A part's number (see `__call__`) is less than the square of the number of all devices.
         first = along * lax.axis_size(self.mesh_axes) ** 2
         return first + lax.axis_index(self._others(axes)), lax.axis_index(axes)
 
@@ -464,14 +464,14 @@ class ExchangeInMemory:
 
 @functools.cache
 def _libraries() -> dict[str, ctypes.CDLL]:
-    """The libraries of this process, by name."""
+    """Return the loaded libraries of this process, by name."""
     return {}
 
 
 def _library(path: Path) -> ctypes.CDLL:
-    """The library at ``path``, its kernels registered with XLA, once in a process.
+    """Return the library at ``path``, with its kernels registered with XLA once per process.
 
-    A copy of a library that is loaded already is not loaded again: its name says that it is the same, and XLA refuses a second
+    A copy of a loaded library is not loaded again: the name identifies its contents, and XLA refuses a second
     function under one name.
     """
     if path.stem in _libraries():

@@ -1,7 +1,7 @@
-"""The table of implementations: what exists for each operation, where it runs, and which one a step uses.
+"""The table of kernel implementations: which exist for each operation, where they run, and which one a step uses.
 
-The plain JAX form of an operation is its definition. Every other one is held to it by ``tests/dsjax/kernels``, and is used only
-where the table says that it can be.
+The plain JAX form of an operation is its definition. ``tests/dsjax/kernels`` checks every other form against it, and a step uses
+another form only where the table allows it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OPERATIONS = (
 class Implementation:
     """One row of the table: an implementation of an operation, and where it can be used.
 
-    name: what ``--kernels`` calls it. platforms: of devices; None: all. what: what it is made of.
+    name: its name in ``--kernels``. platforms: of devices; None: all. what: how it is implemented.
     """
 
     operation: str
@@ -90,12 +90,12 @@ TABLE = (
 
 @dataclass(frozen=True)
 class Kernels:
-    """Which implementation a step uses of each operation.
+    """The implementations that a step uses.
 
-    native: the loaded native kernels; pallas: the Pallas kernels; None of both where all is plain.
+    native: the loaded native kernels. pallas: the Pallas kernels. Both None: all operations are plain.
     left_plain: operations that the kernels leave to the plain form, because they cannot read this cache or these weights.
-    note: why nothing faster is used where something exists, or how the native kernels came; one line for people, empty if there is
-        nothing to say.
+    note: one line for users, may be empty: why an existing faster implementation is not used, or where the native kernels
+        came from.
     """
 
     native: NativeKernels | None = None
@@ -104,7 +104,7 @@ class Kernels:
     note: str = field(default="", compare=False)
 
     def name(self, operation: str) -> str:
-        """The implementation of an operation; for attention, the one of MLA forms that have kernels."""
+        """Return the name of an operation's implementation; for attention, of the MLA forms that have kernels."""
         loaded = "native" if self.native is not None else "pallas" if self.pallas is not None else "plain"
         platform = self.pallas.platform if loaded == "pallas" else None
         rows = [row for row in TABLE if row.operation == operation and row.name == loaded]
@@ -127,15 +127,15 @@ def choose_kernels(
     tiles: Path | None = None,
     cores: Cores = Cores(),
 ) -> Kernels:
-    """The kernels for ``--kernels CHOICE`` on devices of ``platform`` that compute in ``dtype``.
+    """Return the kernels for ``--kernels CHOICE`` on devices of ``platform`` that compute in ``dtype``.
 
-    devices: that this process drives; each native kernel gets its share of the cores. cache: folder that keeps what is built.
+    devices: number that this process drives; each native kernel gets its share of the cores. cache: folder for built libraries.
     prebuilt: a folder that ``dsjax kernels build`` filled (``--kernel-cache``); then nothing is built.
     tiles: a file that ``dsjax tune`` made (``--kernel-config``), for the Pallas kernels. cores: of the GPUs.
 
     Raises:
-        UserError: tiles for other kernels, or a file that holds none; ``native`` or ``pallas`` where it cannot be had. With ``auto`` the
-            plain form is used, and ``note`` says why.
+        UserError: tiles are for other kernels or their file has none; or ``native`` or ``pallas`` is not available. With ``auto`` the
+            plain form is then used, and ``note`` says why.
     """
     if tiles is not None and not (choice == "pallas" or (choice == "auto" and platform == "gpu")):
         raise UserError(
@@ -156,14 +156,14 @@ def choose_kernels(
     threads = max(1, most_threads() // devices)
     try:
         return Kernels(NativeKernels.load(library.path, threads), note=library.note)
-    except Exception as error:  # whatever it is, the plain forms compute the same
+    except Exception as error:  # any error: the plain forms compute the same
         return _refuse(
             choice, f"the native kernels in {library.path} do not load ({' '.join(str(error).split())[:200]})"
         )
 
 
 def _pallas(choice: str, platform: str, dtype: np.dtype, tiles: Path | None, cores: Cores) -> Kernels:
-    """Compiled on GPUs and TPUs. On the CPU platform Pallas's interpreter runs those for GPUs, for tests; nobody would serve with it."""
+    """Return compiled kernels on GPUs and TPUs. On CPUs, Pallas's interpreter runs the GPU kernels: for tests, too slow to serve."""
     if platform not in ("gpu", "tpu", "cpu"):
         return _refuse(choice, f"these kernels are for GPUs and TPUs, and these devices are {platform}")
     if np.dtype(dtype).name not in ("float32", "bfloat16"):

@@ -1,6 +1,6 @@
-"""How processes of one deployment talk, on pyzmq: an `Endpoint` for control messages, a `Link` for bulk. docs/messaging.md.
+"""Messaging between processes of a deployment, on pyzmq: an `Endpoint` for control messages, a `Link` for bulk data. docs/messaging.md.
 
-Knows nothing of models, engines, groups or HTTP, and imports no JAX. Names are imported when they are first asked for: `dsjax plan` reads
+Independent of models, engines, groups and HTTP; imports no JAX. Names are imported on first access, so that `dsjax plan` can read
 the options of a group without pyzmq.
 """
 

@@ -1,6 +1,6 @@
-"""`BroadcastLog` and `LogReader`: one ordered log that one process writes and others read from the moment that they are let in.
+"""`BroadcastLog` and `LogReader`: one ordered log that one process writes and others read from the time they are admitted.
 
-The writer's thread sends by itself, however busy the messaging thread is. A reader finds a gap by the entries' numbers.
+The appending thread sends directly, however busy the messaging thread is. A reader detects a gap by the entries' numbers.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ _MOST_NAME_BYTES = 256
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """The first frame of an entry. A body that is longer than a frame comes in further ones.
+    """The first frame of an entry. Further frames carry the rest of a long body.
 
-    hello: of a reader that asks whether it hears the log already; such an entry has no number of its own.
+    hello: name of a reader that asks whether it already receives the log; such an entry has no number of its own.
     """
 
     number: int
@@ -40,7 +40,7 @@ _entries = msgspec.msgpack.Decoder(Entry)
 
 
 class BroadcastLog:
-    """The writing side. Any thread may append. address: at which readers connect."""
+    """The writer of a log. Any thread may append. address: where readers connect."""
 
     def __init__(self, endpoint: Endpoint):
         self._lock, self._next = threading.Lock(), 0
@@ -62,17 +62,17 @@ class BroadcastLog:
             self._send(Entry(number, epoch, body if short else b""), rest)
 
     def tend(self) -> None:
-        """Let go of readers that have gone while nothing is appended: libzmq frees their memory only when the socket is used."""
+        """Free readers that have gone while nothing is appended: libzmq frees their memory only when the socket is used."""
         with self._lock, contextlib.suppress(zmq.ZMQError):  # closed
             self._socket.getsockopt(zmq.EVENTS)
 
     def close(self, linger: float = 0.0) -> None:
-        """End. linger: seconds in which what was appended may still leave."""
+        """Close the log. linger: seconds to send pending entries."""
         with self._lock:
             self._socket.close(int(linger * 1000))
 
     def _greet(self, request: Request) -> None:
-        if len(request.body) > _MOST_NAME_BYTES:  # all readers hear it, and end connections by which longer frames come
+        if len(request.body) > _MOST_NAME_BYTES:  # all readers receive it, and end connections with longer frames
             request.refuse(
                 f"the name of a reader has {len(request.body):,} bytes, at most {_MOST_NAME_BYTES} are expected"
             )
@@ -87,15 +87,15 @@ class BroadcastLog:
 
 
 class LogReader:
-    """The reading side.
+    """The reader of a log.
 
     Args:
-        leader: control connection to the writer's process. address: of its log. name: of this reader, unlike any other's.
+        leader: control connection to the writer's process. address: of its log. name: of this reader, unique.
         take: called with each entry's epoch and body, in order, in the messaging thread.
-        fail: called there, once, where no further entry will come: the writer is gone, or an entry is missing.
+        fail: called once in that thread if no further entry will come: the writer is gone, or an entry is missing.
 
     Raises:
-        PeerLostError: the log cannot be heard.
+        PeerLostError: the log cannot be received.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class LogReader:
                 self._heard.set()
             return
         if self._last is None:
-            return  # it was not let in yet
+            return  # not admitted yet
         if entry.number != self._last + 1:
             raise PeerLostError(f"entry {self._last + 1} of the log is missing, {entry.number} has come")
         self._last = entry.number
@@ -169,7 +169,7 @@ class LogReader:
         while not self._closed and self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event not in (zmq.EVENT_CONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED):
-                self._receive()  # what was appended before
+                self._receive()  # entries appended before
                 if not self._closed:
                     self._give_up(PeerLostError("the connection to the log has ended"))
 

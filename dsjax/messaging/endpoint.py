@@ -1,8 +1,8 @@
 """`Endpoint`: a process's control connections. It listens at one port, dials others, and serves both with a table of handlers.
 
-One thread owns every socket. Handlers run in it, so they only queue, look up and reply: what computes or waits belongs elsewhere, and
-replies later. A connection is one incarnation of the other process: it is never made again behind the caller's back, and what is sent
-over one that has ended fails.
+One thread owns every socket. Handlers run in it, so they only queue, look up and reply; anything that computes or waits runs elsewhere
+and replies later. A connection belongs to one incarnation of the other process: it is never re-established automatically, and sending
+over an ended connection fails.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ CONNECT_SECONDS = 5.0
 _END_SECONDS = 2.0
 _SWEEP_SECONDS, _SECOND_SWEEP_SECONDS = 1.0, 0.05
 _LOG_SECONDS = 60.0
-"""At most one line in so many seconds tells of strangers."""
+"""Minimum seconds between log lines about unauthenticated peers."""
 _MOST_SOCKETS = 16384
 _MESSAGES_A_TURN = 64
 _MOST_HELD = 4096
@@ -61,18 +61,18 @@ _log = logging.getLogger(__name__)
 
 
 class Endpoint:
-    """Belongs to a process. It listens from the start, and ends with `close`.
+    """A process's endpoint. It listens from construction until `close`.
 
     Args:
-        host: address of this host at which others connect. port: 0 takes a free one. credentials: nobody else is heard.
-        silence: seconds after which a process that says nothing counts as lost, though its kernel lives.
-        holds: services that will be served. What comes for one before waits until it is; for any other service it is refused.
+        host: address of this host at which others connect. port: 0 takes a free one. credentials: required of all peers.
+        silence: seconds without data after which a process counts as lost, even if its kernel is alive.
+        holds: services that are registered later; their requests wait until then. Requests for any other unknown service are refused.
 
-    turned_away: strangers so far, by what was wrong with them. at_end: called when this ends, in the messaging thread.
-    is_shared: whether a group owns this, so that `release` leaves it open.
+    turned_away: unauthenticated peers so far, by reason. at_end: called in the messaging thread when the endpoint closes.
+    is_shared: whether a group owns this endpoint, so that `release` leaves it open.
 
     Raises:
-        UserError: without a cluster key, the address is beyond the loopback interface; or libzmq is unsuitable. OSError: it cannot listen.
+        UserError: the address is not a loopback address and there is no cluster key, or libzmq is unsuitable. OSError: it cannot listen.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Endpoint:
         self.credentials, self.silence = credentials, silence
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
-        self._context.setsockopt(zmq.RCVHWM, 0)  # of monitors: libzmq waits where one is full, and sends no heartbeats
+        self._context.setsockopt(zmq.RCVHWM, 0)  # of monitors: libzmq blocks when one is full, and sends no heartbeats
         self._zap = ZapHandler(self._context)
         self._zap.verifiers["control"] = verify_roles(credentials.key)
         self._held: dict[str, list[Callable[[], object]]] = {service: [] for service in holds}
@@ -96,12 +96,12 @@ class Endpoint:
         self._poller, self._readers = zmq.Poller(), {}
         self._accepted: dict[bytes, Peer] = {}
         self._dropped: set[bytes] = set()
-        self._gone: set[bytes] = set()  # what they said before may not have been read
+        self._gone: set[bytes] = set()  # their last messages may be unread
         self._dialled: set[Peer] = set()
-        self._dialling: dict[Peer, tuple[Future[Peer], float]] = {}  # until when
+        self._dialling: dict[Peer, tuple[Future[Peer], float]] = {}  # with deadlines
         self._monitors: dict[zmq.Socket, zmq.Socket] = {}
         self.at_end: list[Callable[[], object]] = []  # called in the messaging thread
-        self._owned: weakref.WeakSet = weakref.WeakSet()  # the messaging thread's
+        self._owned: weakref.WeakSet = weakref.WeakSet()  # used only by the messaging thread
         self.is_shared = False
         self._sweep_at, self._sweeps_again = time.monotonic() + _SWEEP_SECONDS, False
         self._ended, self._closed, self._linger = threading.Event(), False, 0.0
@@ -136,25 +136,25 @@ class Endpoint:
         return threading.current_thread() is self._thread
 
     def serve(self, service: str, handler: Handler, *, roles: Collection[str], kind: Any = Any) -> None:
-        """Have a handler called with each request and message to a service, in the messaging thread. What it raises fails the request.
+        """Register a handler for a service's requests and messages. It runs in the messaging thread; an exception fails the request.
 
-        roles: of whom it serves; `LISTENER` for what processes say that this one has connected to. kind: type of the body.
+        roles: of the peers that it serves; `LISTENER` for processes to which this one has connected. kind: type of the body.
         """
         self._services[service] = handler, frozenset(roles), msgspec.msgpack.Decoder(kind)
         if service in self._held:
             self.post(lambda: [call() for call in self._held.pop(service, ())])
 
     def withdraw(self, service: str) -> None:
-        """Serve something no more."""
+        """Stop serving a service."""
         self._services.pop(service, None)
 
     def connect(self, address: str, role: str, seconds: float = CONNECT_SECONDS) -> Peer:
-        """Connect to another process's endpoint, and show that this one has a role in the same deployment.
+        """Connect to another process's endpoint and authenticate with a role in the deployment.
 
         Raises:
-            PeerLostError: nobody answers there, at none of its addresses within so many seconds. NotAMemberError: it does not belong to
+            PeerLostError: none of its addresses answers, each within `seconds`. NotAMemberError: it does not belong to
                 this deployment.
-            UserError: the address is none, or may not be connected to without a cluster key.
+            UserError: the address is malformed, or must not be connected to without a cluster key.
         """
         host, port = split_address(address)
         self.credentials.check_host(host)
@@ -172,7 +172,7 @@ class Endpoint:
                     raise
 
     def ping(self, address: str, role: str, seconds: float) -> None:
-        """Connect to another process's endpoint, and see that it answers; else a `TimeoutError`, or the errors of `connect`."""
+        """Connect to another process's endpoint and check that it answers; else raise `TimeoutError` or the errors of `connect`."""
         end = time.monotonic() + seconds
         peer = self.connect(address, role, seconds)
         try:
@@ -181,7 +181,7 @@ class Endpoint:
             peer.close()
 
     def close(self, linger: float = 0.0) -> None:
-        """End all connections, logs and links; the port is free afterwards. linger: seconds in which what was sent may still leave."""
+        """End all connections, logs and links; the port is free afterwards. linger: seconds to send pending messages."""
         if self._closed:
             return
         self._linger, self._closed = linger, True
@@ -199,14 +199,14 @@ class Endpoint:
         if not self.is_shared:
             self.close()
 
-    # For links and logs, which have sockets of their own.
+    # For links and logs, which have their own sockets.
 
     def own(self, opened: Any) -> None:
-        """Tend a link or log each second, and close it when this ends."""
+        """Tend a link or log each second, and close it with the endpoint."""
         self.post(lambda: self._owned.add(opened))
 
     def socket(self, kind: int, host: str) -> zmq.Socket:
-        """Make a socket with the options that all have. host: at which it listens, or to which it connects."""
+        """Create a socket with the common options. host: where it listens or to which it connects."""
         socket = self._context.socket(kind)
         beat = int(self.silence * 250)
         options = {
@@ -222,32 +222,32 @@ class Endpoint:
             zmq.IPV6: ":" in host,
         }
         if kind in (zmq.DEALER, zmq.SUB):
-            # Nobody reconnects: the socket is closed long before. With −1 libzmq would drop what the other side sent before it ended.
+            # Never reconnect: the socket is closed long before. With −1, libzmq would drop what the other side sent before it ended.
             options[zmq.RECONNECT_IVL] = 3_600_000
         for option, value in options.items():
             socket.setsockopt(option, int(value))
         return socket
 
     def bind(self, socket: zmq.Socket) -> str:
-        """Have a socket listen at a free port of this endpoint's host. Return `HOST:PORT`."""
+        """Bind a socket to a free port of this endpoint's host. Return `HOST:PORT`."""
         socket.bind(zmq_endpoint(self.host, 0))
         return join_address(self.host, _address_of(socket)[1])
 
     @staticmethod
     def watch(socket: zmq.Socket) -> zmq.Socket:
-        """Give a socket that tells what becomes of another one's connections."""
+        """Return a monitor socket that reports events of another socket's connections."""
         return socket.get_monitor_socket(_WATCHED)
 
     @staticmethod
     def unwatch(socket: zmq.Socket, monitor: zmq.Socket, linger: float = 0.0) -> None:
-        """Close both. linger: seconds in which what was sent may still leave."""
+        """Close a socket and its monitor. linger: seconds to send pending messages."""
         with contextlib.suppress(zmq.ContextTerminated):
             socket.disable_monitor()
         monitor.close(0)
         socket.close(int(linger * 1000))
 
     def admit(self, domain: str, verify: Verify | None) -> None:
-        """Say who is admitted to sockets of a domain; None: nobody any more."""
+        """Set the check that admits peers to the sockets of a domain; None: admit no more peers."""
         if verify is None:
             self._zap.verifiers.pop(domain, None)
         else:
@@ -256,23 +256,23 @@ class Endpoint:
     # The messaging thread.
 
     def post(self, call: Callable[[], object]) -> None:
-        """Have the messaging thread call something, behind what it was given before."""
+        """Queue a call for the messaging thread, which runs calls in order."""
         self._todo.put(call)
         self._wake_up()
-        if self._ended.is_set():  # the thread has gone; all that it is given fails
+        if self._ended.is_set():  # the thread has ended: queued calls fail
             self._do_all()
 
     def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):  # closed; or there is so much to read that it wakes anyway
+        with contextlib.suppress(OSError):  # closed, or so much is unread that it wakes anyway
             self._wake.send(b"\0", sockets.MSG_DONTWAIT)
 
     def read(self, socket: Any, read: Callable[[], object]) -> None:
-        """Have `read()` called when something has come at a socket. In the messaging thread."""
+        """Call `read()` whenever a socket has data. For the messaging thread only."""
         self._poller.register(socket, zmq.POLLIN)
         self._readers[socket] = read
 
     def unread(self, socket: Any) -> None:
-        """Read a socket no more. In the messaging thread."""
+        """Stop reading a socket. For the messaging thread only."""
         with contextlib.suppress(KeyError):
             self._poller.unregister(socket)
         self._readers.pop(socket, None)
@@ -287,7 +287,7 @@ class Endpoint:
             self._do_all()
             if time.monotonic() >= self._sweep_at:
                 self.sweep()
-            while self._gone:  # what they had still sent
+            while self._gone:  # read their last messages
                 self._receive()
         self._do_all()
         for peer in [*self._accepted.values(), *self._dialled, *self._dialling]:
@@ -311,7 +311,7 @@ class Endpoint:
                 call()
 
     def _receive(self) -> None:
-        """Read what has come at the port."""
+        """Read pending messages at the port."""
         for _ in range(_MESSAGES_A_TURN):
             try:
                 routing_id, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -329,7 +329,7 @@ class Endpoint:
             self._handle(peer, [frame.bytes for frame in frames])
 
     def _receive_from(self, peer: Peer) -> bool:
-        """Read what has come over a connection that this process has made; whether there may be more."""
+        """Read pending messages of a connection that this process dialled. Return whether there may be more."""
         for _ in range(_MESSAGES_A_TURN):
             if peer.lost:
                 return False
@@ -342,7 +342,7 @@ class Endpoint:
 
     def _handle(self, peer: Peer, frames: Sequence[bytes]) -> None:
         if frames == [b""]:
-            return  # a sweep looked whether this process is there
+            return  # a sweep's liveness probe
         try:
             header, data = decode(frames)
         except msgspec.MsgspecError as error:
@@ -379,7 +379,7 @@ class Endpoint:
             request.fail(error)
 
     def transmit(self, peer: Peer, frames: list[bytes]) -> None:
-        """Send frames to a process, unless it is lost. In the messaging thread."""
+        """Send frames to a process, unless it is lost. For the messaging thread only."""
         if peer.lost:
             return
         try:
@@ -405,7 +405,7 @@ class Endpoint:
             socket.setsockopt(option, max(1, int(seconds * 1000)))
         connect_with_curve(socket, self.credentials.key, role)
         peer = Peer(self, socket, [], address, LISTENER)
-        # libzmq says nothing of a connection for which the system has no socket.
+        # libzmq reports nothing if the system has no socket for the connection.
         self._dialling[peer] = connected, time.monotonic() + 2 * seconds + _SWEEP_SECONDS
         self._monitors[socket] = monitor
         self.read(monitor, lambda: self._watch_dialled(peer, monitor, connected))
@@ -423,7 +423,7 @@ class Endpoint:
                 self._dialled.add(peer)
                 connected.set_result(peer)
             else:
-                while self._receive_from(peer):  # what it had still sent
+                while self._receive_from(peer):  # its last messages
                     pass
                 self._end_dial(peer, _why_not(peer.address, kind, value))
                 self.hang_up(peer)
@@ -433,7 +433,7 @@ class Endpoint:
         if connected is not None:
             connected.set_exception(error)
 
-    # Who is there.
+    # Liveness.
 
     def _watch_router(self) -> None:
         while self._router_monitor.poll(0):
@@ -445,7 +445,7 @@ class Endpoint:
                 self._tell_of_strangers()
 
     def sweep(self) -> None:
-        """Find out which processes that have connected are gone: a message to one of them cannot be sent. Tend links and logs."""
+        """Detect accepted peers that are gone: sending to them fails. Tend links and logs."""
         self._sweep_at = time.monotonic() + (_SECOND_SWEEP_SECONDS if self._sweeps_again else _SWEEP_SECONDS)
         self._sweeps_again = False
         for name in [*self._accepted, *self._dropped]:
@@ -461,7 +461,7 @@ class Endpoint:
                 self.hang_up(peer)
 
     def has_gone(self, peer: Peer) -> bool:
-        """Whether a process that has connected is gone, though what it said last may not have been handled. Handlers may call it."""
+        """Whether an accepted peer is gone, even if its last messages are not yet handled. Handlers may call this."""
         self.sweep()
         return peer.lost or peer.prefix[0] in self._gone
 
@@ -473,10 +473,10 @@ class Endpoint:
                 self._forget(self._accepted[name])
 
     def hang_up(self, peer: Peer) -> None:
-        """End a connection, by this side's wish or because the other side wishes or has gone."""
+        """End a connection, because either side wants to or because the other side is gone."""
         if peer.lost:
             return
-        if peer.prefix:  # only who has connected can end it
+        if peer.prefix:  # only the dialling side can end it
             self._dropped.add(peer.prefix[0])
             with contextlib.suppress(zmq.ZMQError):
                 goodbye = [*peer.prefix, *encode(Kind.GOODBYE, "", 0, None)]
@@ -503,7 +503,7 @@ class Endpoint:
 
 
 def counted(turned_away: Counter[str]) -> str:
-    """Say how many strangers were turned away, by reason."""
+    """Return how many unauthenticated peers were turned away, by reason."""
     return ", ".join(f"{count:,} {reason}" for reason, count in sorted(turned_away.items()))
 
 
@@ -527,7 +527,7 @@ def _why_stranger(event: int, value: int) -> str:
 
 
 def _why_not(address: str, event: int, value: int) -> Exception:
-    """Why a connection that this process makes has not come about, or has ended."""
+    """Return why a connection that this process dialled has failed or ended."""
     if event & _FAILED_HANDSHAKES and value != errno.EAGAIN:
         return NotAMemberError(
             f"what answers at {address} does not belong to this deployment: it has another cluster key (--cluster-key-file, "

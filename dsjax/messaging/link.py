@@ -1,7 +1,7 @@
-"""`LinkListener` and `Link`: bulk data between two threads of two processes, without the messaging thread in between.
+"""`LinkListener` and `Link`: bulk data between threads of two processes, bypassing the messaging thread.
 
-The user waits at the socket. A message is a header and buffers, cut into frames; buffers are sent without a copy. A link that is not
-encrypted (`--encrypt-bulk`) is opened by a ticket, told over control messages: an open socket would hold a stranger's message in memory.
+The calling thread waits at the socket. A message is a header and buffers, split into frames; buffers are sent without a copy. An
+unencrypted link (no `--encrypt-bulk`) opens with a ticket from a control message: an open socket would buffer anyone's messages.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _numbers = itertools.count()
 
 
 class Opening(msgspec.Struct, frozen=True, array_like=True):
-    """The first message over a link: who connects, by the name that the listener knows."""
+    """The first message over a link. name: of the connecting side, as the listener knows it."""
 
     name: str
     ticket: bytes
@@ -41,14 +41,14 @@ _openings = msgspec.msgpack.Decoder(Opening)
 
 
 class Message(NamedTuple):
-    """What has come over a link. sender: name of the other side. header: the first frame. frames: of the buffers, without a copy."""
+    """A message received over a link. sender: name of the other side. header: the first frame. frames: of the buffers, without a copy."""
 
     sender: str
     header: bytes
     frames: Sequence[memoryview]
 
     def read_into(self, *buffers: np.ndarray) -> None:
-        """Copy the buffers into arrays, in order; a `PeerLostError` where other bytes have come than these take."""
+        """Copy the buffers into arrays, in order; raise `PeerLostError` if the sizes differ."""
         frames = iter(self.frames)
         for buffer in buffers:
             bytes_, at = buffer.reshape(-1).view(np.uint8), 0
@@ -63,9 +63,9 @@ class Message(NamedTuple):
 
 
 class _Bulk:
-    """A socket, what tells of its connections, and what wakes the thread that waits at it.
+    """A socket with a monitor of its connections, and a wake-up for the thread that waits at it.
 
-    A subclass holds the lock while it opens and calls `Endpoint.own`, which has the messaging thread tend it whenever the lock is free.
+    A subclass holds the lock while it opens and calls `Endpoint.own`; the messaging thread then tends it whenever the lock is free.
     """
 
     def __init__(self, endpoint: Endpoint, kind: int, host: str):
@@ -78,17 +78,17 @@ class _Bulk:
         self._lock, self._is_cancelled, self._is_closed = threading.RLock(), False, False
 
     def wake(self) -> None:
-        """Have `receive` return without a message, now or when it is called next. Any thread may call it."""
+        """Make `receive` return without a message, now or when it is called next. Any thread may call this."""
         with contextlib.suppress(OSError):  # closed, or it is about to wake already
             self._wake.send(b"\0", sockets.MSG_DONTWAIT)
 
     def cancel(self) -> None:
-        """Have whoever waits raise `PeerLostError`, now and from now on. Any thread may call it."""
+        """Make current and future waits raise `PeerLostError`. Any thread may call this."""
         self._is_cancelled = True
         self.wake()
 
     def tend(self) -> None:
-        """Let go of connections that have ended while nobody uses this: libzmq keeps what it knows of them until somebody looks."""
+        """Free ended connections while the socket is idle: libzmq keeps their state until the socket is used."""
         if self._lock.acquire(blocking=False):
             try:
                 if not self._is_closed:
@@ -98,9 +98,9 @@ class _Bulk:
                 self._lock.release()
 
     def close(self, linger: float = 0.0) -> None:
-        """End, also under a thread that waits. linger: seconds in which what was sent may still leave, while nobody waits for it."""
+        """Close the socket, even while a thread waits at it. linger: seconds to send pending messages, in the background."""
         self.cancel()
-        with self._lock:  # whoever waits has woken
+        with self._lock:  # the waiting thread has woken
             if not self._is_closed:
                 self._is_closed = True
                 Endpoint.unwatch(self._socket, self._monitor, linger)
@@ -109,7 +109,7 @@ class _Bulk:
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Keep others from the socket."""
+        """Lock the socket for the caller."""
         with self._lock:
             try:
                 self._check()
@@ -122,7 +122,7 @@ class _Bulk:
             raise PeerLostError("this link was closed")
 
     def _poll(self, seconds: float) -> bool:
-        """Wait until something has come, or happened to a connection; whether this was woken instead."""
+        """Wait for a message or a connection event. Return whether `wake` was called instead."""
         ready = dict(self._poller.poll(max(0.0, seconds) * 1000))
         self._check()
         return self._woken.fileno() in ready and bool(self._woken.recv(4096))
@@ -141,10 +141,10 @@ class _Bulk:
 class LinkListener(_Bulk):
     """Receives from processes that connect with a ticket, and can answer them. One thread at a time uses it.
 
-    names: of those that may connect, each once; None: any name. encrypted: also where the deployment does not encrypt its links; both
-    sides say so.
+    names: names that may connect, each once; None: any name. encrypted: encrypt even if the deployment does not encrypt its links; both
+    sides must set it.
 
-    address: `HOST:PORT`, and ticket: by which others connect; to be told over control messages.
+    address (`HOST:PORT`), ticket: what others need to connect; send both over control messages.
     """
 
     def __init__(self, endpoint: Endpoint, names: Sequence[str] | None = None, *, encrypted: bool = False):
@@ -154,7 +154,7 @@ class LinkListener(_Bulk):
         self._ids: dict[bytes, str] = {}
         self._of: dict[str, bytes] = {}
         self._sweeps, self._sweep_at = 0, 0.0
-        self._gone: set[bytes] = set()  # what they sent before can still be taken
+        self._gone: set[bytes] = set()  # their last messages can still be taken
         self._lost: list[str] = []
         super().__init__(endpoint, zmq.ROUTER, endpoint.host)
         with self._lock:
@@ -178,10 +178,10 @@ class LinkListener(_Bulk):
             raise
 
     def receive(self, seconds: float | None = None) -> Message | None:
-        """Wait for a message; None where none comes in time, or `wake` is called.
+        """Wait for a message; return None on timeout or `wake`.
 
         Raises:
-            LinkLostError: a process that was connected is gone; once for each. PeerLostError: the listener was closed.
+            LinkLostError: a connected process is gone; raised once for each. PeerLostError: the listener was closed.
         """
         end = None if seconds is None else time.monotonic() + seconds
         with self._in_use():
@@ -200,7 +200,7 @@ class LinkListener(_Bulk):
                     return None
 
     def send(self, name: str, header: bytes, *buffers: Any) -> None:
-        """Send to a process that has connected; a `PeerLostError` where it is gone. The buffers must not change before it answers."""
+        """Send to a connected process; raise `PeerLostError` if it is gone. The buffers must not change before it answers."""
         with self._in_use():
             if name not in self._of:
                 raise PeerLostError(f"the link to {name} has ended")
@@ -211,12 +211,12 @@ class LinkListener(_Bulk):
                 raise PeerLostError(f"the link to {name} has ended") from error
 
     def close(self, linger: float = 0.0) -> None:
-        """Let nobody in any more, and end what there is."""
+        """Stop admitting peers and end all connections."""
         self._endpoint.admit(self._domain, None)
         super().close(linger)
 
     def _take(self) -> Message | None:
-        """Take what has come, without waiting."""
+        """Return a pending message, without waiting."""
         while (frames := self._next_frames()) is not None:
             name = self._ids.get(frames[0].bytes)
             if name is not None:
@@ -225,7 +225,7 @@ class LinkListener(_Bulk):
         return None
 
     def _next_frames(self) -> list[zmq.Frame] | None:
-        """Take a message. Whoever is gone is forgotten when nothing is left that it has sent."""
+        """Return the frames of a pending message. Forget processes that are gone once their messages are taken."""
         for then in (self._look, self._forget_gone):
             with contextlib.suppress(zmq.Again):
                 while True:
@@ -236,7 +236,7 @@ class LinkListener(_Bulk):
         return None
 
     def _open(self, frames: Sequence[zmq.Frame]) -> None:
-        """Enter who connects; whoever may not is ignored for good."""
+        """Register a connecting process. Ignore processes that may not connect, permanently."""
         try:
             opening = decoded(_openings, frames[1].bytes)
         except msgspec.MsgspecError:
@@ -246,10 +246,10 @@ class LinkListener(_Bulk):
         if self._names is not None and opening.name not in self._names:
             return
         self._ids[frames[0].bytes], self._of[opening.name] = opening.name, frames[0].bytes
-        self._sweeps, self._sweep_at = 20, 0.0  # its end may have been told of before
+        self._sweeps, self._sweep_at = 20, 0.0  # its disconnection may already have been reported
 
     def _look(self) -> None:
-        """Find out who is gone, where a connection has ended: a message to it cannot be sent."""
+        """After a disconnection, find the processes that are gone: sending to them fails."""
         if zmq.EVENT_DISCONNECTED in self._events():
             self._sweeps, self._sweep_at = 20, 0.0
         if self._sweeps and time.monotonic() >= self._sweep_at:
@@ -271,11 +271,11 @@ class Link(_Bulk):
     """Sends to a `LinkListener`, and receives its answers. One thread at a time uses it.
 
     Args:
-        address, ticket: of the listener. name: of this side, for the listener. role: that this process has in the deployment.
-        encrypted: whether the listener is.
+        address, ticket: of the listener. name: of this side, for the listener. role: this process's role in the deployment.
+        encrypted: whether the listener is encrypted.
 
     Raises:
-        PeerLostError: nobody answers there in time. NotAMemberError: the ticket is not the listener's.
+        PeerLostError: the listener does not answer in time. NotAMemberError: the ticket is not the listener's.
     """
 
     def __init__(
@@ -312,14 +312,14 @@ class Link(_Bulk):
                 raise
 
     def send(self, header: bytes, *buffers: Any) -> None:
-        """Send a message; a `PeerLostError` where the other side is gone. The buffers must not change before it answers."""
+        """Send a message; raise `PeerLostError` if the other side is gone. The buffers must not change before it answers."""
         with self._in_use():
             if self._look():
                 raise self._lost_error()
             self._send_frames([], header, buffers)
 
     def receive(self, seconds: float | None = None) -> Message | None:
-        """Wait for a message; None where none comes in time, or `wake` is called; a `PeerLostError` where the link has ended."""
+        """Wait for a message; return None on timeout or `wake`; raise `PeerLostError` if the link has ended."""
         end = None if seconds is None else time.monotonic() + seconds
         with self._in_use():
             while True:
@@ -346,17 +346,17 @@ class Link(_Bulk):
         return False
 
     def _look(self) -> bool:
-        """Find out whether the other side is gone. Also empties the socket: a side that only sends is looked for as often as any."""
+        """Return whether the other side is gone. Also drains the socket: the listener probes sides that only send, too."""
         self._read()
         self._has_ended |= zmq.EVENT_DISCONNECTED in self._events()
         return self._has_ended
 
     def _read(self) -> None:
-        """Take what has come."""
+        """Read pending messages."""
         with contextlib.suppress(zmq.Again):
             while True:
                 header, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                if header.bytes or frames:  # else the listener looked whether this side is there
+                if header.bytes or frames:  # else it is the listener's liveness probe
                     self._heard.append(Message(self.address, header.bytes, [frame.buffer for frame in frames]))
 
     def _lost_error(self) -> PeerLostError:
@@ -364,7 +364,7 @@ class Link(_Bulk):
 
 
 class LinkLostError(PeerLostError):
-    """A process that was connected to a listener is gone. name: its."""
+    """A process that was connected to a listener is gone. name: of the process."""
 
     def __init__(self, name: str):
         super().__init__(f"the link to {name} has ended")
@@ -372,7 +372,7 @@ class LinkLostError(PeerLostError):
 
 
 def _cut(buffer: Any) -> list[memoryview]:
-    """Give a buffer's bytes in frames; none where it is empty."""
+    """Return a buffer's bytes as frames; none if it is empty."""
     if isinstance(buffer, np.ndarray):
         buffer = np.ascontiguousarray(buffer).reshape(-1).view(np.uint8)
     view = memoryview(buffer).cast("B")

@@ -1,4 +1,4 @@
-"""`JaxTransport`: transfer chunks by JAX's transfer server."""
+"""`JaxTransport`: chunk transport over JAX's transfer server."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dsjax.engine.transfer.messages import Chunk
 from dsjax.engine.transfer.transport import Shapes, Transport, shapes_of
 
 _TICKET_BYTES = 8
-"""JAX's numbers are unsigned and have 64 bits."""
+"""JAX's transfer server takes unsigned 64-bit numbers."""
 
 
 class JaxTransport(Transport):
-    """`jax.experimental.transfer`. An unpublished number hangs there, and what nobody pulls stays pinned.
+    """Transport over `jax.experimental.transfer`, where pulling an unknown number hangs and a chunk stays pinned until it is pulled.
 
-    JAX's server authenticates nobody: a chunk has a random number there, its ticket. device: of the client that sends. host: its address.
+    JAX's server authenticates no clients: each chunk has a random number, its ticket. device: of the sending client. host: its address.
     """
 
     def __init__(self, device: Any, host: str):
@@ -34,14 +34,14 @@ class JaxTransport(Transport):
         self._lock = threading.Lock()
 
     def publish(self, number: int, chunk: Chunk) -> bytes:
-        """Let a chunk be pulled, once."""
+        """Make a chunk available for one pull. Return its ticket."""
         ticket = secrets.token_bytes(_TICKET_BYTES)
         self._server.await_pull(int.from_bytes(ticket, "little"), chunk)
         self._tickets[number] = ticket
         return ticket
 
     def withdraw(self, number: int, chunk: Chunk, *, pulled: bool) -> None:
-        """Pull a chunk here that nobody has pulled, in a thread: if another process pulls it now too, one of the two hangs."""
+        """Drain a chunk that was not pulled by pulling it here, in a thread: if another process pulls it now too, one of them hangs."""
         ticket = self._tickets.pop(number)
         if pulled:
             return
@@ -49,7 +49,7 @@ class JaxTransport(Transport):
         start_thread("chunk drain", self.pull, *arguments, name="dsjax-drain")
 
     def pull(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: Any) -> Chunk:
-        """Return a published chunk."""
+        """Pull a published chunk from the server at `address`."""
         sharding = jax.sharding.SingleDeviceSharding(device)
         described = {name: jax.ShapeDtypeStruct(*shape, sharding=sharding) for name, shape in shapes.items()}
         try:

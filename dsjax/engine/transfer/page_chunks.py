@@ -1,4 +1,4 @@
-"""`PageChunks`: the executor's part that sends pages to other engines and pulls theirs. No step waits for either."""
+"""`PageChunks`: the executor plugin that sends pages to other engines and pulls theirs, without blocking steps."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from dsjax.engine.transfer.messages import Chunk, ChunkGoneError, ChunkPort, Dro
 from dsjax.model.cache_groups import TABLES, Table
 
 PULLERS = 2
-"""Threads that pull: while one waits for a chunk, the other asks for the next."""
+"""Threads that pull chunks: while one waits for a chunk, the other requests the next."""
 
 
 @dataclass(eq=False)
 class Landing:
-    """A chunk that a rank pulls. Every process knows it: all stage pages by chunks, in the same order.
+    """A chunk that a rank pulls. Every process tracks it, because all processes stage pages by chunks, in the same order.
 
-    chunk: None until it is here, or if this process has no device of the rank.
+    chunk: None until it has arrived, and in processes without a device of the rank.
     """
 
     rank: int
@@ -50,7 +50,7 @@ def move_chunk(chunk: Chunk, device: jax.Device) -> Chunk:
 
 
 class PageChunks(DevicePart, PageStore):
-    """Copies pages into chunks by the program that also takes pages to host memory. A thread offers the chunks once they are computed.
+    """Copies pages into chunks with the program that also copies pages to host memory. A thread offers the chunks once they are computed.
 
     A chunk is one device's part of that program's result: the arrays of `describe_moved` for one DP rank. If a rank has devices in
     several processes, the process with the first device keeps the rank's chunks; each process pulls to its own first device of the rank.
@@ -82,16 +82,16 @@ class PageChunks(DevicePart, PageStore):
         table.add(DropChunks, Handler(self._drop_sent))
 
     def extension(self, kind: type) -> Any:
-        """Offer this as the `ChunkPort`."""
+        """Return this object as the `ChunkPort`."""
         return self if kind is ChunkPort else None
 
     def send_chunks(self, offer: Offer, drop: Drop = lambda numbers: None) -> None:
-        """Begin to offer and drop chunks, in a thread."""
+        """Start the thread that offers and drops chunks."""
         self._offer, self._drop = offer, drop
         self._offers.start()
 
     def pull_chunks(self, pull: Pull, report: Callable[[PulledChunk], None]) -> None:
-        """Begin to pull chunks with `pull`, and to report the result of each, in threads."""
+        """Start the threads that pull chunks with `pull` and report the result of each."""
         self._pull, self._report = pull, report
         self._pulls.start()
 
@@ -124,9 +124,9 @@ class PageChunks(DevicePart, PageStore):
         yield from ()
 
     def _begin_pulls(self, _: Pending, command: PullPages) -> Running:
-        """Begin to pull the chunks of ranks with a device of this process, and note the chunks of all ranks.
+        """Start pulling the chunks of ranks with a device of this process, and register the chunks of all ranks.
 
-        They are noted at once, because a `FetchPages` may be prepared before earlier commands are done.
+        They are registered at once, because a `FetchPages` may be prepared before earlier commands are done.
         """
         landings: dict[tuple[int, int, int], Landing] = {}
         for rank, quadruples in enumerate(command.ranks):
@@ -147,7 +147,7 @@ class PageChunks(DevicePart, PageStore):
         return run()
 
     def take(self, wanted: RankArrays, places: RankArrays) -> tuple[list[StagedPiece], RankArrays]:
-        """Return pieces of the pages that came in chunks, a chunk of each rank at a time, and the places of all other pages."""
+        """Return pieces of the pages that came in chunks, with one chunk per rank in each piece, and the places of all other pages."""
         rest: RankArrays = []
         groups: dict[Table, list[list[tuple[Landing, np.ndarray]]]] = {table: [] for table in TABLES}
         for rank, (numbers, rank_places) in enumerate(zip(wanted, places, strict=True)):
@@ -175,12 +175,12 @@ class PageChunks(DevicePart, PageStore):
         return pieces, rest
 
     def forget(self, rank: int, number: int) -> None:
-        """Drop a page that was pulled, or is being pulled."""
+        """Drop a page that was pulled or is being pulled."""
         with self._lock:
             self._landed.pop((rank, number), None)
 
     def stage(self, landings: Sequence[Landing | None], table: Table = "context") -> dict[str, Array]:
-        """Join chunks of one kind, one of each rank, as the program that places pages takes them. None: no chunk of that rank."""
+        """Join chunks of one kind, one per rank, into the input of the program that places pages. None: the rank has no chunk."""
         staged = {}
         for name, described in self._described[table].items():
             pieces = []
@@ -195,14 +195,14 @@ class PageChunks(DevicePart, PageStore):
         return staged
 
     def close(self) -> None:
-        """End the threads. Pulls that are in progress are not reported."""
+        """Stop the threads. Pulls in progress are not reported."""
         with self._lock:
             self._closed = True
         self._offers.close()
         self._pulls.close()
 
     def _places_of_ranks(self) -> tuple[dict[int, jax.Device], list[list[int]]]:
-        """Return this process's first device of each rank that has one here, and each rank's processes in the order of its devices."""
+        """Return this process's first device of each local rank, and each rank's processes in the order of its devices."""
         described = next(iter((self._described["context"] or self._described["window"]).values()))
         here: dict[int, jax.Device] = {}
         processes: list[list[int]] = [[] for _ in range(described.shape[0])]
@@ -215,7 +215,7 @@ class PageChunks(DevicePart, PageStore):
         return here, processes
 
     def _part(self, taken: dict[str, Array], rank: int | None) -> Chunk:
-        """Return a rank's part of what was taken. None: the part of any rank, only to wait for it."""
+        """Return a rank's shard of the taken pages. None: the shard of any rank, only to wait for it."""
         device = self._devices[rank] if rank is not None else next(iter(self._devices.values()))
         return {
             name: next(shard.data for shard in array.addressable_shards if shard.device == device)
@@ -227,18 +227,18 @@ class PageChunks(DevicePart, PageStore):
             self._zeros[name, device] = jax.device_put(np.zeros((1, *described.shape[1:]), described.dtype), device)
         return self._zeros[name, device]
 
-    # In the threads.
+    # Run in the threads.
 
     def _offer_when_computed(self, number: int, chunk: Chunk, *, kept: bool) -> None:
         """Wait for a chunk and offer it. kept: whether this process keeps it."""
         try:
             jax.block_until_ready(chunk)
             self._offer(number, chunk if kept else None)
-        except Exception as error:  # the step that made it may have failed, which the engine finds out by itself
+        except Exception as error:  # the step that made it may have failed, which the engine detects by itself
             note_failure("chunk offer", error, "Who wants the chunk is told that it is gone, and computes its pages.")
             with contained("chunk offer"):
                 self._offer(number, None)
-            if kept:  # another process may know of it from process 0, and wait for it here
+            if kept:  # another process may know of it from process 0 and be waiting for it here
                 self._drop([number])
 
     def _pull_and_report(self, landing: Landing) -> None:
@@ -254,7 +254,7 @@ class PageChunks(DevicePart, PageStore):
     def _pulled(self, landing: Landing) -> Chunk | None:
         try:
             return self._pull(landing.source, landing.number, self._devices[landing.rank])
-        except ChunkGoneError:  # its lease is over, or its transfer cancelled
+        except ChunkGoneError:  # its lease has expired, or its transfer was cancelled
             return None
         except Exception as error:
             note_failure("chunk pull", error, "The chunk's pages are computed again.")

@@ -38,7 +38,7 @@ _SERVICE = "prefill"
 
 
 class PrefillServer:
-    """A `PrefillEngine` that decode engines of other processes reach at an endpoint.
+    """Serves a `PrefillEngine` to decode engines in other processes, at an endpoint.
 
     chunks: this process's chunks, closed with the engine.
     space: as in `Greeting`; connections with another space are refused.
@@ -67,7 +67,7 @@ class PrefillServer:
         room: int | None = None,
         dp_rank: int | None = None,
     ) -> dict[str, str]:
-        """Begin to compute a prompt, and return at once the parameters for its decode engine (`handoff`).
+        """Start computing a prompt. Return the parameters for its decode engine (`handoff`) immediately.
 
         room: `bootstrap_room`, if the decode engine gets its parameters from elsewhere. dp_rank: see `RequestOptions`.
         """
@@ -160,7 +160,7 @@ class RemoteLink(PrefillLink):
         return self._peer is None and not self._is_connecting
 
     def send(self, message: ToPrefill) -> None:
-        """Send or queue a message. A thread connects if necessary, except for a flush, which waits for the next other message."""
+        """Send or queue a message. A thread connects if necessary. A flush alone does not connect: it waits for the next other message."""
         with self._lock:
             if self._peer is not None:
                 self._peer.send(_SERVICE, message)
@@ -195,7 +195,7 @@ class RemoteLink(PrefillLink):
                 del self._links.of[peer]
                 peer.close()
                 raise
-        except Exception as error:  # of any kind: requests must not wait for an answer that never comes
+        except Exception as error:  # any error: requests must not wait for an answer that never comes
             self._fail(error)
             return
         with self._lock:
@@ -209,7 +209,7 @@ class RemoteLink(PrefillLink):
     def _fail(self, error: Exception) -> None:
         """Fail all queued requests. The next request tries to connect again."""
         with self._lock:
-            # Keep a flush for the next connection: the prefill engine still has pages that must not be found.
+            # Keep a flush for the next connection: the prefill engine still caches pages that must not be reused.
             self._outbox = [message for message in self._outbox if isinstance(message, FlushPages)][:1]
             self._is_connecting = False
         reason = f"the prefill engine at {self.address} cannot be reached: {str(error) or 'it does not answer'}"

@@ -37,11 +37,11 @@ Keepers = Callable[[Executor], Sequence[Keeper]]
 
 _MOST_RECENT = 4096
 _LOOK_SECONDS = 0.25
-"""Seconds between two checks of the buffers and two reports to decode engines; fewer with a short timeout."""
+"""Seconds between checks of the buffers, and between reports to decode engines; fewer with a short timeout."""
 
 
 class _SealedPages(NamedTuple):
-    """Consecutive pages of a transfer that wait for a chunk. first: the number of the first one in its prompt."""
+    """Consecutive pages of a transfer that wait for a chunk. first: index of the first page in its prompt."""
 
     send: PageSend
     first: int
@@ -51,7 +51,7 @@ class _SealedPages(NamedTuple):
 class PageSends(PageSource):
     """Holds pages from their sealing until a plan copies them into a chunk (KV transfer unit).
 
-    sends: transfers in progress, by their request's id. waiting: for each rank the pages that wait, in the order of sealing.
+    sends: transfers in progress, by their request's id. waiting: for each rank, the sealed pages without a chunk, oldest first.
     """
 
     def __init__(self, buffers: SendBuffers, sends: Mapping[str, PageSend]):
@@ -60,7 +60,7 @@ class PageSends(PageSource):
         self._sent: list[list[tuple[int, int]]] = []  # (chunk, page)
 
     def bind(self, ranks: Sequence[RankPages]) -> None:
-        """Start with these ranks and nothing waiting."""
+        """Start with these ranks and no waiting pages."""
         self.ranks = ranks
         self.waiting = [deque() for _ in ranks]
         self._sent = [[] for _ in ranks]
@@ -74,7 +74,7 @@ class PageSends(PageSource):
         return {sealed.send.transfer for waiting in self.waiting for sealed in waiting}
 
     def sealed(self, rank: int, request: Request) -> None:
-        """Hold newly sealed pages of a request that another engine wants."""
+        """Hold newly sealed pages of a request if its pages go to another engine."""
         send = self._sends.get(request.request_id)
         if send is None:
             return
@@ -138,13 +138,13 @@ class PrefillService(Attachment):
 
     Args:
         timeout: seconds after which an unpulled chunk is dropped together with its transfer.
-        keepers: returns the process that keeps the chunks of each of an executor's ranks; None: this process keeps all.
+        keepers: returns, for each rank of an executor, the process that keeps its chunks; None: this process keeps all.
 
     Attributes:
         buffers: the chunks that wait to be pulled.
         counts: replaced after each step, so that any thread can read it.
         flush_core: flushes the core's prefix cache when a decode engine flushes its own.
-        reason: why transfers fail when the engine ends.
+        reason: sent for the transfers that fail when the engine ends.
     """
 
     source: PageSends
@@ -159,7 +159,7 @@ class PrefillService(Attachment):
         self.reason = "the prefill engine has ended"
         self._look_seconds = min(_LOOK_SECONDS, timeout / 4)
         self._executor: Executor | None = None
-        # Ended transfers and the names of their last pages: a request with the prompt can arrive after the end.
+        # Ended transfers with the names of their last pages: the request for a prompt can arrive after its transfer has ended.
         self._recent: OrderedDict[tuple[str, bytes], None] = OrderedDict()
         self._told_at = 0.0  # time of the last report to decode engines
 
@@ -174,7 +174,7 @@ class PrefillService(Attachment):
         return self._look_seconds if self._sends else None
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
-        """Start with empty buffers, which this executor fills."""
+        """Start with empty buffers for the chunks of this executor."""
         self._executor = executor
         self.buffers.reset(self._keepers(executor))
         executor.extension(ChunkPort).send_chunks(self.buffers.ready)
@@ -216,7 +216,7 @@ class PrefillService(Attachment):
             self._end(name, self.reason, aborts=False)
 
     def enter(self, message: ToPrefill, receive: Receive | None) -> None:
-        """Carry out a message of a decode engine, or of this process (receive: None)."""
+        """Handle a message from a decode engine, or from this process (receive: None)."""
         if isinstance(message, PrefillRequest):
             self._begin(message, receive)
         elif isinstance(message, CancelTransfer):
@@ -239,7 +239,7 @@ class PrefillService(Attachment):
             send.tell(offer)
 
     def _begin(self, ask: PrefillRequest, receive: Receive | None) -> None:
-        """Begin a transfer, or join the transfer of this name."""
+        """Start a transfer, or join the transfer of this name."""
         tokens = [] if len(ask.tokens) % 4 else list(from_int32s(ask.tokens))
         objection = self._objection(ask, tokens)
         if objection:
@@ -274,7 +274,7 @@ class PrefillService(Attachment):
             self._end(ask.transfer, str(error))
 
     def _join(self, send: PageSend, ask: PrefillRequest, names: Sequence[bytes], receive: Receive | None) -> None:
-        """Give a decode engine the transfer of this name, if no other engine has it and it covers the requested pages."""
+        """Assign the transfer of this name to a decode engine, if no other engine has it and it covers the requested pages."""
         last = min(ask.end, send.end) - 1
         if send.request.page_hashes[last] != names[last]:
             self._refuse(ask, receive, "another prompt is under way under this name")
@@ -297,7 +297,7 @@ class PrefillService(Attachment):
             receive(TransferFailed(ask.transfer, reason))
 
     def _cancel(self, message: CancelTransfer, receive: Receive | None) -> None:
-        """End a transfer for its owner: this process, its decode engine, or, while it has none, a sender that names its last page."""
+        """End a transfer for its owner: this process, its decode engine, or, before it has one, a sender that names its last page."""
         send = self._sends.get(message.transfer)
         if send is None:
             self._remember(message.transfer, message.page)

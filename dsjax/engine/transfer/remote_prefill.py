@@ -37,9 +37,9 @@ class TransferCounts(NamedTuple):
     """Counts of transfers since the start.
 
     Attributes:
-        asked, completed, given_up: transfers. refused: transfers given up because other pages were offered than asked for.
-        pages: pages that have come. under_way: unfinished transfers.
-        landed: room, in pages, of the chunks of all ranks that are on the devices beside the cache or on their way there.
+        asked, completed, given_up: transfers. refused: transfers given up because the offered pages differ from the requested ones.
+        pages: pages that have arrived. under_way: unfinished transfers.
+        landed: size, in pages, of the chunks of all ranks that are on the devices outside the cache or being pulled there.
     """
 
     asked: int = 0
@@ -57,12 +57,12 @@ class Transfer:
 
     Attributes:
         names: of the pages; the first one is page `first` of its requests. In a model with window pages the last name is a window page's.
-            awaited: names of pages that have not come.
+            awaited: names of pages that have not arrived.
         pulling: names of the pages being pulled, by landing number.
-        owner: the request that it was asked for. requests: all that wait for it; without any, it is cancelled. waiters: requests that the
-            scheduler need not look at before something has come.
-        since: time of the last message about it. began: time at which it was asked for.
-        cached: tokens that the prefill side had cached. seen: chunks that were offered, because an offer may come twice.
+        owner: the request that started it. requests: all requests that wait for it; without any, it is cancelled. waiters: requests
+            that the scheduler skips until something arrives.
+        since: time of the last message about it. began: time at which it was requested.
+        cached: tokens cached on the prefill side. seen: chunks that were offered, because an offer may arrive twice.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Transfer:
     def is_offered(self, offer: ChunkReady) -> bool:
         """Whether an offer's numbers are valid and its pages have the names that were asked for.
 
-        Invalid numbers would end the threads of the engine or the executor, which do not check them.
+        Invalid numbers would crash the threads of the engine or the executor, which do not check them.
         """
         is_valid = 0 <= offer.number < 2**31 and offer.count <= CHUNK_PAGES
         if not is_valid or len(offer.names) != NAME_BYTES * offer.count:
@@ -93,7 +93,7 @@ class Transfer:
         return all(self.names[page] == name for page, name in offered if 0 <= page < len(self.names))
 
     def wake(self) -> None:
-        """Have the scheduler look at the waiting requests again."""
+        """Let the scheduler consider the waiting requests again."""
         for request in self.waiters:
             request.is_loading = False
         self.waiters.clear()
@@ -193,7 +193,7 @@ class RemotePrefills(PageSource):
             self._names_of[request] = prefill["transfer"]
 
     def begin_step(self, now: float) -> None:
-        """Give up transfers without a message for too long."""
+        """Give up transfers that have had no message for too long."""
         for transfer in [one for one in self._transfers.values() if now - one.since > self.timeout]:
             # If offered pages found no room here, the link is not at fault.
             if transfer.pulling or not transfer.offers:
@@ -221,7 +221,7 @@ class RemotePrefills(PageSource):
     def lookup(
         self, rank: int, request: Request, names: Sequence[bytes], cached: Sequence[int], free_slots: int, now: float
     ) -> Lookup:
-        """Ask a prefill engine for the pages after the `cached` ones, if there is room for the request beside the waiting ones."""
+        """Ask a prefill engine for the pages after the `cached` ones, if the request fits in addition to the waiting ones."""
         joined = self._of.get(request)
         if len(cached) >= len(names) or request in self._computed_here:
             return Lookup.ABSENT
@@ -235,13 +235,13 @@ class RemotePrefills(PageSource):
         missing = pool.pages_for(len(request.token_ids)) - len(cached)
         windows = requests + 1 if pool.num_windows else 0
         if requests >= free_slots or not pool.can_hold(cached, missing + pages, windows):
-            # Without other requests no room will be released that this one could wait for.
+            # Without other requests, waiting would not free any room.
             return Lookup.FULL if requests else Lookup.ABSENT
         self._ask(rank, request, len(cached), names, now)
         return Lookup.WAIT
 
     def receive(self, link: int, message: ToDecode, now: float) -> None:
-        """Enter a prefill engine's message."""
+        """Process a prefill engine's message."""
         if isinstance(message, TransferFailed):
             if not message.transfer:
                 self._backoffs[link].begin(now)
@@ -252,7 +252,7 @@ class RemotePrefills(PageSource):
         if isinstance(message, TransfersUnderWay):
             for name in message.transfers:
                 transfer = self._of_link(link, name)
-                # Otherwise this side has to act.
+                # Otherwise the transfer waits for this side.
                 if transfer is not None and not transfer.offers and not transfer.pulling:
                     transfer.since = now
             return
@@ -279,7 +279,7 @@ class RemotePrefills(PageSource):
         transfer.offers.append(message)
 
     def landed(self, rank: int, number: int, ok: bool, now: float) -> None:
-        """Enter that a page was pulled (`ok`) or could not be."""
+        """Record that a page was pulled (`ok`) or that its pull failed."""
         transfer = self._pulling.pop((rank, number), None)
         if transfer is None:
             return
@@ -295,13 +295,13 @@ class RemotePrefills(PageSource):
             self._complete(transfer, now)
 
     def load_failed(self, rank: int, name: bytes, number: int) -> None:
-        """Have the executor drop a page that could not be pulled, because another process may have its part of the page."""
+        """Tell the executor to drop a page whose pull failed, because another process may have its part of the page."""
         self.ranks[rank].landing.drop(number)
 
     def release(self, rank: int, request: Request) -> None:
         """Stop waiting for a request. A transfer without waiting requests is cancelled."""
         name = self._names_of.pop(request, None)
-        if name is not None:  # it does not need the prompt that is computed elsewhere
+        if name is not None:  # the prompt that is computed elsewhere is no longer needed
             page_size = self.ranks[rank].pool.page_size
             pages = (request.num_prompt_tokens - 1) // page_size
             if pages:
@@ -320,7 +320,7 @@ class RemotePrefills(PageSource):
         self._names_of.pop(request, None)
 
     def num_computed(self, request: Request, loaded: Mapping[str, int]) -> int:
-        """Return how many pages have come for a request that its prefill engine had not cached."""
+        """Return how many of a request's transferred pages its prefill engine computed, that is, had not cached."""
         pages, transfer = loaded.get(TIER, 0), self._of.get(request)
         if transfer is None:
             return pages
@@ -333,7 +333,7 @@ class RemotePrefills(PageSource):
             self._give_up(transfer)
 
     def commands(self) -> Iterable[tuple[CommandTurn, Command]]:
-        """Yield the command that pulls the pages that were offered and have room to land."""
+        """Yield the command that pulls the offered pages that have room to land."""
         pulls, self._pulls = self._pulls, [[] for _ in self.ranks]
         if not any(pulls):
             return
@@ -361,7 +361,7 @@ class RemotePrefills(PageSource):
         first = min(num_cached, end - 1)  # if only the window page is missing, it comes with the last page
         rest = list(names[first:])
         handed = self._names_of.pop(request, None)
-        if handed in self._transfers:  # another request's: the name would hide its messages
+        if handed in self._transfers:  # in use by another request: the name would hide its messages
             handed = None
         name = handed or f"{self._prefix}-{next(self._numbers)}"
         transfer = Transfer(name, link, rank, first, rest, now, now, set(rest), request)
@@ -408,7 +408,7 @@ class RemotePrefills(PageSource):
             if not 0 <= page < len(transfer.names) or transfer.names[page] not in transfer.awaited:
                 continue
             name = transfer.names[page]
-            if pool.find((name,)) or name in landing:  # it has come from elsewhere
+            if pool.find((name,)) or name in landing:  # it has arrived by another path
                 self._arrived(transfer, name)
                 transfer.wake()
             else:
@@ -428,7 +428,7 @@ class RemotePrefills(PageSource):
         return True
 
     def _names_wanted(self, rank: int) -> set[bytes]:
-        """Return the names of pages that are on their way, or that have come and no request has taken yet."""
+        """Return the names of pages that are in transit, or that have arrived but are not yet used by a request."""
         transfers = {*self._transfers.values(), *self._of.values()}
         return {name for transfer in transfers if transfer.rank == rank for name in transfer.names}
 

@@ -22,9 +22,9 @@ class PageSend:
 
     Attributes:
         receive: sends a message to the decode engine; None until that engine has asked.
-        first, end: pages [first, end) are wanted. next: the first of them that is not handed over yet.
+        first, end: pages [first, end) are requested. next: the first page that is not handed over yet.
         windows: 1 in a model with window pages: the window page at `end` follows the others, as page number `end`.
-        cached: tokens that its first admission found in the cache; None before that.
+        cached: tokens found in the cache at its first admission; None before that.
     """
 
     transfer: str
@@ -72,21 +72,21 @@ class SendBuffers:
     The engine's thread begins chunks and drops them, the executor's thread calls `ready`, and other threads take them.
 
     Args:
-        timeout: seconds for which a chunk is kept. offer: called with a chunk that can be pulled, and its transfer.
+        timeout: seconds for which a chunk is kept. offer: called with each chunk that can be pulled, and its transfer.
     """
 
     def __init__(self, timeout: float, offer: Callable[[PageSend, ChunkReady], None]):
         self.timeout, self._offer = timeout, offer
         self._gone: list[int] = []
         self._buffers: dict[int, SendBuffer] = {}
-        # Random, so that a restarted side uses other numbers and nobody can guess one.
+        # Random, so that numbers change after a restart and cannot be guessed.
         self._numbers = itertools.count(secrets.randbelow(_NUMBERS))
         self._lock = threading.Lock()
         self.pages_sent = self.expired = 0
         self.reset([])
 
     def reset(self, keepers: Sequence[Keeper]) -> None:
-        """Forget all chunks, because another executor makes them from now on. keepers: of its ranks."""
+        """Forget all chunks and start with a new executor. keepers: of the executor's ranks."""
         with self._lock:
             self._keepers, self._room = list(keepers), [MOST_KEPT // CHUNK_PAGES] * len(keepers)
             self._buffers.clear()
@@ -94,17 +94,17 @@ class SendBuffers:
 
     @property
     def num_kept(self) -> int:
-        """How many chunks are kept."""
+        """Number of chunks that are kept."""
         return len(self._buffers)
 
     @property
     def num_pages_kept(self) -> int:
-        """How many pages the chunks have, of all ranks."""
+        """Number of pages in the chunks of all ranks."""
         with self._lock:
             return sum(buffer.offer.count for buffer in self._buffers.values())
 
     def room(self, rank: int) -> int:
-        """Return how many more chunks of a rank may be made now. A chunk takes the same memory whether it is full or not."""
+        """Return how many more chunks of a rank can be started. A chunk takes the same memory whether it is full or not."""
         return self._room[rank]
 
     def begin(self, rank: int, send: PageSend, first: int, count: int) -> int:
@@ -156,7 +156,7 @@ class SendBuffers:
                         self._gone.append(number)
 
     def expire(self) -> list[PageSend]:
-        """Return the transfers of which a chunk was not pulled in time, for the caller to cancel."""
+        """Return the transfers with a chunk that was not pulled in time, for the caller to cancel."""
         now = time.monotonic()
         with self._lock:
             late = [buffer for buffer in self._buffers.values() if buffer.until < now]

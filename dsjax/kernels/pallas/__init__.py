@@ -1,7 +1,7 @@
 """Kernels written with Pallas: for NVIDIA GPUs (Triton) and, in the files ``tpu_…``, for TPUs (Mosaic).
 
-``pl``, ``plgpu`` and ``pltpu`` are JAX's modules, imported when a kernel is first traced. A process on CPUs, or one
-that has not traced a kernel yet, thus starts a sixth of a second of CPU time sooner.
+``pl``, ``plgpu`` and ``pltpu`` are JAX's modules, imported when a kernel is first traced. A process that has not traced a
+kernel, as on CPUs, thus starts with a sixth of a second less CPU time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dsjax.kernels.pallas.tile_table import TileTable
 
 
 class _LazyModule:
-    """Stands for a module, and imports it at the first access to an attribute."""
+    """A proxy for a module, which it imports at the first attribute access."""
 
     def __init__(self, name: str):
         self._name = name

@@ -1,9 +1,9 @@
-"""Absorbed MLA over the paged latent cache, for decodes, drafts being verified and chunks of prompts alike (Triton, by Pallas).
+"""Absorbed MLA over the paged latent cache, for decodes, draft verification and prompt chunks (Pallas on Triton).
 
-A program takes a tile of up to 64 (token, head) pairs of one row, which all read the same latents: it goes once over its part of
-the row's context, a block of positions at a time, read from their pages where they lie. The 512 latent values and the 64 rotary ones
-of V3 are two loads, because Triton takes powers of two only. Where rows are few, their context is split over several programs, whose
-parts are put together afterwards (flash decoding).
+A program takes a tile of up to 64 (token, head) pairs of one row, which all read the same latents. It reads its part of
+the row's context once, a block of positions at a time, directly from the pages. V3's 512 latent values and 64 rotary values
+are two loads, because Triton takes only powers of two. With few rows, their context is split over several programs, whose
+partial results are merged (flash decoding).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from dsjax.kernels.pallas.tile_table import ATTENTION, Product, TileTable
 from sharding import fp8
 
 NOTHING = -1e30
-"""The score of what is not seen: finite, so that the difference of two of them is a number."""
+"""Score of an invisible position; finite, so that the difference of two such scores is not NaN."""
 LEAST_BLOCKS = 4
-"""Blocks of positions that a split of the context has at least: merging shorter ones moves more bytes than they read."""
+"""Least blocks of positions in a split of the context: merging shorter splits moves more bytes than they read."""
 
 
 @dataclass(frozen=True)
 class AttentionTiles:
     """Sizes that shape the kernel, not its results beyond rounding.
 
-    rows: (token, head) pairs of a program, a power of two of at least 16. positions: of the context read at once, likewise.
-    warps, stages: of a program; how many blocks are under way from memory.
+    rows: (token, head) pairs per program, a power of two of at least 16. positions: context positions read at once, likewise.
+    warps: per program. stages: blocks in flight from memory.
     """
 
     rows: int = 64
@@ -47,12 +47,12 @@ class AttentionTiles:
     stages: int = 2
 
     def tuned(self, table: TileTable | None, product: Product) -> AttentionTiles:
-        """With the sizes that a table has for this shape; these, where it has none."""
+        """Return the table's sizes for this shape, or these sizes if the table has none."""
         return replace(self, **((table and table.find(product)) or {}))
 
 
 def attention_product(rows: int, pairs: int, width: int, cache_dtype: np.dtype) -> Product:
-    """What a table knows attention by: rows of so many (token, head) pairs over cache entries of ``width`` values."""
+    """Return the table's key for attention: rows of so many (token, head) pairs over cache entries of ``width`` values."""
     return Product(ATTENTION, width, pairs, np.dtype(cache_dtype).name, rows)
 
 
@@ -72,12 +72,12 @@ def latent_attention(
     tiles: AttentionTiles | TileTable | None = None,
     cores: Cores = Cores(),
 ) -> Float[Array, "R C H M"]:
-    """Causal attention of each row's queries at ``start …`` over the cache, in latent space; zero for tokens from ``length`` on.
+    """Return causal attention, in latent space, of each row's queries from ``start`` on over the cache; zero for tokens from ``length`` on.
 
-    cache: ``latent [L, P, G, M]`` and ``rope [L, P, G, O]``, whose bits mean ``cache_dtype``; with FP8 ``scale [L, P, G, M / 128]`` of the
-        latents beside them, and a ``rope`` of bfloat16.
-    filled: which slots of the cache hold an entry; a token sees those and its own. None: all of them. scale: of the scores.
-    tiles: these, or those of a table where it has this shape; else the default ones that ``cores`` have room for.
+    cache: ``latent [L, P, G, M]`` and ``rope [L, P, G, O]``, as bits of ``cache_dtype``; in FP8 also ``scale [L, P, G, M / 128]`` of the
+        latents, and ``rope`` in bfloat16.
+    filled: which slots of the cache hold an entry; a token sees these and its own. None: all slots. scale: of the scores.
+    tiles: sizes, or a table of sizes; for shapes that are not in the table, default sizes that fit ``cores``.
     Scores, weights and sums are float32; weights are rounded to the queries' dtype before they multiply the latents, as in the plain form.
     """
     R, C, H, M = q_latent.shape
@@ -155,7 +155,7 @@ def _kernel(
     scaled, (*holes, out_ref, peak_ref) = (refs[0], refs[1:]) if dtypes[0] == fp8.E4M3 else (None, refs)
     tile, split, row = (pl.program_id(axis) for axis in range(3))
     (rows, wide), narrow = q_latent_ref.shape, q_rope_ref.shape[1]
-    # FP8 latents are multiplied as they are, those of one scale at a time, and what comes out is scaled.
+    # FP8 latents are multiplied unscaled, one block of a scale at a time, and the products are scaled.
     part = wide if scaled is None else min(wide, fp8.BLOCK)
     parts = range(0, wide, part)
     q_latent, q_rope = [q_latent_ref[:, at : at + part] for at in parts], q_rope_ref[...]
@@ -170,7 +170,7 @@ def _kernel(
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
     def entries(ref, index, mask, columns, width, stored):
-        """``columns`` of the entries at ``index``; zero where there are none: ``width`` columns exist."""
+        """Return ``columns`` of the entries at ``index``; zero where masked and beyond the ``width`` columns that exist."""
         at = columns.start + jnp.arange(len(columns))
         mask = jnp.broadcast_to(mask[:, None], (positions, len(columns)))
         if columns.stop > width:
@@ -178,7 +178,7 @@ def _kernel(
         if stored != fp8.E4M3:
             values = plgpu.load(ref.at[index[:, None], at[None, :]], mask=mask, other=0)
             return (values if values.dtype == stored else lax.bitcast_convert_type(values, stored)).astype(dtype)
-        values = plgpu.load(ref.at[index[:, None], at[None, :]], mask=mask)  # Triton has no FP8 zero to put elsewhere
+        values = plgpu.load(ref.at[index[:, None], at[None, :]], mask=mask)  # Triton has no FP8 zero for `other`
         values = values if values.dtype == stored else lax.bitcast_convert_type(values, stored)
         return jnp.where(mask, values.astype(dtype), 0)
 
@@ -233,12 +233,12 @@ def _kernel(
 
 
 def default_tiles(pairs: int) -> AttentionTiles:
-    """Tiles for rows of so many (token, head) pairs: no larger than a row needs."""
+    """Return tiles for rows of so many (token, head) pairs, no larger than a row needs."""
     return AttentionTiles(rows=min(64, power(pairs)), warps=8 if pairs > 32 else 4)
 
 
 def smaller_tiles(pairs: int) -> Iterator[AttentionTiles]:
-    """The default tiles and smaller ones: half the positions first, then half the rows, which read the context again."""
+    """Yield the default tiles and smaller ones: first half the positions, then half the rows, which reads the context again."""
     largest = default_tiles(pairs)
     rows = largest.rows
     while rows >= 16:
@@ -249,14 +249,14 @@ def smaller_tiles(pairs: int) -> Iterator[AttentionTiles]:
 
 
 def split_context(programs: int, blocks: int, cores: int) -> int:
-    """Parts of each row's context of so many blocks, so that every core has a program."""
+    """Return into how many parts to split each row's context of so many blocks, so that every core has a program."""
     return max(1, min(cores // programs, blocks // LEAST_BLOCKS))
 
 
 def attention_cost(
     R: int, C: int, H: int, M: int, O: int, context: int, dtype, stored_bytes: int, tiles: AttentionTiles, splits: int
 ) -> KernelCost:
-    """Cost of rows whose last token is the last of ``context`` positions: each tile goes over the blocks up to its own last token."""
+    """Return the cost of rows whose last token is the last of ``context`` positions. Each tile reads blocks up to its own last token."""
     programs = -(-C * H // tiles.rows)
     last = np.minimum((np.arange(1, programs + 1) * tiles.rows - 1) // H, C - 1)
     seen = -(-(context - C + last + 1) // tiles.positions) * tiles.positions

@@ -39,12 +39,12 @@ class KernelCost:
 
 
 def hlo_dtype(dtype) -> str:
-    """HLO's short name of a floating-point dtype."""
+    """Return HLO's short name of a floating-point dtype."""
     return {"float32": "f32", "bfloat16": "bf16", "float8_e4m3fn": "f8e4m3fn"}[str(dtype)]
 
 
 def expected_tiles(mean_load: float, tile: int) -> float:
-    """Mean number of tiles for an expert's pairs, if their number has a Poisson distribution: the sum of P(pairs > k × tile)."""
+    """Return the mean number of tiles for a Poisson-distributed number of an expert's pairs: the sum of P(pairs > k × tile)."""
     # P(N = n) in logarithms: exp(-mean_load) underflows at mean loads in the thousands.
     most = math.ceil(mean_load + 12 * math.sqrt(mean_load) + 12)
     return sum(
@@ -54,5 +54,5 @@ def expected_tiles(mean_load: float, tile: int) -> float:
 
 
 def power(size: float) -> int:
-    """The least power of two that is at least ``size`` and 16, the least that a tensor core takes."""
+    """Return the least power of two that is at least ``size`` and 16, the smallest size for tensor cores."""
     return max(16, 1 << math.ceil(math.log2(max(size, 1))))

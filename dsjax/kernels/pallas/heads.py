@@ -1,6 +1,6 @@
-"""``W^UK`` into the queries and ``W^UV`` onto the results, by head, read where they lie in the stack of layers (Triton, by Pallas).
+"""Products of queries with ``W^UK`` and of results with ``W^UV`` per head, read in place from the stack of layers (Pallas on Triton).
 
-Both are parts of one matrix ``[M, H × (N + U)]``: a head's columns are its N of the keys and then its U of the values.
+Both are parts of one matrix ``[M, H × (N + U)]``: each head has N columns for keys, followed by U columns for values.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def absorb(
     interpret: bool = False,
     cores: Cores = Cores(),
 ) -> Float[Array, "T H M"]:
-    """Queries in latent space: ``Σ_n q[t, h, n] W^UK[m, h, n]``.
+    """Return queries in latent space: ``Σ_n q[t, h, n] W^UK[m, h, n]``.
 
-    weight: ``[L, M, H × (N + U)]``, whose bits mean ``weight_dtype``; scale: ``[L, M / 128, H × (N + U) / 128]`` with FP8; values: U.
+    weight: ``[L, M, H × (N + U)]``, as bits of ``weight_dtype``; scale: ``[L, M / 128, H × (N + U) / 128]`` for FP8; values: U.
     """
     options = {"interpret": interpret, "cores": cores}
     return _by_head(weight, scale, weight_dtype, layer, q_THN, q_THN.shape[2], values, keys=True, **options)
@@ -51,14 +51,14 @@ def expand(
     interpret: bool = False,
     cores: Cores = Cores(),
 ) -> Float[Array, "T H U"]:
-    """Values of each head from results in latent space: ``Σ_m out[t, h, m] W^UV[m, h, u]``; arguments as of ``absorb``."""
+    """Return each head's values from results in latent space: ``Σ_m out[t, h, m] W^UV[m, h, u]``; arguments as in ``absorb``."""
     keys = weight.shape[2] // out_THM.shape[1] - values
     options = {"interpret": interpret, "cores": cores}
     return _by_head(weight, scale, weight_dtype, layer, out_THM, keys, values, keys=False, **options)
 
 
 def takes(weight: Array, scale: Array | None, keys: int, values: int) -> bool:
-    """Whether ``absorb`` and ``expand`` can multiply with it: its offsets fit, and FP8 blocks cross neither heads nor their halves."""
+    """Whether ``absorb`` and ``expand`` support this weight: its offsets fit, and no FP8 block crosses heads or keys and values."""
     return addressable(weight) and (scale is None or (keys % BLOCK == 0 and values % BLOCK == 0))
 
 
@@ -66,7 +66,7 @@ def _by_head(weight, scale, weight_dtype, layer, x, nope, values, *, keys: bool,
     T, H, K = x.shape
     M, N = weight.shape[1], (weight.shape[1] if keys else values)
     rows = min(64, max(16, power(T)))
-    # Of queries a head's products are short and the latents many; of values it is the other way round.
+    # For queries, a head's products are short and the latents many; for values it is the other way round.
     tiles = ProductTiles(rows, min(128, power(N)), min(BLOCK, power(K)), spread=1, warps=4, stages=3)
     tiles = tiles.fitting(ProductBytes(1, x.dtype, x.dtype, np.dtype(weight_dtype).itemsize), cores)
     columns, depth = tiles.columns, tiles.depth
@@ -106,7 +106,7 @@ def _kernel(
     def step(block, total):
         k = block * depth + jnp.arange(depth)
         x = plgpu.load(x_ref.at[row[:, None], head, k[None, :]], mask=(row < T)[:, None] & (k < K)[None, :], other=0)
-        # Of keys the latents are the result's columns, and the weight is turned around.
+        # For keys, the latents are the columns of the result, so the weight is transposed.
         latent, head_columns = (n, k) if keys else (k, n)
         mask = None
         if K % depth or width % columns:

@@ -1,7 +1,7 @@
-"""In which order one call of a kernel adds, written into the call, so that whoever reads a compiled program can judge it.
+"""A kernel call's order of summation, stored in the call, so that tools can read it from a compiled program.
 
-`dsjax/dryrun/program/reductions.py` reads it: two calls that name the same sizes add alike, and a kernel that names nothing is taken for
-one whose order depends on everything. docs/measurements/exactness-kernels.csv has each kernel's.
+`dsjax/dryrun/program/reductions.py` reads it: two calls with the same sizes add in the same order, and a kernel without sizes is
+assumed to add in an order that depends on everything. docs/measurements/exactness-kernels.csv lists each kernel's order.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 ROWS, MESH = "rows", "mesh"
-"""What sizes are chosen by: the tokens and rows of this shape; what a device has of heads, columns and experts."""
+"""What determines sizes: the tokens and rows of this shape, or a device's numbers of heads, columns and experts."""
 
 
 @dataclass(frozen=True)
 class KernelOrder:
-    """The order of a kernel's sums.
+    """A kernel's order of summation.
 
-    sizes: of the chunks that order them, by name: ``depth`` of one product, ``splits`` that are added afterwards, ``rows`` of a tile, which
-    decide the tensor core's instruction. depends: what chose the sizes (``ROWS``, ``MESH``); nothing where they are the same for every
-    shape. exact: the kernel has no sum whose order matters.
+    sizes: by name, the chunk sizes that determine the order: ``depth`` of one product, ``splits`` that are added afterwards, ``rows`` of
+    a tile, which select the tensor core's instruction. depends: what determines the sizes (``ROWS``, ``MESH``); empty if they are the same
+    for every shape. exact: the kernel has no sum whose order matters.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -28,6 +28,6 @@ class KernelOrder:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """For ``pallas_call``, beside the cost's: XLA keeps it in the custom call."""
+        """Metadata for ``pallas_call`` in addition to the cost's. XLA keeps it in the custom call."""
         depends = "exact" if self.exact else ".".join(self.depends)
         return {f"order_{name}": str(size) for name, size in self.sizes.items()} | {"order_depends": depends}

@@ -1,13 +1,13 @@
-"""Products with weights that are read where they lie in the stack of layers (Triton, by Pallas).
+"""Products with weights that are read in place from the stack of layers (Pallas on Triton).
 
-``gate_up`` and ``down`` are the routed experts', over pairs of (row, expert) that stand sorted by expert: ``gate_up`` makes
-``silu(x · gate) × (x · up)`` of every pair, ``down`` multiplies that by the second matrix. A tile of pairs never crosses an expert.
-``dense`` is any other matrix of a layer. All tiles of rows that read the same weights stand side by side in the grid, so that a column
-of weights comes from memory once and from the device's cache for every further tile. Where a dense matrix has too few columns to
-keep a device busy, its depth is split, and the parts are added up afterwards.
+``gate_up`` and ``down`` are the routed experts' products, over (row, expert) pairs sorted by expert: ``gate_up`` computes
+``silu(x · gate) × (x · up)`` of every pair, and ``down`` multiplies the result by the second matrix. A tile of pairs has one expert.
+``dense`` is for any other matrix of a layer. Tiles of rows that read the same weights are adjacent in the grid, so that a column
+of weights comes from memory once and from the device's cache for every further tile. If a dense matrix has too few columns to
+keep a device busy, its depth is split, and the partial sums are added afterwards.
 
 FP8 weights are widened, exactly, in registers; each product over at most 128 of the depth is multiplied by its block's scale before it
-is added to the float32 sum. Where the rows are FP8 too (``fp8.Quantised``), weights are not widened: tensor cores multiply e4m3 by e4m3,
+is added to the float32 sum. If the rows are FP8 too (``fp8.Quantised``), weights are not widened: tensor cores multiply e4m3 by e4m3,
 and each such product is also multiplied by its row's scale (``dsjax/model/fp8_product.py`` is the definition).
 """
 
@@ -36,14 +36,14 @@ from sharding import fp8
 BLOCK = 128
 """Side of the blocks that share an FP8 scale."""
 SLACK = 128
-"""Rows behind the last pair that sorted pairs must have, so that the last tile has all its rows; what is in them means nothing."""
+"""Padding rows required after the last sorted pair, so that the last tile has all its rows; their values are ignored."""
 
 
 @dataclass(frozen=True)
 class ProductTiles:
-    """Sizes that shape a product and not its results beyond rounding: rows, columns and depth of a tile; columns and depth divide 128.
+    """Sizes that shape a product, not its results beyond rounding: rows, columns and depth of a tile; columns and depth divide 128.
 
-    spread: programs that share an expert's tiles of rows. warps, stages: of a program; how many blocks are under way from memory.
+    spread: programs that share an expert's tiles of rows. warps: per program. stages: blocks in flight from memory.
     splits: programs that share a tile's depth.
     """
 
@@ -57,7 +57,7 @@ class ProductTiles:
 
     @classmethod
     def for_load(cls, mean_load: float) -> ProductTiles:
-        """For experts of so many pairs: few are bound by reading weights, many by multiplying."""
+        """Return tiles for experts of so many pairs: with few, reading weights is the bottleneck; with many, multiplying."""
         rows = min(128, (power(mean_load + 2 * mean_load**0.5)))
         spread = max(1, math.ceil((mean_load + 2 * mean_load**0.5) / rows))
         if rows < 128:
@@ -66,7 +66,7 @@ class ProductTiles:
 
     @classmethod
     def dense(cls, rows: int, depth: int, columns: int, cores: int) -> ProductTiles:
-        """For a matrix ``[depth, columns]`` and so many rows, on a device of so many cores."""
+        """Return tiles for a matrix ``[depth, columns]`` and so many rows, on a device of so many cores."""
         tile = min(128, (power(rows)))
         tiles = cls(tile, 64, 128, 1, 4, 4) if tile < 128 else cls(tile, 128, 64, 1, 8, 3)
         spread = -(-rows // tile)
@@ -75,7 +75,7 @@ class ProductTiles:
         return replace(tiles, spread=spread, splits=splits)
 
     def tuned(self, table: TileTable | None, product: Product) -> ProductTiles:
-        """With the sizes that a table has for a product; these, where it has none."""
+        """Return the table's sizes for a product, or these sizes if the table has none."""
         settings = table and table.find(product)
         if not settings:
             return self
@@ -83,18 +83,18 @@ class ProductTiles:
         return replace(tiles, spread=max(1, math.ceil(self.rows * self.spread / tiles.rows)))
 
     def chosen(self, table: TileTable | None, product: Product, taken: ProductBytes, cores: Cores) -> ProductTiles:
-        """With a table's sizes, which ran on its device, where it has others than these; else these, as far as cores have room for them."""
+        """Return the table's sizes, which ran on its device, if they differ from these; else these, reduced to fit the cores."""
         tiles = self.tuned(table, product)
         return self.fitting(taken, cores) if tiles == self else tiles
 
     def fitting(self, taken: ProductBytes, cores: Cores) -> ProductTiles:
-        """With fewer loads under way, or less depth, where cores have no room for these."""
+        """Return these tiles, with fewer loads in flight or less depth if they do not fit the cores."""
         return first_that_fits(shallower(self), taken, cores)
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Sorted pairs of a round: where each expert's begin, how many there are, and how many each has under even routing."""
+    """Sorted pairs of a round: each expert's first pair, its number of pairs, and the mean number under even routing."""
 
     start_X: Int[Array, "X"]
     count_X: Int[Array, "X"]
@@ -116,12 +116,12 @@ def gate_up(
     tiles: ProductTiles | TileTable | None = None,
     cores: Cores = Cores(),
 ) -> Float[Array, "P F"] | fp8.Quantised:
-    """``silu(x · gate) × (x · up)`` of each sorted pair, in the dtype of ``x_PD``, whose last ``SLACK`` rows are no pairs.
+    """Return ``silu(x · gate) × (x · up)`` of each sorted pair, in the dtype of ``x_PD``, whose last ``SLACK`` rows are padding.
 
-    Rows that are no expert's pairs are not written: anything may be in them. Of quantised rows the result is rounded to ``dtype`` and
+    Rows that belong to no expert are not written and are undefined. For quantised rows, the result is rounded to ``dtype`` and
     quantised as well, for ``down``; ``powers``: with scales that are powers of two.
 
-    weight: ``[L, X, D, 2, F]``, whose bits mean ``weight_dtype``; scale: ``[L, X, D / 128, 2, F / 128]`` float32 with FP8.
+    weight: ``[L, X, D, 2, F]``, as bits of ``weight_dtype``; scale: ``[L, X, D / 128, 2, F / 128]`` float32 for FP8.
     """
     return _product(
         weight, scale, weight_dtype, layer, x_PD, groups, fused=True, dtype=dtype, powers=powers, limit=limit, interpret=interpret,
@@ -142,7 +142,7 @@ def down(
     tiles: ProductTiles | TileTable | None = None,
     cores: Cores = Cores(),
 ) -> Float[Array, "P D"]:
-    """``hidden · down`` of each sorted pair, as ``gate_up``; ``dtype``: of the result, where rows are quantised.
+    """Return ``hidden · down`` of each sorted pair, as in ``gate_up``. ``dtype``: of the result, if rows are quantised.
 
     weight: ``[L, X, F, D]``; scale: ``[L, X, F / 128, D / 128]``.
     """
@@ -173,9 +173,9 @@ def dense(
     tiles: ProductTiles | TileTable | None = None,
     cores: Cores = Cores(),
 ) -> Float[Array, "T *n"]:
-    """``x · weight[layer]``, in the dtype of ``x_TK``, or of quantised rows in ``dtype``.
+    """Return ``x · weight[layer]`` in the dtype of ``x_TK``, or for quantised rows in ``dtype``.
 
-    weight: ``[L, K, N]``, or ``[L, K, 2, F]`` whose products come as ``[T, 2, F]``. scale: as for the experts; of a fused matrix only where
+    weight: ``[L, K, N]``, or ``[L, K, 2, F]`` with products ``[T, 2, F]``. scale: as for the experts; for a fused matrix only if
     128 divides F (``takes``).
     """
     quantised = isinstance(x_TK, fp8.Quantised)
@@ -202,16 +202,16 @@ def dense(
 
 
 def widened(ref, at: tuple, mask: Array | None, stored: np.dtype, dtype) -> Array:
-    """Inside a kernel: a tile of weights, whose bits mean ``stored``, in ``dtype``; zero where the mask is false. None: all is there."""
+    """Inside a kernel: return a tile of weights, read as bits of ``stored``, in ``dtype``; zero where the mask is false. None: no mask."""
     values = ref[at] if mask is None else plgpu.load(ref.at[at], mask=mask)
     if values.dtype != stored:
         values = lax.bitcast_convert_type(values, stored)
-    # Triton makes no FP8 constant to load in place of what is masked.
+    # Triton has no FP8 constant to load in place of masked elements.
     return values.astype(dtype) if mask is None else jnp.where(mask, values.astype(dtype), 0)
 
 
 def takes(weight: Array, scale: Array | None) -> bool:
-    """Whether ``dense`` can multiply with it: its offsets fit, and a fused matrix's FP8 blocks do not cross from gate to up."""
+    """Whether ``dense`` supports this weight: its offsets fit, and a fused matrix's FP8 blocks do not cross from gate to up."""
     whole = scale is None or weight.ndim < 4 or weight.shape[-1] % BLOCK == 0
     return whole and addressable(weight)
 
@@ -228,7 +228,7 @@ def _product(
         default = replace(default, columns=BLOCK) if quantised and fused else default
         tiles = default.chosen(tiles, kind, _taken(fused, x, weight_dtype), cores)
     if quantised:
-        # Whole blocks of the depth, so that nothing is masked: the weights' last row stands for those that are not there, times 0.
+        # Pad the depth to whole blocks, so that nothing is masked: the weights' last row, times 0, stands for the missing rows.
         x = fp8.Quantised(jnp.pad(x.values, ((0, 0), (0, -x.values.shape[1] % BLOCK))), x.scales)
         tiles = replace(tiles, columns=BLOCK) if fused else tiles
     rows_in = [*x] if quantised else [x]
@@ -335,7 +335,7 @@ def _kernel(
         plgpu.store(out_ref.at[at], out.astype(out_ref.dtype), mask=inside)
         return tile
 
-    # Tile by tile: those of this program's share of the expert's pairs.
+    # Loop over this program's share of the tiles of the expert's pairs.
     turns = (pl.cdiv(count, tiles.rows) - spread + tiles.spread - 1) // tiles.spread
     lax.fori_loop(0, turns, lambda turn, _: one_tile(spread + turn * tiles.spread, _), 0)
 
@@ -346,8 +346,8 @@ def _taken(fused: bool, x: Array | fp8.Quantised, weight_dtype: np.dtype) -> Pro
 
 
 def _cost(x: Array, weight: Array, mean_load: float, tiles: ProductTiles, dtype: np.dtype) -> KernelCost:
-    """Under even routing: rows of all tiles that are begun, weights of every expert that has a pair, once. A dense matrix has one
-    "expert", whose rows are known. Of e4m3 rows, results of gate and up are e4m3 as well, and others of ``dtype``."""
+    """Return the cost under even routing: rows of all started tiles, weights of every expert with a pair once. A dense matrix has one
+    "expert", whose rows are known. For e4m3 rows, results of gate and up are e4m3 as well, and others have ``dtype``."""
     X, K, N = weight.shape[1], weight.shape[2], math.prod(weight.shape[3:])
     known = X == 1 and isinstance(mean_load, int)
     rows = X * tiles.rows * (-(-mean_load // tiles.rows) if known else expected_tiles(mean_load, tiles.rows))

@@ -1,8 +1,8 @@
-"""Absorbed MLA over the paged latent cache on TPUs, for decodes, verified drafts and chunks of prompts (Pallas, Mosaic).
+"""Absorbed MLA over the paged latent cache on TPUs, for decodes, draft verification and prompt chunks (Pallas on Mosaic).
 
-A program takes a tile of (token, head) pairs of one row, which all read the same latents. The cache stays in main memory: pages of a
-block of positions are copied into the core's own memory, looked up in the row's table, while the block before them is multiplied; the
-first block of the next program comes during the last block of this one. ``cache_groups(lanes=128)`` rounds the widths of entries up to
+A program takes a tile of (token, head) pairs of one row, which all read the same latents. The cache stays in main memory: the pages of a
+block of positions, looked up in the row's table, are copied into VMEM while the previous block is multiplied; the first block of the
+next program is copied during the last block of this one. ``cache_groups(lanes=128)`` rounds the widths of entries up to
 whole registers of 128 values, so neither XLA nor a copy rearranges them.
 """
 
@@ -33,15 +33,15 @@ MOST_TABLE_ENTRIES = 2**17
 
 @dataclass(frozen=True)
 class TpuAttentionTiles:
-    """Sizes that shape the kernel, not its results beyond rounding: (token, head) pairs of a program, a power of two of at least 16, and
-    positions of the context read at once."""
+    """Sizes that shape the kernel, not its results beyond rounding: (token, head) pairs per program, a power of two of at least 16, and
+    context positions read at once."""
 
     rows: int = 512
     positions: int = 512
 
     @classmethod
     def of(cls, pairs: int) -> TpuAttentionTiles:
-        """Tiles for rows of so many pairs, no larger than a row needs."""
+        """Return tiles for rows of so many pairs, no larger than a row needs."""
         return cls(rows=min(512, power(pairs)))
 
 
@@ -49,7 +49,7 @@ def refuses(page_size: int, cache_dtype: np.dtype) -> str:
     """Return why the kernel cannot read a cache of such pages, or ""."""
     if np.dtype(cache_dtype).itemsize == 1:
         return "attention's kernel for TPUs reads no FP8 cache: the plain form does"
-    sublanes = 32 // np.dtype(cache_dtype).itemsize  # rows of a tile of the core's memory, which copies do not cut
+    sublanes = 32 // np.dtype(cache_dtype).itemsize  # rows of a VMEM tile, which copies cannot split
     if page_size % sublanes:
         return f"attention's kernel for TPUs wants a --page-size that {sublanes} divides, and it is {page_size}: attention is plain"
     return ""
@@ -70,10 +70,10 @@ def latent_attention(
     interpret: bool = False,
     tiles: TpuAttentionTiles | None = None,
 ) -> Float[Array, "R C H M"]:
-    """Causal attention of each row's queries at ``start …`` over the cache, in latent space; zero for tokens from ``length`` on.
+    """Return causal attention, in latent space, of each row's queries from ``start`` on over the cache; zero for tokens from ``length`` on.
 
-    cache: ``latent [L, P, G, ≥ M]`` and ``rope [L, P, G, ≥ O]``, whose bits mean ``cache_dtype``; what is behind an entry's own values
-        is 0. filled: which slots of the cache hold an entry; a token sees those and its own. None: all.
+    cache: ``latent [L, P, G, ≥ M]`` and ``rope [L, P, G, ≥ O]``, as bits of ``cache_dtype``; the padding after an entry's own values
+        is 0. filled: which slots of the cache hold an entry; a token sees these and its own. None: all slots.
     scale: of the scores. Scores, weights and sums are float32; weights are rounded to the queries' dtype before they multiply the
         latents, as in the plain form.
     """
@@ -89,7 +89,7 @@ def latent_attention(
     stored, queries = [cache["latent"], cache["rope"]], [q_latent, q_rope]
     widths = [array.shape[-1] for array in stored]
     G, pages = stored[0].shape[2], tables.shape[1]
-    # As many whole pages as a block takes, but no more than a row has.
+    # As many whole pages as fit in a block, but no more than a row has.
     block_pages = max(1, min(tiles.positions // G, pages))
     positions = block_pages * G
 
@@ -152,14 +152,14 @@ def _kernel(
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
     def seen_by(row, tile):
-        """Positions that the last token of a tile sees; 0 where all its tokens are padding."""
+        """Return how many positions the last token of a tile sees; 0 if all its tokens are padding."""
         length = length_ref[row]
         last = jnp.minimum(lax.div(tile * rows + (rows - 1), heads), length - 1)
         seen = jnp.minimum(start_ref[row] + last + 1, pages * page_slots)
         return jnp.where(lax.div(tile * rows, heads) < length, seen, 0)
 
     def each_copy(row, seen, block, place, act):
-        """``act`` on the copy of each page of a block that is seen, and of each array."""
+        """Apply ``act`` to the copy of each visible page of a block, for each array."""
         used = jnp.minimum(block_pages, pl.cdiv(seen, page_slots) - block * block_pages)
 
         @pl.loop(0, used)
@@ -172,7 +172,7 @@ def _kernel(
     def fetch(row, seen, block, place):
         each_copy(row, seen, block, place, lambda copy: copy.start())
 
-    # Of a program: the number of its first buffer, and whether the program before has begun to fill it.
+    # state_ref: the number of a program's first buffer, and whether the previous program has begun to fill it.
     @pl.when((row == 0) & (tile == 0))
     def _():
         state_ref[0], state_ref[1] = 0, 0
@@ -247,8 +247,8 @@ def widened(values: Array, stored: np.dtype, dtype) -> Array:
 def attention_cost(
     R: int, C: int, H: int, widths: list[int], context: int, dtype, stored_bytes: int, tiles: TpuAttentionTiles
 ) -> KernelCost:
-    """Cost of rows whose last token is the last of ``context`` positions. Each tile copies the pages of all blocks up to its own last token
-    from main memory."""
+    """Return the cost of rows whose last token is the last of ``context`` positions. Each tile copies the pages of all blocks up to its own
+    last token from main memory."""
     programs = -(-C * H // tiles.rows)
     last = np.minimum((np.arange(1, programs + 1) * tiles.rows - 1) // H, C - 1)
     seen = np.minimum(context - C + last + 1, context)

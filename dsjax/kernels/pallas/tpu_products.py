@@ -1,15 +1,14 @@
-"""Products on TPUs with weights read from the stack of layers: the routed experts', over pairs of (row, expert), and those of dense
-matrices in FP8 (Mosaic, by Pallas).
+"""Products on TPUs with weights read from the stack of layers: for the routed experts, over (row, expert) pairs, and for dense
+matrices in FP8 (Pallas on Mosaic).
 
-Pairs stand in tiles of rows that never cross an expert: an expert's first pair begins a tile. The number of each tile's expert lies in
-the core's scalar memory and says which block of the stack ``[layers, experts, depth, columns]`` is copied next, so that XLA slices no
-layer out of it, and the weights of an expert without pairs are not read. A block has the whole depth and as many columns as the core's
-memory has room for.
+Pairs are placed in tiles of rows with one expert each: an expert's first pair starts a tile. The number of each tile's expert is in
+scalar memory and selects the next block of the stack ``[layers, experts, depth, columns]`` to copy, so that XLA slices no
+layer out of it, and the weights of an expert without pairs are not read. A block has the whole depth and as many columns as fit in VMEM.
 
-Gate and up stand side by side in ``[depth, 2, columns]``, of which XLA keeps the two bfloat16 numbers of a place in one 32-bit word. The
-kernel copies such blocks as they are and takes the words apart in registers; a reshaped stack would be a copy of all layers. Of FP8
-numbers XLA keeps gate and up one behind the other, so that ``[2, depth, columns]`` is the same bytes. They are widened in registers,
-times the scale of their block of 128 × 128: no TPU that dsjax knows multiplies FP8.
+Gate and up are adjacent in ``[depth, 2, columns]``: XLA keeps the two bfloat16 numbers of a position in one 32-bit word. The
+kernel copies such blocks as they are and splits the words in registers; reshaping the stack would copy all layers. In FP8, XLA
+stores gate and up one after the other, so that ``[2, depth, columns]`` has the same bytes. FP8 weights are widened in registers and
+multiplied by the scale of their block of 128 × 128: no TPU that dsjax knows multiplies FP8.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ from dsjax.kernels.pallas.cost import KernelCost, expected_tiles, hlo_dtype, pow
 from dsjax.kernels.pallas.order import MESH, ROWS, KernelOrder
 
 BLOCK = 128
-"""Columns of a register."""
+"""Columns of a vector register."""
 LARGEST_BLOCK = 16 * 2**20
-"""Most bytes of a block of 16-bit weights, of which two are in the core's memory at once: of its 128 MiB there is room for both, a tile of
-rows, and what is widened. A block of FP8 weights has as many columns."""
+"""Most bytes of a block of 16-bit weights. VMEM (128 MiB) holds two blocks at once, a tile of rows, and the widened weights.
+A block of FP8 weights has as many columns."""
 MEMORY = 96 * 2**20
-"""What the compiler may use of the core's memory, in bytes."""
+"""VMEM that the compiler may use, in bytes."""
 
 
 @dataclass(frozen=True)
 class TpuProductTiles:
-    """Rows of a tile; whether all its columns come before the next tile's (``rows_first``), or all tiles of a column of weights.
+    """Rows per tile, and the grid order: all columns of a tile before the next tile (``rows_first``), or all tiles of a column of weights.
 
-    An expert that has one tile reads its weights once either way, and then each row is read once; experts of many tiles would read
-    their weights for each.
+    An expert with one tile reads its weights once in either order, and with ``rows_first`` also each row once. With many tiles,
+    ``rows_first`` would read the expert's weights for each tile.
     """
 
     rows: int
@@ -52,15 +51,15 @@ class TpuProductTiles:
 
     @classmethod
     def for_load(cls, mean_load: float) -> TpuProductTiles:
-        """For experts of so many pairs on the mean."""
+        """Return tiles for experts with a mean of so many pairs."""
         likely = mean_load + 4 * mean_load**0.5
         rows = min(256, power(mean_load + 2 * mean_load**0.5))
         return cls(rows, likely <= rows)
 
 
 class TiledPairs(NamedTuple):
-    """Where pairs stand: ``expert`` of each tile (of those behind the last in use its expert again), how many are in ``use``, and of each
-    row in the tiles which sorted ``pair`` it is, and whether it is one."""
+    """Placement of pairs in tiles: the ``expert`` of each tile (unused tiles repeat the last one's), the number of tiles in ``use``, and
+    for each row of the tiles its sorted ``pair`` and whether it is used."""
 
     expert_T: Int[Array, "T"]
     use: Int[Array, "1"]
@@ -69,7 +68,7 @@ class TiledPairs(NamedTuple):
 
 
 def tile_pairs(start_X: Int[Array, "X"], count_X: Int[Array, "X"], most: int, rows: int) -> TiledPairs:
-    """Tiles of ``rows`` for sorted pairs, of which there are at most ``most``: each expert's begin at a tile."""
+    """Place sorted pairs, of which there are at most ``most``, in tiles of ``rows``. Each expert starts a new tile."""
     X = len(start_X)
     tiles = -(-most // rows) + X
     last_X = jnp.cumsum(-(-count_X // rows))
@@ -84,21 +83,21 @@ def tile_pairs(start_X: Int[Array, "X"], count_X: Int[Array, "X"], most: int, ro
 
 
 def block_columns(depth: int, columns: int, matrices: int) -> int | None:
-    """Columns of a block of weights: all, or the most whole registers that divide them and fit; None where nothing does."""
+    """Return the columns of a block of weights: all, or the most whole registers that divide them and fit; None if none fit."""
     sizes = [columns, *(size for size in range(columns // BLOCK * BLOCK, 0, -BLOCK) if columns % size == 0)]
     return next((size for size in sizes if 2 * depth * size * matrices <= LARGEST_BLOCK), None)
 
 
 def takes(depth: int, width: int) -> bool:
-    """Whether blocks of both matrices of an expert of ``width``, of 16-bit or FP8 numbers, are whole registers and fit."""
+    """Whether blocks of both matrices of an expert of ``width``, in 16 bits or FP8, are whole registers and fit."""
     whole = depth % BLOCK == 0 and width % BLOCK == 0
     return whole and all(block_columns(*shape) for shape in ((depth, width, 2), (width, depth, 1)))
 
 
 class Stack(NamedTuple):
-    """The matrices of all layers and experts, whose bits mean ``dtype``: ``[L, X, depth, columns]``, or gate and up ``[L, X, D, 2, F]``.
+    """The matrices of all layers and experts, as bits of ``dtype``: ``[L, X, depth, columns]``, or for gate and up ``[L, X, D, 2, F]``.
 
-    scale: float32, of FP8 weights alone; the same with depth and columns divided by 128.
+    scale: float32, only for FP8 weights; the same shape with depth and columns divided by 128.
     """
 
     weight: Array
@@ -110,9 +109,9 @@ def gate_up(
     stack: Stack, layer: Int[Array, ""], x_SD: Float[Array, "S D"],
     pairs: TiledPairs, mean_load: float, tiles: TpuProductTiles, *, limit: float | None = None, interpret: bool = False,
 ) -> Float[Array, "S F"]:  # fmt: skip
-    """``silu(x · gate) × (x · up)`` of each row in the tiles, in the dtype of ``x_SD``. Rows of tiles that are not in use mean nothing.
+    """Return ``silu(x · gate) × (x · up)`` of each row in the tiles, in the dtype of ``x_SD``. Rows of unused tiles are undefined.
 
-    limit: as of ``gated``.
+    limit: as in ``gated``.
     """
     return _product(stack, layer, x_SD, pairs, mean_load, tiles, interpret, limit=limit)
 
@@ -121,12 +120,12 @@ def down(
     stack: Stack, layer: Int[Array, ""], hidden_SF: Float[Array, "S F"],
     pairs: TiledPairs, mean_load: float, tiles: TpuProductTiles, *, interpret: bool = False,
 ) -> Float[Array, "S D"]:  # fmt: skip
-    """``hidden · down`` of each row in the tiles, float32; arguments as of ``gate_up``."""
+    """Return ``hidden · down`` of each row in the tiles, in float32; arguments as in ``gate_up``."""
     return _product(stack, layer, hidden_SF, pairs, mean_load, tiles, interpret)
 
 
 def takes_dense(weight: jax.ShapeDtypeStruct, scale: jax.ShapeDtypeStruct | None) -> bool:
-    """Whether ``dense`` can multiply with a stack ``[L, depth, columns]`` or ``[L, D, 2, F]``: FP8 weights of whole blocks."""
+    """Whether ``dense`` supports a stack ``[L, depth, columns]`` or ``[L, D, 2, F]``: FP8 weights in whole blocks."""
     depth, columns = weight.shape[1], weight.shape[-1]
     whole = depth % BLOCK == 0 and columns % BLOCK == 0
     return scale is not None and whole and block_columns(depth, columns, 1) is not None
@@ -139,9 +138,9 @@ def dense(
     *,
     interpret: bool = False,
 ) -> Float[Array, "T *n"]:
-    """``x · weight[layer]`` in the dtype of ``x``.
+    """Return ``x · weight[layer]`` in the dtype of ``x``.
 
-    stack: FP8 weights without a dimension of experts: ``[L, depth, columns]``, or ``[L, D, 2, F]`` whose products come as ``[T, 2, F]``.
+    stack: FP8 weights without an expert dimension: ``[L, depth, columns]``, or ``[L, D, 2, F]`` with products ``[T, 2, F]``.
     """
     T, fused = x.shape[0], stack.weight.ndim == 4
     weight, scale = (
@@ -172,7 +171,7 @@ def _product(
     own_dtype=False,
     limit=None,
 ):
-    """own_dtype: of a dense matrix, whose products come in the dtype of ``x``, and of which all rows are known to be there."""
+    """own_dtype: for a dense matrix: results have the dtype of ``x``, and all rows are in use."""
     weight = stack.weight
     depth, columns, fused = weight.shape[2], weight.shape[-1], weight.ndim == 5
     block_width = block_columns(depth, columns, 1 + fused)
@@ -181,8 +180,8 @@ def _product(
     grid = (row_tiles, across) if tiles.rows_first else (across, row_tiles)
 
     def place(i, j, use):
-        """Tile and column of a step. The steps of tiles that are not in use stay at the last block before them: nothing is copied for
-        them, and no finished block of the result is left and come back to, which would make what it holds undefined."""
+        """Return the tile and column of a step. Steps of unused tiles stay at the last used block: they copy nothing, and never return to
+        a finished block of the result, which would make its contents undefined."""
         tile, column = at(i, j)
         if tiles.rows_first:
             column = jnp.where(tile < use[0], column, across - 1)
@@ -231,19 +230,19 @@ def _product(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=MEMORY),
         cost_estimate=cost.estimate,
         metadata=cost.metadata | order.metadata,
-        # The TPU interpreter knows no words of a buffer, as which gate and up of 16 bits are read.
+        # The TPU interpreter cannot bitcast a ref to words, which is how 16-bit gate and up are read.
         interpret=pltpu.InterpretParams() if interpret and stack.scale is not None else interpret,
         name="dense" if own_dtype else "experts_gate_up" if fused else "experts_down",
     )(jnp.reshape(layer, 1).astype(jnp.int32), pairs.expert_T, pairs.use, x, *operands)
 
 
 def _matrices_first(array: Array) -> Array:
-    """``[…, D, 2, F]`` with gate and up before their depth; of FP8 weights the same bytes on TPUs."""
+    """Move gate and up before the depth of ``[…, D, 2, F]``. For FP8 weights on TPUs, the bytes stay the same."""
     return jnp.moveaxis(array, -2, -3) if array.ndim == 5 else array
 
 
 def _column_scales(stack: Stack, layer: Int[Array, ""]) -> Array:
-    """A layer's scales ``[X, depth ÷ 128, columns]``, or ``[X, 2, D ÷ 128, F]``: each repeated for the columns of its block."""
+    """Return a layer's scales ``[X, depth ÷ 128, columns]``, or ``[X, 2, D ÷ 128, F]``, each repeated for the columns of its block."""
     scale = _matrices_first(stack.scale)
     scale = lax.dynamic_index_in_dim(scale, layer, keepdims=False)
     return jnp.repeat(scale, BLOCK, axis=-1)
@@ -257,7 +256,7 @@ def _multiply(x: Array, weight: Array) -> Array:
 def _gate_up(layer_ref, expert_ref, use_ref, x_ref, weight_ref, out_ref, *, tiles, weight_dtype, limit):
     depth, width = weight_ref.shape[2], weight_ref.shape[-1]
     registers = width // BLOCK
-    # Of each place of the depth, ``registers`` rows of words one after the other.
+    # Each index of the depth has ``registers`` consecutive rows of words.
     words_ref = weight_ref.bitcast(jnp.uint32).reshape(depth * registers, BLOCK)
 
     @pl.when(pl.program_id(0 if tiles.rows_first else 1) < use_ref[0])
@@ -299,7 +298,7 @@ def _down_fp8(layer_ref, expert_ref, use_ref, x_ref, weight_ref, scale_ref, out_
 
 
 def _widened(weight: Array, scale: Array, stored: np.dtype, dtype) -> Array:
-    """FP8 weights ``[depth, 128]`` times their scales ``[depth ÷ 128, 128]``, as ``dequantise`` gives them."""
+    """Return FP8 weights ``[depth, 128]`` times their scales ``[depth ÷ 128, 128]``, as ``dequantise`` does."""
     values = weight if weight.dtype == stored else lax.bitcast_convert_type(weight, stored)
     scales = jnp.broadcast_to(scale[:, None, :], (scale.shape[0], BLOCK, BLOCK)).reshape(weight.shape)
     return (values.astype(jnp.float32) * scales).astype(dtype)
@@ -314,7 +313,7 @@ def _down(layer_ref, expert_ref, use_ref, x_ref, weight_ref, out_ref, *, tiles, 
 
 
 def _cost(x: Array, weight: Array, mean_load: float, tiles: TpuProductTiles, across: int, out_bytes: int) -> KernelCost:
-    """Under even routing: all rows of tiles that are begun; weights once for each expert that has a pair, or for each tile of it."""
+    """Return the cost under even routing: all rows of started tiles; weights once per expert with a pair, or once per tile of it."""
     X, size = weight.shape[1], math.prod(weight.shape[2:])
     begun = X * expected_tiles(mean_load, tiles.rows)
     rows = begun * tiles.rows
@@ -326,7 +325,7 @@ def _cost(x: Array, weight: Array, mean_load: float, tiles: TpuProductTiles, acr
 
 
 def _dense_cost(x: Array, weight: Array, across: int) -> KernelCost:
-    """Cost of one matrix ``[depth, columns]`` of the stack: its weights and FP8 scales once, the rows once for each block of columns."""
+    """Return the cost of one matrix ``[depth, columns]``: its weights and FP8 scales once, the rows once per block of columns."""
     size, itemsize, stored = math.prod(weight.shape[2:]), x.dtype.itemsize, weight.dtype.itemsize
     moved = (
         size * (stored + (4 / BLOCK if stored == 1 else 0))
