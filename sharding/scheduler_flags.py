@@ -1,4 +1,4 @@
-"""XLA flags that make the scheduler overlap collectives with computation. They must be set before JAX starts."""
+"""XLA flags that make its schedulers overlap an exchange with the computation beside it. They must be set before JAX starts."""
 
 import importlib.util
 import os

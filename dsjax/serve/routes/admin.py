@@ -147,7 +147,7 @@ def admin_routes(serving: Serving) -> APIRouter:
 
 
 def _rebalance(core: EngineCore) -> dict[str, Any] | None:
-    """Let a core's balancer rebalance now. Return what moves; None if nothing does."""
+    """Make a core's balancer rebalance now. Return the planned moves; None if the server has no balancer."""
     from dsjax.engine.experts.expert_balancer import ExpertBalancer  # loads NumPy
 
     balancer = core.part(ExpertBalancer)
