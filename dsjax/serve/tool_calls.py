@@ -301,8 +301,8 @@ class ToolCallParser(CallParser):
         self._form = form
         self._ends = (form.call_end, form.calls_end, form.call_begin)
         separator = re.escape(form.separator)
-        # `function`, the separator, the name; or the name, the separator. Then the line that opens a fence. Possessive
-        # quantifiers keep an incomplete head from matching as a shorter one.
+        # Either `function`, the separator and the name, or the name and the separator; then the line that opens a fence.
+        # Possessive quantifiers keep an incomplete head from matching as a shorter one.
         kind = rf"(?>(?:\s*+function\s*+{separator}\s*+(?![{{`]))?)"
         self._head = re.compile(rf"{kind}([^\n`{{<]++)(?:{separator})?\s*+(?:`++[^\n{{]*+)?\s*+")
         self._has_arguments = False

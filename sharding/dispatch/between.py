@@ -5,7 +5,7 @@ Within one mesh, a collective moves the rows. Here, three programs and two host 
     | where         | step                                                                                      |
     |---------------|-------------------------------------------------------------------------------------------|
     | tokens' mesh  | ``Between.pack``: pack the rows of each token device for each expert device               |
-    | host          | ``to_experts``: copy the rows to the expert devices of this process (others: other means) |
+    | host          | ``to_experts``: copy the rows to this process's expert devices (not to other processes')  |
     | experts' mesh | ``ExpertHalf.compute``: apply each device's experts to the rows that arrived              |
     | host          | ``to_tokens``: copy each expert device's results to the token devices                     |
     | tokens' mesh  | ``Between.add``: sum each token's results, in the order of choices or of expert devices   |
@@ -308,7 +308,7 @@ class ExpertHalf:
 
 
 def to_experts(between: Between, half: ExpertHalf, rows: Sequence[UInt[Array, "N W"]]) -> list[UInt[Array, "n W"]]:
-    """Start copying the rows of ``pack`` to the expert devices of this process, from the host. Return the arrays that will arrive."""
+    """Start copying the rows of ``pack`` to this process's expert devices. Return the arrays that will arrive. Called on the host."""
     targets, S = list(half.mesh.devices.flat), between.senders
     sources = [shard for of_device in rows for shard in _shards(of_device, between.mesh)]
     copies = jax.device_put(sources, [device for device in targets for _ in range(S)])
@@ -319,7 +319,7 @@ def to_experts(between: Between, half: ExpertHalf, rows: Sequence[UInt[Array, "N
 
 
 def to_tokens(between: Between, half: ExpertHalf, answers: Sequence[Float[Array, "m D"]]) -> list[Float[Array, "M D"]]:
-    """Start copying each expert device's results to the token devices that sent the rows, from the host. Return the arrays."""
+    """Start copying each expert device's results to the token devices that sent the rows. Return the arrays. Called on the host."""
     by_sender = [_shards(answer, half.mesh) for answer in answers]
     targets, E = list(between.mesh.devices.flat), half.size
     sources = [by_sender[place][expert] for expert in range(E) for place in range(len(targets))]

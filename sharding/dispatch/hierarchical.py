@@ -137,11 +137,11 @@ class Hierarchical(Padded):
         return self._crossed_back(self.stages[1].exchange(sums_ND), way)
 
     def _spread(self, arrived_NW: Array, r: jax.Array | int) -> tuple[Array, _Way]:
-        """Forward the rows that crossed in round ``r`` to their ranks inside this host. Also return the way back."""
+        """Forward the rows that crossed in round ``r`` to their ranks inside this host. Also return their cells for combine."""
         inside = self.stages[1]
         _, slots_NK, _, needed_N = self.wire.unpack(arrived_NW)
         way = self._onward(slots_NK, r // self._blocks)
-        # Empty cells carry the number of rounds too, so a rank without rows from a sender knows how many it needs.
+        # Empty cells carry the maximum number of rounds too, so that a rank without rows also learns it.
         packed = jnp.concatenate([arrived_NW, self.wire.empty_row(jnp.max(needed_N))])
         cells = fill_cells(way.cell_NK, self.group.size * self.capacity)
         return inside.exchange(packed.take(cells, axis=0, mode="clip")), way

@@ -46,8 +46,8 @@ class Method:
     ``METHODS`` in ``sharding/dispatch/entry.py`` lists the built-in ones. Pass your own class as ``DispatchConfig(method=...)``.
 
     name: name in reports.
-    keeps_choices: whether the method sends one row per token and rank and still adds a token's terms in the order of its choices
-        (``DispatchConfig.by_choice``). Other methods then send one row per choice, and ``ByChoice`` adds the terms.
+    keeps_choices: whether the method adds a token's terms in the order of its choices (``DispatchConfig.by_choice``) although one row
+        carries all of them. Other methods then send one row per choice, and ``ByChoice`` adds the terms.
     """
 
     name: ClassVar[str]
@@ -101,7 +101,7 @@ class Method:
         raise NotImplementedError
 
     def rounds(self, transit: Transit) -> Array | None:
-        """Return the number of rounds, equal on all ranks. None: the method cannot run rounds before ``add`` (nor the next three)."""
+        """Return the number of rounds, equal on all ranks. None: no rounds can run before ``add``; the next three methods are unused."""
         return None
 
     def before_further(self, transit: Transit) -> Any:

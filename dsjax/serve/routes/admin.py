@@ -124,7 +124,7 @@ def admin_routes(serving: Serving) -> APIRouter:
             raise ApiError(409, str(error), code="change_under_way") from error
         except EngineDeadError as error:
             raise ApiError(503, "the engine has failed", type="server_error") from error
-        except ValueError as error:  # a UserError or one of the mesh's
+        except ValueError as error:  # a UserError or a MeshError
             raise ApiError(400, str(error), param="mesh", code="mesh_impossible") from error
         if generations.failure is not None:
             wanted = ", ".join(f"{name} {text}" for name, text in body.model_dump(exclude_none=True).items())
