@@ -1,4 +1,4 @@
-"""A table on the terminal (rich)."""
+"""Tables in the terminal (rich)."""
 
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
@@ -14,9 +14,9 @@ def table(
     styles: Iterable[str | None] = (),
     **how: Any,
 ) -> Table:
-    """Make a table. Columns are right-aligned figures; `<` before a name makes it text, `<<` text that wraps.
+    """Make a table. Columns are right-aligned. A name with the prefix `<` makes a left-aligned column, `<<` one that wraps.
 
-    styles: one for each row. how: options of `rich.table.Table`.
+    styles: one per row. how: options of `rich.table.Table`.
     """
     made = Table(title=title, title_justify="left", **how)
     for name in names:

@@ -1,4 +1,4 @@
-"""Texts and pages that are filled from templates of `configs` (Jinja)."""
+"""Render the Jinja templates of `configs`."""
 
 import functools
 from typing import Any
@@ -20,8 +20,8 @@ def _template(*path: str) -> jinja2.Template:
 
 
 def filled(*path: str, **values: Any) -> str:
-    """Fill a template of `configs`; without the newline at its end.
+    """Render a template of `configs`, without its final newline.
 
-    Filters: `f`, with a format (`x | f(",.0f")`); `cell` of a Markdown table; `attribute` of XML. Values in XML and HTML are escaped.
+    Filters: `f`: format (`x | f(",.0f")`); `cell`, `attribute`: escape for Markdown tables, XML attributes. XML and HTML escape all values.
     """
     return _template(*path).render(values).removesuffix("\n")

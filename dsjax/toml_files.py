@@ -1,4 +1,4 @@
-"""Read TOML files, bundled in a folder of `configs/` or the user's own, and check their fields."""
+"""Read TOML files, either bundled in `configs/` or the user's own, and check their fields."""
 
 import importlib.resources
 import os
@@ -23,16 +23,16 @@ def bundled_text(*path: str) -> str:
 
 
 def bundled_names(folder: str) -> tuple[str, ...]:
-    """Names of the files of `configs/FOLDER`."""
+    """Return the names of the TOML files in `configs/FOLDER`, without suffix."""
     names = (entry.name for entry in (importlib.resources.files("configs") / folder).iterdir())
     return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
 
 
 def read_toml(what: str, folder: str, name_or_path: str | Path) -> dict[str, Any]:
-    """Read a file of `configs/FOLDER` by its name, or one of the user's by its path. what: such as `cluster`, for messages.
+    """Read a bundled file of `configs/FOLDER` by name, or a user's file by path. what: kind of file for messages, such as `cluster`.
 
     Raises:
-        UserError: no such file, or not TOML.
+        UserError: the file does not exist or is not valid TOML.
     """
     key, file = str(name_or_path), Path(os.path.expanduser(name_or_path))
     if key in bundled_names(folder):
@@ -49,10 +49,10 @@ def read_toml(what: str, folder: str, name_or_path: str | Path) -> dict[str, Any
 
 
 def convert(what: str, values: Any, kind: type[Kind]) -> Kind:
-    """Make a dataclass or a `msgspec.Struct` of the fields of a file. what: the file, for messages.
+    """Convert the fields of a file to a dataclass or a `msgspec.Struct`. what: the file, for messages.
 
     Raises:
-        UserError: a field that is missing, unknown, of another type or out of range, with its value and what was expected.
+        UserError: a field is missing, unknown, of the wrong type or out of range; the message has its value and the expectation.
     """
     if isinstance(values, dict):
         fields = msgspec.inspect.type_info(kind).fields

@@ -1,4 +1,4 @@
-"""Meshes, partition rules, expert dispatch and placement; knows nothing of any model, request or HTTP.
+"""Meshes, partition rules, expert dispatch and placement, independent of models, requests and HTTP.
 
 ::
 
@@ -8,12 +8,12 @@
     mesh, rules = spec.build(), Rules.for_mesh(spec).replace(shared_width=())
     sharding = rules.sharding(mesh, ("embed", "heads"), (7168, 24576))
 
-    config = dispatch.DispatchConfig(method="padded", report=True)    # or a class of yours: dispatch.Method
+    config = dispatch.DispatchConfig(method="padded", report=True)    # or your own subclass of dispatch.Method
     y, counts = dispatch.dispatch(spec, mesh, config, x, slots, weights, params, experts, param_specs)
 
-`MeshSpec`, `Rules`, `MeshError` are here. `sharding.dispatch` sends tokens to their experts and back; `sharding.placement` and
-`sharding.balancing` say which device has which copy of an expert; `sharding.on_ranks` and `sharding.sums` are for code inside
-`shard_map`; `sharding.fp8` has block scales, `sharding.emulation` devices on a CPU.
+This module exports `MeshSpec`, `Rules` and `MeshError`. `sharding.dispatch` sends tokens to their experts and back. `sharding.placement`
+and `sharding.balancing` place the copies of experts on devices. `sharding.on_ranks` and `sharding.sums` are for code inside `shard_map`.
+`sharding.fp8` implements block scales, and `sharding.emulation` emulates devices on a CPU.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ __all__ = ["MeshError", "MeshSpec", "Rules"]
 
 
 def __getattr__(name: str) -> Any:
-    """`Rules` comes with JAX, which the planner and the command line must not import for `MeshSpec`."""
+    """Import `Rules` lazily, because it needs JAX. The planner and the command line use `MeshSpec` without importing JAX."""
     if name == "Rules":
         from sharding.rules import Rules
 

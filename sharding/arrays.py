@@ -1,4 +1,4 @@
-"""Between the host and a mesh that other processes may share: each process has the parts of arrays that are on its own devices."""
+"""Move arrays between the host and a mesh that may span several processes, each of which holds only its own devices' shards."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from jax.sharding import Sharding
 
 
 def put(tree: Any, sharding: Sharding) -> Any:
-    """A pytree of host arrays on the devices of ``sharding``. Where those are of several processes, each calls this with equal values.
+    """Put a pytree of host arrays on the devices of ``sharding``. If these span several processes, each must pass equal values.
 
-    There ``jax.device_put`` would compare the values of all processes first, which is a collective, for every array.
+    ``jax.device_put`` would first compare the values of all processes, with one collective per array.
     """
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
@@ -22,12 +22,12 @@ def put(tree: Any, sharding: Sharding) -> Any:
 
 
 def own_parts(array: jax.Array) -> list[jax.Array]:
-    """Give the parts of an array on the devices of this process, in the order of its first axis, the only one that is divided."""
+    """Return the array's shards on this process's devices, in the order of the first axis, which must be the only sharded one."""
     return [shard.data for shard in sorted(array.addressable_shards, key=lambda shard: _start(shard.index))]
 
 
 def put_own_parts(parts: Sequence[np.ndarray], described: jax.ShapeDtypeStruct) -> jax.Array:
-    """Make an array of the parts that ``own_parts`` would give of it. Each process calls this with those of its own devices."""
+    """Make an array from its ``own_parts``. Each process passes the shards of its own devices."""
     indices = described.sharding.addressable_devices_indices_map(described.shape)
     devices = sorted(indices, key=lambda device: _start(indices[device]))
     arrays = jax.device_put(list(parts), devices)
@@ -35,5 +35,5 @@ def put_own_parts(parts: Sequence[np.ndarray], described: jax.ShapeDtypeStruct) 
 
 
 def _start(index: tuple[slice, ...]) -> int:
-    """Where a part begins on the first axis."""
+    """Return the start of a shard on the first axis."""
     return index[0].start or 0

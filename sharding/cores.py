@@ -1,4 +1,4 @@
-"""How many cores this process may use: the machine's, those that it is bound to, or its container's quota, whichever is least."""
+"""Number of cores this process may use: the minimum of the machine's cores, its CPU affinity, and its container's quota."""
 
 import contextlib
 import os
@@ -9,18 +9,18 @@ _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def available_cores(proc: Path = _PROC, cgroup: Path = _CGROUP) -> float:
-    """Cores' worth of time that this process gets, which a quota may make a fraction.
+    """Return the CPU time available to this process, in cores. A quota can make this a fraction.
 
-    A container with `--cpus 2` sees all cores of its machine. With a thread for each, it uses its quota up in a part of each period and
-    stands still for the rest. The quota is that of the process's control group or of one above it, whichever is least, in version 2
-    (`cpu.max`) and version 1 (`cpu.cfs_quota_us`).
+    A container with `--cpus 2` sees all cores of the machine. With one thread per core, it exhausts its quota early in each period and is
+    throttled for the rest. The quota is the minimum over the process's cgroup and its ancestors, in version 2 (`cpu.max`) and version 1
+    (`cpu.cfs_quota_us`).
     """
     cores: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([cores, *_quotas(proc, cgroup)])
 
 
 def most_threads() -> int:
-    """Threads that can compute at the same time within `available_cores`; at least 1."""
+    """Return the number of threads that can run at the same time within `available_cores`, at least 1."""
     return max(1, int(available_cores()))
 
 
@@ -36,9 +36,9 @@ def _quotas(proc: Path, cgroup: Path) -> Iterator[float]:
 
 
 def _groups(proc: Path, cgroup: Path) -> Iterator[Path]:
-    """Folders of this process's control groups for processor time, and of all above them.
+    """Return the folders of this process's CPU cgroups and of their ancestors.
 
-    In a container the path may be that of the host, of which nothing is there; the container's own group is then the root.
+    In a container, the path may be the host's and not exist. The container's own cgroup is then the root.
     """
     yield from (cgroup, cgroup / "cpu", cgroup / "cpu,cpuacct")
     try:

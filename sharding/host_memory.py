@@ -1,4 +1,4 @@
-"""Arrays in the memory of a device's host, and rows of them that a program fetches while it runs."""
+"""Arrays in pinned host memory, and look-ups of their rows from inside a program."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from jaxtyping import Array, Int
 from sharding import jax_internals
 
 HOST = "pinned_host"
-"""JAX's name of host memory that a device reads by itself."""
+"""JAX's memory kind for host memory that a device can read."""
 
 
 class _DescribedHost(NamedSharding):
-    """A sharding over devices that are only described, which know of no memory and so would drop its kind."""
+    """A sharding in host memory over topology-only devices, which list no memories and so would drop the memory kind."""
 
     memory_kind = property(lambda self: HOST)
 
 
 def host_sharding(sharding: NamedSharding) -> NamedSharding:
-    """Give the same sharding for arrays in the memory of each device's host."""
+    """Return the same sharding with host memory as its memory kind."""
     placed = sharding.with_memory_kind(HOST)
     return placed if placed.memory_kind == HOST else _DescribedHost(sharding.mesh, sharding.spec)
 
 
 def memory_of(device: jax.Device, sharding: NamedSharding) -> jax.Device | SingleDeviceSharding:
-    """Where ``jax.device_put`` brings a device's part of an array of this sharding."""
+    """Return the target of ``jax.device_put`` for a device's shard of an array with this sharding."""
     return device if on_device(sharding) else SingleDeviceSharding(device, memory_kind=HOST)
 
 
 def on_device(sharding: jax.sharding.Sharding) -> bool:
-    """Whether arrays of this sharding take memory of the devices."""
+    """Whether arrays with this sharding use device memory."""
     return sharding.memory_kind != HOST
 
 
 def rows_from_host(table: Array, indices: Int[Array, "B *t"], mesh: Mesh, batch_axes: tuple[str, ...]) -> Array:
-    """Inside ``jit``: ``table[indices]`` on the devices, of a table that is whole in each host's memory.
+    """Return ``table[indices]`` on the devices, for a table that is replicated in each host's memory. Inside ``jit``.
 
-    Each device sends the indices of its part of the batch to its host, which looks them up there and sends these rows alone. All of it is
-    part of the program: indices that the program itself has computed, as tokens that were sampled a moment ago, need nobody to wait.
+    Each device sends the indices of its part of the batch to its host, which looks up the rows and sends back only these. This is part of
+    the program, so indices that the program computes itself (such as tokens just sampled) need no synchronisation.
 
-    batch_axes: mesh axes that the leading axis of ``indices`` is split over.
+    batch_axes: mesh axes that shard the leading axis of ``indices``.
     """
 
     def look_up(table: Array, indices: Array) -> Array:

@@ -1,6 +1,6 @@
-"""All that reaches into JAX's private modules, tried with JAX 0.10.2 and 0.11: pyproject.toml says up to which version.
+"""All uses of JAX's private modules, tested with JAX 0.10.2 and 0.11. pyproject.toml sets the upper version bound.
 
-JAX is imported by the functions that need it, none of which starts a backend: a process joins others before JAX sees a device.
+Functions import JAX lazily and start no backend, because a process must join the others before JAX initialises its devices.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def backend_is_running() -> bool:
 
 
 def detect_cluster(timeout: int) -> tuple[str | None, int | None, int | None]:
-    """Coordinator's address, number of processes and this one's id, where JAX knows who started it."""
+    """Return the coordinator's address, the number of processes and this process's id, if JAX detects the cluster's launcher."""
     from jax._src import clusters
 
     return clusters.ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, timeout)[:3]
 
 
 def distributed_state() -> Any:
-    """JAX's client of the coordination service and, in process 0, the service, as attributes that may be set to None."""
+    """Return JAX's state with the coordination client and, in process 0, the service. Both attributes may be set to None."""
     from jax._src import distributed
 
     return distributed.global_state
@@ -39,7 +39,7 @@ def start_coordination_service(address: str, num_processes: int, heartbeat_secon
     """Start JAX's coordination service at `HOST:PORT`.
 
     Raises:
-        JaxRuntimeError: it cannot listen there.
+        JaxRuntimeError: the service cannot listen at the address.
     """
     from jax._src.lib import _jax
 
@@ -54,7 +54,7 @@ def start_coordination_service(address: str, num_processes: int, heartbeat_secon
 
 @contextlib.contextmanager
 def using_coordination_service(service: Any) -> Iterator[None]:
-    """Have `jax.distributed.initialize` take a service that was started already; None: it starts one where it needs one."""
+    """Make `jax.distributed.initialize` use a running service. None: it starts one if needed."""
     from jax._src.lib import _jax
 
     make = _jax.get_distributed_runtime_service
@@ -67,7 +67,7 @@ def using_coordination_service(service: Any) -> Iterator[None]:
 
 
 def make_cpu_clients_with(make_collectives: Callable[[], Any]) -> None:
-    """Have JAX's CPU backend, once it starts, carry collectives over what this function makes."""
+    """Make JAX's CPU backend use the collectives that this function returns. Call it before the backend starts."""
     from jax._src import xla_bridge
 
     def make_client() -> Any:
@@ -77,24 +77,24 @@ def make_cpu_clients_with(make_collectives: Callable[[], Any]) -> None:
 
 
 def make_gloo_collectives(address: str | None) -> Any:
-    """Gloo's collectives, which listen at this address; None: at what the host's name resolves to."""
+    """Return Gloo collectives that listen at this address. None: the address that the host name resolves to."""
     from jax._src.lib import _jax
 
     return _jax.make_gloo_tcp_collectives(distributed_client=distributed_state().client, hostname=address)
 
 
 def compilation_cache() -> Any:
-    """JAX's module of the cache of compiled programs."""
+    """Return JAX's compilation cache module."""
     from jax._src import compilation_cache
 
     return compilation_cache
 
 
 def keep_programs_of_every_process() -> None:
-    """Have every process write the programs that it compiles to JAX's cache, and each entry appear whole or not at all.
+    """Make every process write its compiled programs to JAX's compilation cache, and make each write atomic.
 
-    JAX has process 0 alone write, so that the other hosts of a mesh find nothing when they are started again; and it writes in place,
-    where a process that is killed leaves half an entry, which no later one replaces.
+    By default only process 0 writes, so the other hosts of a mesh find nothing after a restart. JAX also writes in place: a killed process
+    leaves a partial entry that is never replaced.
     """
     from jax._src import compiler, lru_cache
 
@@ -108,7 +108,7 @@ def keep_programs_of_every_process() -> None:
         elif seconds >= jax_setting("persistent_cache_min_compile_time_secs") and not any(rest):
             try:
                 compilation_cache().put_executable_and_time(key, name, executable, backend, int(seconds))
-            except Exception as error:  # as JAX does: what cannot be kept is compiled again
+            except Exception as error:  # as in JAX: a program that cannot be cached is compiled again
                 warnings.warn(f"a compiled program cannot be kept: {error}", stacklevel=1 << 20)
 
     write_of_every_process.of_every_process = True
@@ -117,7 +117,7 @@ def keep_programs_of_every_process() -> None:
 
     def put_whole(cache: Any, key: str, value: bytes) -> None:
         folder = str(cache.path)
-        if cache.eviction_enabled or "://" in folder:  # under a lock, or in a store whose writes are whole
+        if cache.eviction_enabled or "://" in folder:  # under a lock, or in a store with atomic writes
             return put(cache, key, value)
         path = os.path.join(folder, f"{key}{lru_cache._CACHE_SUFFIX}")
         if os.path.exists(path):
@@ -136,28 +136,28 @@ def keep_programs_of_every_process() -> None:
 
 
 def jax_setting(name: str) -> Any:
-    """The value that a setting of JAX has in this thread."""
+    """Return the value of a JAX setting in this thread."""
     from jax._src import config
 
     return getattr(config, name).value
 
 
 def all_settings() -> dict[str, Any]:
-    """The values of all of JAX's settings by name, as its command-line flags, environment and ``jax.config.update`` have made them."""
+    """Return all of JAX's settings by name, as set by command-line flags, the environment and ``jax.config.update``."""
     import jax
 
     return dict(jax.config.values)
 
 
 def topology_fingerprint(devices: Iterable[Any]) -> int:
-    """A number for the kind of these chips, their drivers and how they are connected, as JAX's own cache has it in its keys."""
+    """Return a fingerprint of the chips' kind, drivers and topology, as in the keys of JAX's own cache."""
     from jax._src.lib import xla_client
 
     return xla_client.get_topology_for_devices(list(devices)).fingerprint()
 
 
 def compile_options(device_ids: Sequence[int], backend: Any) -> Any:
-    """The options with which JAX would compile a program for these devices."""
+    """Return JAX's compile options for a program on these devices."""
     import numpy as np
     from jax._src.compiler import get_compile_options
 
@@ -167,14 +167,14 @@ def compile_options(device_ids: Sequence[int], backend: Any) -> Any:
 
 
 def batched_device_put() -> Callable[..., Any]:
-    """``(aval, sharding, shards, devices) -> array``: what ``jax.device_put`` ends with, after it has looked at shape and dtype."""
+    """Return ``(aval, sharding, shards, devices) -> array``: the last step of ``jax.device_put``, without its shape and dtype checks."""
     from jax._src.interpreters import pxla
 
     return pxla.batched_device_put
 
 
 def computed_by_host(function: Callable) -> Callable:
-    """Inside ``jit``: a function of arrays in host memory that the device's host computes, with its result there too."""
+    """Make a function run on the device's host inside ``jit``, with arguments and result in host memory."""
     import jax
     from jax.experimental.compute_on import compute_on
 
@@ -184,9 +184,9 @@ def computed_by_host(function: Callable) -> Callable:
 
 
 def equations_as_function(jaxpr: Any, equations: list, takes: list, gives: list, constants: dict) -> Callable:
-    """Make a function, to be traced, of some equations of a traced one: it takes and gives the values of these variables.
+    """Make a traceable function from some equations of a jaxpr. It takes the values of ``takes`` and returns those of ``gives``.
 
-    constants: the values of the variables that ``jaxpr`` has from elsewhere.
+    constants: values of the jaxpr's constant variables.
     """
     from jax._src import core
 

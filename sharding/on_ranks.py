@@ -1,10 +1,10 @@
-"""Lets the code of one rank open a region of its own, or run inside a region that its caller has opened.
+"""Run per-rank code inside a ``shard_map`` region, opened either by the code itself or by its caller.
 
-A region is a ``jax.shard_map`` over all axes of a mesh. Inside it every array is the part of one rank, so that constraints on how arrays
-lie over the mesh have nothing left to say. A rank can also skip work there that it has no tokens for. Outside a region it cannot: XLA's
-partitioner has all ranks run the same operations.
+A region is a ``jax.shard_map`` over all axes of a mesh. Inside a region, every array is one rank's shard, so sharding constraints do not
+apply, and a rank without tokens can skip work. Outside a region this is impossible, because XLA's partitioner runs the same operations on
+all ranks.
 
-Which of the two a piece of code is traced for, the type of its mesh says: ``Mesh`` outside, ``OneRank`` inside.
+The type of the mesh tells the code where it is traced: ``Mesh`` outside a region, ``OneRank`` inside.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool
 
 @dataclass(frozen=True)
 class OneRank:
-    """The mesh of code that runs inside a region over it, as that of one rank. Whoever opens a region (``on_ranks``) passes it on."""
+    """The mesh of a region, for code of one rank that runs inside it. The code that opens the region (``on_ranks``) passes it on."""
 
     mesh: Mesh
 
@@ -43,14 +43,14 @@ class OneRank:
 
 
 def on_ranks(function: Callable, mesh: Mesh | OneRank, in_specs: Any, out_specs: Any) -> Callable:
-    """``jax.shard_map`` of ``function`` over all axes of a ``Mesh``; for ``OneRank`` ``function`` itself."""
+    """Return ``jax.shard_map`` of ``function`` over all axes of a ``Mesh``, or ``function`` itself for ``OneRank``."""
     if isinstance(mesh, OneRank):
         return function
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def constrain(array: Array, mesh: Mesh | OneRank, spec: P) -> Array:
-    """Have an array spread over a ``Mesh``; for ``OneRank`` it is as it is."""
+    """Constrain an array's sharding over a ``Mesh``; return it unchanged for ``OneRank``."""
     if isinstance(mesh, OneRank):
         return array
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
@@ -59,8 +59,8 @@ def constrain(array: Array, mesh: Mesh | OneRank, spec: P) -> Array:
 def if_any(
     mesh: Mesh | OneRank, active: Bool[Array, "*n"], compute: Callable[[], Any], otherwise: Callable[[], Any]
 ) -> Any:
-    """``compute()``, or for ``OneRank``, where this rank has nothing active, ``otherwise()``, of the same shapes.
+    """Return ``compute()``, or ``otherwise()`` (same shapes) if the mesh is ``OneRank`` and this rank has nothing active.
 
-    ``compute`` must hold no collective: the other ranks would wait in it.
+    ``compute`` must contain no collective, or the other ranks would wait in it.
     """
     return jax.lax.cond(active.any(), compute, otherwise) if isinstance(mesh, OneRank) else compute()

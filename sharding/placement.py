@@ -1,4 +1,4 @@
-"""``Placement``: which logical expert each physical slot holds, and which copy a token goes to."""
+"""``Placement``: the logical expert in each physical slot, and the choice of a replica for each token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sharding.mesh import MeshSpec
 
 
 class CopyTables(NamedTuple):
-    """Where the copies of each logical expert are: ``physical_EC[e, c]`` for ``c < copies_E[e]``, padded with -1.
+    """Slots of each logical expert's copies: ``physical_EC[e, c]`` for ``c < copies_E[e]``, padded with -1.
 
     A pytree of int32 arrays: the tables of several layers can be stacked and scanned.
     """
@@ -31,9 +31,9 @@ class CopyTables(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Logical experts on physical slots; physical slots lie rank by rank, the same number on each.
+    """Assignment of logical experts to physical slots. Slots are numbered rank by rank, with the same number on each rank.
 
-    physical_to_logical: the logical expert in each physical slot. Every logical expert has at least one.
+    physical_to_logical: the logical expert in each physical slot. Every logical expert has at least one slot.
     """
 
     physical_to_logical: tuple[int, ...]
@@ -51,19 +51,19 @@ class Placement:
 
     @classmethod
     def identity(cls, n_logical: int) -> Placement:
-        """One copy of each expert, in order."""
+        """Place one copy of each expert, in order."""
         return cls(tuple(range(n_logical)), n_logical)
 
     @classmethod
     def with_redundancy(
         cls, n_logical: int, n_physical: int, *, ranks: int, load: Sequence[float] | None = None
     ) -> Placement:
-        """Copies of the most loaded experts in the extra slots, spread over ``ranks`` by load: ``rebalance`` of one layer.
+        """Place copies of the most loaded experts in the extra slots, balanced over ``ranks`` by load: ``rebalance`` of one layer.
 
-        load: tokens per logical expert, from a report; None: all alike. Without a load and without an extra slot the experts stay in order.
+        load: tokens per logical expert, from a report; None: uniform. Without a load and extra slots, the experts stay in order.
 
         Raises:
-            MeshError: fewer slots than experts, slots that do not divide over the ranks, or a load of the wrong length.
+            MeshError: there are fewer slots than experts, the slots do not divide over the ranks, or the load has the wrong length.
         """
         if load is None and n_physical == n_logical and n_physical % ranks == 0:
             return cls.identity(n_logical)
@@ -97,7 +97,7 @@ class Placement:
         return CopyTables(physical, copies)
 
     def tables_of(self, layers: int) -> CopyTables:
-        """``tables`` repeated along a leading axis, for ``layers`` layers that are all placed alike."""
+        """Return ``tables`` repeated along a leading axis, for ``layers`` layers with the same placement."""
         return CopyTables(*(np.repeat(array[None], layers, axis=0) for array in self.tables))
 
     def logical_load(self, physical_load: np.ndarray) -> np.ndarray:
@@ -116,15 +116,15 @@ def assign_copies(
     distance: Int[np.ndarray, "R P"] | Int[Array, "R P"] | None = None,
     first_rank: int | Int[Array, ""] = 0,
 ) -> Int[Array, "T K"]:
-    """Physical expert ids ``[T, K]`` of each token's logical ones, -1 for tokens that are not active; jit-able.
+    """Return the physical expert ids ``[T, K]`` of each token's logical ones, -1 for inactive tokens. Can be jitted.
 
-    A rank sends its tokens for an expert to the copies in turn (counted over its active tokens in order), and rank r
-    starts at copy r: on each rank, and over ranks that have one token each, no two copies' counts differ by more than 1.
+    A rank sends its active tokens for an expert to the copies round-robin, in token order, and rank r starts at copy r.
+    On each rank, and over ranks with one token each, the counts of two copies differ by at most 1.
 
-    ranks: the T tokens are this many equal runs, one per DP rank. distance: of each run to each physical slot, as ``slot_distances``
-        gives it: only the nearest copies take turns, and counts are even among these alone. first_rank: of which rank the first run is.
+    ranks: the T tokens are this many equal runs, one per DP rank. distance: distance of each run to each physical slot, from
+        ``slot_distances``. If given, only the nearest copies are used, and balanced. first_rank: DP rank of the first run.
 
-    Tables of width 1, without a redundant copy, cost one look-up.
+    Tables of width 1 (no redundant copies) cost one look-up.
     """
     active_TK = jnp.broadcast_to(active_T[:, None], logical_TK.shape)
     if tables.physical_EC.shape[1] == 1:
@@ -148,7 +148,7 @@ def assign_copies(
 
 
 def _nearest(tables: CopyTables, distance_RP: Int[np.ndarray, "R P"]) -> tuple[Int[Array, "R E C"], Int[Array, "R E"]]:
-    """Each expert's slots in the order of their distance from each rank, and how many of them are as near as the first."""
+    """Return each expert's slots sorted by distance from each rank, and how many share the smallest distance."""
     physical_EC = jnp.asarray(tables.physical_EC)
     away_REC = jnp.where(physical_EC >= 0, jnp.asarray(distance_RP)[:, physical_EC], jnp.iinfo(jnp.int32).max)
     order_REC = jnp.argsort(away_REC, axis=-1, stable=True)
@@ -157,9 +157,9 @@ def _nearest(tables: CopyTables, distance_RP: Int[np.ndarray, "R P"]) -> tuple[I
 
 
 def slot_distances(spec: MeshSpec, hosts: Int[np.ndarray, "N"], n_physical: int) -> Int[np.ndarray, "R P"]:
-    """How far each physical slot is from each DP rank: 0 on a device of its own, 1 on its host, 2 elsewhere.
+    """Return the distance of each physical slot from each DP rank: 0 on the rank's own devices, 1 on its host, 2 elsewhere.
 
-    hosts: of each device, in the order of the mesh. A slot that several devices hold a part of is as near as the nearest of them.
+    hosts: host of each device, in mesh order. If several devices hold parts of a slot, the nearest one counts.
     """
     sizes = dict(zip(spec.axes, spec.shape, strict=True))
     index = dict(zip(spec.axes, np.unravel_index(np.arange(spec.num_devices), spec.shape), strict=True))
@@ -176,7 +176,7 @@ def slot_distances(spec: MeshSpec, hosts: Int[np.ndarray, "N"], n_physical: int)
 
 
 def _running_count(group_P: Int[Array, "P"], groups: int) -> Int[Array, "P"]:
-    """How many earlier entries are equal to each entry."""
+    """Return, for each entry, the number of earlier entries with the same value."""
     size = group_P.shape[0]
     # One packed key instead of an argsort: a one-operand sort is several times faster on CPU.
     sorted_P = lax.sort(group_P.astype(jnp.uint32) * size + lax.iota(jnp.uint32, size), is_stable=False)

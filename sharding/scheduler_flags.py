@@ -1,25 +1,25 @@
-"""What XLA's schedulers have to be told, before JAX starts, so that an exchange runs beside the computation that it is put beside."""
+"""XLA flags that make its schedulers overlap an exchange with the computation beside it. They must be set before JAX starts."""
 
 import importlib.util
 import os
 
 _NEEDED = (
-    # Reckoning with what a kernel's operands have in all (a whole cache, a stack of all layers' weights), XLA expects attention alone to
-    # outlast any exchange, and starts one no earlier than just before it: what stands in the window before it runs beside nothing.
-    # Exchanges of a second are as long, so that each starts as soon as it can. XLA has this option as a flag of the process only.
+    # XLA estimates a kernel's time from the full size of its operands (the whole KV cache, the stacked weights of all layers). It expects
+    # attention alone to outlast any collective, so it starts collectives just before attention and overlaps them with nothing earlier. An
+    # assumed duration of one second makes each collective start as early as possible. XLA offers this only as a flag of the process.
     (
         "jax_cuda13_plugin",
         "XLA_FLAGS",
         "--xla_gpu_analytical_latency_estimator_options",
         "nccl_op_launch_us=1000000,rtt_us=1000000",
     ),
-    # Otherwise an all-to-all is synchronous on a TPU.
+    # Without this, an all-to-all is synchronous on a TPU.
     ("libtpu", "LIBTPU_INIT_ARGS", "--xla_tpu_enable_async_all_to_all", "true"),
 )
 
 
 def start_exchanges_early() -> None:
-    """Set the flags of the accelerators' compilers that are installed, where the user has not. JAX must not have started."""
+    """Set the flags of installed accelerator compilers unless the user has set them. Call it before JAX starts."""
     for compiler, variable, flag, value in _NEEDED:
         flags = os.environ.get(variable, "")
         if flag not in flags and importlib.util.find_spec(compiler) is not None:

@@ -1,7 +1,7 @@
-"""Sums whose order does not depend on the mesh: a long sum is cut into pieces that devices may share, and the pieces are added as a tree.
+"""Sums whose order does not depend on the mesh: a long sum is split into pieces, which can be on several devices, and added as a tree.
 
-A device that holds an equal share of the pieces adds them as its branch of the tree, and `tree_sum` adds the branches of all devices.
-So one device and eight give the same bits. A collective's own sum has whatever order the platform chooses.
+A device with an equal share of the pieces adds them as its branch of the tree, and `tree_sum` adds the branches of all devices. One device
+and eight devices therefore give the same bits. With a reducing collective, the platform chooses the order.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 MOST_PIECES = 8
-"""Devices that can share a sum and still give the bits of one."""
+"""Maximum number of devices that can share a sum and give the same bits as one device."""
 LEAST_ROWS = 8
-"""Rows of a device's part of a sum, below which another collective costs more than the bytes that it saves."""
+"""Minimum number of rows per device for the second collective of `tree_sum` to cost less than the bytes it saves."""
 
 
 def pieces_of(depth: int) -> int:
-    """Into how many pieces a sum over ``depth`` products is cut, wherever it is computed: a power of two that divides it."""
+    """Return the number of pieces of a sum over ``depth`` products, independent of the mesh: a power of two that divides ``depth``."""
     return next(pieces for pieces in (8, 4, 2, 1) if depth % pieces == 0)
 
 
 def pieces_here(depth: int, shares: int) -> int:
-    """How many of the pieces of a sum over ``depth`` products in all one of ``shares`` devices has.
+    """Return the number of pieces per device, for a sum over a total of ``depth`` products on ``shares`` devices.
 
-    1 where a device has less than a piece, or pieces do not divide: the sum's bits then depend on ``shares``.
+    1 if a device has less than a piece or the pieces do not divide; the sum's bits then depend on ``shares``.
     """
     pieces = pieces_of(depth)
     return pieces // shares if pieces % shares == 0 else 1
 
 
 def add_as_tree(branches: Float[Array, "S *b"]) -> Float[Array, "*b"]:
-    """The sum over the leading axis: neighbours are added, then neighbours of those, and so on. What has no neighbour waits."""
+    """Return the sum over the leading axis as a tree: add neighbours pairwise until one is left. An odd last entry moves up unchanged."""
     parts = list(branches)
     while len(parts) > 1:
         paired = [left + right for left, right in zip(parts[::2], parts[1::2], strict=False)]
@@ -48,12 +48,12 @@ def tree_sum(
     split: bool = False,
     dtype: DTypeLike | None = None,
 ) -> Array:
-    """Inside ``shard_map``: the sum of all devices' branches along ``axes``, the same bits on each.
+    """Return the sum of all devices' branches along ``axes``, with the same bits on each device. Inside ``shard_map``.
 
-    shares: devices along ``axes``. dtype: what the sum is rounded to, before it is gathered; None: that of ``branch``.
-    split: each device gets its part of the leading dimension alone, which ``shares`` divides.
-    Where the rows divide, and a part has ``LEAST_ROWS``, a device adds up its part and the parts are gathered: two rows move for each, and
-    not ``shares``, in two collectives.
+    shares: number of devices along ``axes``. dtype: dtype to round the sum to before gathering it; None: that of ``branch``.
+    split: return only this device's part of the leading dimension, which ``shares`` must divide.
+    If the rows divide into parts of at least ``LEAST_ROWS``, each device sums one part and the parts are gathered. These two collectives
+    move two rows per row instead of ``shares``.
     """
     dtype = branch.dtype if dtype is None else dtype
     if shares == 1:
@@ -66,7 +66,7 @@ def tree_sum(
 
 
 def add_in_order(terms: Float[Array, "*b K *c"], axis: int = -1) -> Float[Array, "*b *c"]:
-    """The sum over a short axis, term after term: ``((t_0 + t_1) + t_2) + …``, in every program."""
+    """Return the sum over a short axis, added from first to last in every program: ``((t_0 + t_1) + t_2) + …``."""
     first, *others = (lax.index_in_dim(terms, k, axis, keepdims=False) for k in range(terms.shape[axis]))
     for term in others:
         first = first + term
@@ -74,7 +74,7 @@ def add_in_order(terms: Float[Array, "*b K *c"], axis: int = -1) -> Float[Array,
 
 
 def add_by_halves(terms: Float[Array, "*b K"]) -> Float[Array, "*b"]:
-    """The sum over a long last axis as a fixed tree: the first half plus the second, element by element, again and again."""
+    """Return the sum over a long last axis as a fixed tree: repeatedly add the second half to the first, element by element."""
     width = terms.shape[-1]
     full = 1 << (width - 1).bit_length()
     if full != width:

@@ -207,7 +207,7 @@ class ResponsesRequest(DrawFields, OpenAIFields):
             raise ApiError(400, reason, param="truncation")
 
     def without_effect(self) -> list[str]:
-        """Return the fields without effect but `store` and `metadata`: the answer's `store` says that nothing is stored."""
+        """Return the fields without effect, except `store` and `metadata`: the answer's own `store` field covers them."""
         unused_fields = [name for name in super().without_effect() if name not in ("store", "metadata")]
         if self.reasoning and (self.reasoning.summary or self.reasoning.generate_summary):
             unused_fields.append("reasoning.summary")
@@ -221,7 +221,7 @@ class ResponsesRequest(DrawFields, OpenAIFields):
         return _LOGPROBS in (self.include or ()) or self.top_logprobs is not None
 
     def to_chat(self) -> ChatRequest:
-        """Return the chat request that means the same.
+        """Return the equivalent chat request.
 
         Raises:
             ApiError: a field needs stored responses, or a format has no schema.
@@ -236,7 +236,7 @@ class ResponsesRequest(DrawFields, OpenAIFields):
             "tool_choice": self.tool_choice,
             "logprobs": self.wants_logprobs,
             "top_logprobs": self.top_logprobs,
-            # Streamed, because the chunks show which item each log-probability belongs to.
+            # Log-probabilities need a stream: its chunks show the item that each of them belongs to.
             "stream": self.stream or self.wants_logprobs,
             **{name: getattr(self, name) for name in ("model", "parallel_tool_calls")},
             **{name: getattr(self, name) for name in (*DrawFields.model_fields, *OpenAIFields.model_fields)},
@@ -261,7 +261,7 @@ class ResponsesRequest(DrawFields, OpenAIFields):
         return {"type": "json_schema", "json_schema": {"name": form.name or "", "schema": form.schema_}}
 
     def _messages(self) -> list[dict[str, Any]]:
-        """Return items as messages. An assistant's reasoning, text and calls of one turn are one message."""
+        """Return the items as messages. Reasoning, text and calls of one assistant turn become one message."""
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
@@ -298,7 +298,7 @@ class ResponsesRequest(DrawFields, OpenAIFields):
 
 
 def _turn(messages: list[dict[str, Any]], has: str = "") -> dict[str, Any]:
-    """Return the assistant's message to add to: the last one, or a new one if that has this field or calls already."""
+    """Return the assistant message to extend: the last message, or a new one if the last already has calls or the field `has`."""
     if (
         not messages
         or messages[-1]["role"] != "assistant"

@@ -1,7 +1,7 @@
 """`SamplingFields`: fields that completions and chat requests share, and their conversion to `SamplingParams`; `CompletionRequest`.
 
-`SamplingFields` includes `GuidedFields` (OpenAI's and vLLM's ways to request a form of the text) and `OpenAIFields` (fields that OpenAI's
-clients send and that have little or no effect on a server of one model).
+`SamplingFields` includes `GuidedFields` (structured outputs as OpenAI and vLLM request them) and `OpenAIFields` (fields that OpenAI's
+clients send but that have little or no effect on a server with one model).
 """
 
 import dataclasses
@@ -27,14 +27,14 @@ Choices = Annotated[
 Schema = dict[str, Any] | GrammarText
 Name = Annotated[str, Field(max_length=bounds.MAX_NAME_CHARACTERS)]
 RequestId = Annotated[str, Field(pattern=rf"^[\x21-\x7e]{{1,{bounds.MAX_REQUEST_ID_CHARACTERS}}}$")]
-"""A request id. It goes into a header and the log, so it has the characters that `X-Request-ID` may have."""
+"""A request id. It appears in a header and the log, so it is limited to the characters allowed in `X-Request-ID`."""
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=bounds.MAX_METADATA),
 ]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
-# Values that request the default behaviour; others get a warning.
+# Values that request the default behaviour. Other values get a warning.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "metadata": ({},),
@@ -93,7 +93,7 @@ class OpenAIFields(StrictModel):
 
 
 def for_header(names: list[str]) -> list[str]:
-    """Return a few of the names that a client chose, short identifiers only, for a header."""
+    """Return at most 8 of the client's names that are short ASCII identifiers and so safe in a header."""
     return [name for name in names if len(name) <= 64 and name.isascii() and name.isidentifier()][:8]
 
 
@@ -173,7 +173,7 @@ class GuidedFields(StrictModel):
             forms = {"json": given.json_, "json_object": given.json_object or None, "regex": given.regex}
             forms |= {"choice": given.choice, "grammar": given.grammar}
             chosen = {name: value for name, value in forms.items() if value is not None}
-            StructuredOutputs(**chosen)  # its error says that there are none or several
+            StructuredOutputs(**chosen)  # raises if none or several are given
             if given.disable_any_whitespace is not None:
                 chosen["disable_any_whitespace"] = given.disable_any_whitespace
             wanted_forms.append(("structured_outputs", chosen))
@@ -242,9 +242,9 @@ class SamplingFields(DrawFields, GuidedFields, OpenAIFields):
     )
 
     def check_stream_fields(self) -> None:
-        """Raise `ApiError` for fields that contradict `stream`, and for those that this server cannot support."""
+        """Raise `ApiError` for fields that contradict `stream` or that this server cannot support."""
         self.check_openai_fields()
-        if not 1 <= self.n <= bounds.MAX_COMPLETIONS:  # before they count in the queue
+        if not 1 <= self.n <= bounds.MAX_COMPLETIONS:  # checked before the completions count in the queue
             raise SamplingError("n", f"found {self.n}, expected 1 to {bounds.MAX_COMPLETIONS}")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is only for stream=true", param="stream_options")
@@ -258,8 +258,8 @@ class SamplingFields(DrawFields, GuidedFields, OpenAIFields):
 
         Args:
             form: keyword arguments of `StructuredOutputs`; None: any text.
-            form_after: the token after which the form binds.
-            given: further parameters, which differ between the endpoints.
+            form_after: token after which the form is enforced.
+            given: additional, endpoint-specific parameters.
 
         Raises:
             SamplingError: a value out of range.
@@ -283,7 +283,7 @@ class SamplingFields(DrawFields, GuidedFields, OpenAIFields):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk of usage."""
+        """Whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
@@ -330,7 +330,7 @@ class CompletionRequest(SamplingFields):
         """Return the prompts as a list.
 
         Raises:
-            ApiError: there is none.
+            ApiError: the list is empty.
         """
         if isinstance(self.prompt, str):
             return [self.prompt]

@@ -4,7 +4,7 @@ import inspect
 from typing import Any, NotRequired
 
 from pydantic import BaseModel
-from typing_extensions import TypedDict  # pydantic needs this one below Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this version of it below Python 3.12
 
 from dsjax.engine.contract.executor import ExpertCounts
 from dsjax.engine.schedule.rank import RankLoad
@@ -46,7 +46,7 @@ class ErrorDetail(BaseModel):
 class ErrorBody(BaseModel):
     """Body of an answer with a status of 400 or more."""
 
-    # A pydantic model, whose schema pydantic caches: FastAPI asks for it nearly two hundred times, for each route and status.
+    # A pydantic model, because pydantic caches its schema: FastAPI requests it nearly 200 times, for each route and status.
 
     error: ErrorDetail
 
@@ -216,9 +216,9 @@ class Version(TypedDict):
 
 
 def _json_object(name: str, description: str, record: type | None = None, **changed: Any) -> type:
-    """Return a `TypedDict` for a JSON object with the fields of one of the engine's records. name: in the OpenAPI schema.
+    """Return a `TypedDict` for a JSON object with the fields of an engine record. name: name in the OpenAPI schema.
 
-    changed: types of additional fields and of those whose JSON has another type; None: leave the field out.
+    changed: types of additional fields, and of fields with a different type in JSON; None: omit the field.
     """
     fields = {**(inspect.get_annotations(record) if record else {}), **changed}
     body = TypedDict(name, {field: kind for field, kind in fields.items() if kind is not None})
@@ -357,7 +357,7 @@ _ALWAYS = (400, 401, 404, 405, 408, 413)
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return a route's `responses`: the given statuses, and those of any request (bad header, missing key, no body)."""
+    """Return a route's `responses`: the given statuses, and those that any request can get (bad header, missing key, no body)."""
     known = {status: _MEANINGS[status] for status in sorted({*_ALWAYS, *statuses})}
     known["default"] = "any other error"  # keeps FastAPI from adding a 422, which is never sent
     return {status: {"model": ErrorBody, "description": meaning} for status, meaning in known.items()}

@@ -1,4 +1,4 @@
-"""`Server`: uvicorn with a clean shutdown after signals, timeouts and a failure of the engine."""
+"""`Server`: uvicorn with a clean shutdown after signals, timeouts and engine failures."""
 
 import asyncio
 import gc
@@ -22,36 +22,36 @@ from dsjax.serve.guards import RequestLog
 from dsjax.serve.serving import Phase, Serving
 from dsjax.serve.watchdog import Watchdog
 
-# Time for clients to read the rest after the engine has ended all requests.
+# Time for clients to read the remaining events after the engine has ended all requests.
 _FLUSH_SECONDS = 5
 _LOOK_SECONDS = 0.05
-_BACKLOG = 2048  # uvicorn's own
+_BACKLOG = 2048  # uvicorn's default
 
 KEEP_ALIVE_SECONDS = 75
-"""Seconds for which an idle connection is kept: longer than clients keep theirs (httpx 5, aiohttp 15, nginx 60). If the server closed
-first, a request sent at that moment would be lost, and clients do not repeat a POST. uvicorn's default is 5."""
+"""Keep-alive timeout in seconds, longer than those of clients (httpx 5, aiohttp 15, nginx 60). If the server closed the connection
+first, a request sent at that moment would be lost, and clients do not retry a POST. uvicorn's default is 5."""
 
 YOUNG_OBJECTS = 20_000
 SWITCH_SECONDS = 0.0005
 
 
 class _StoppedError(Exception):
-    """Raised between two programs of the warm-up when the server shuts down."""
+    """Raised between two programs of the warm-up if the server is shutting down."""
 
 
 class Server(uvicorn.Server):
     """Serves until SIGINT or SIGTERM, or until the engine dies.
 
-    It listens at once, warms up, and is then ready. After the first signal it refuses new requests but still listens, so that `/ready`
-    answers 503; running requests have `shutdown_timeout` seconds to finish and then end with an error. A second signal ends the server
-    at once. A signal during the warm-up ends it after the current program, or after `shutdown_timeout` seconds.
+    The server listens at once, warms up, and is then ready. After the first signal it refuses new requests but still listens, so `/ready`
+    answers 503. Running requests have `shutdown_timeout` seconds to finish, then end with an error. A second signal stops the server
+    at once. A signal during the warm-up stops the server after the current program, or after `shutdown_timeout` seconds.
 
     Args:
-        warm_up: compiles shapes, in a thread. Its argument is a function to call between two shapes, which raises when the server
-            shuts down. `serve_on` raises any other error of it. It may return a function that compiles the remaining shapes in the
-            same thread while requests are served, with the same argument.
+        warm_up: compiles shapes in a thread. It receives a function to call between two shapes, which raises if the server is
+            shutting down. `serve_on` re-raises its other errors. It may return a function with the same argument that compiles the
+            remaining shapes in the same thread while requests are served.
         on_ready: called once requests are admitted. on_signal: called in the handler of the first signal.
-        before_exit: called with the exit code if the process must skip Python's own exit because a thread hangs in a step or a
+        before_exit: called with the exit code if the process must skip Python's normal exit because a thread hangs in a step or a
             compilation.
         before_routes: see `create_app`.
     """
@@ -84,7 +84,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             RequestLog(create_app(serving, before_routes)),
             log_level=log_level,
-            log_config=None,  # `configure_logging` is for the process's start alone
+            log_config=None,  # the process calls `configure_logging` once, at its start
             access_log=False,
             ws="none",
             http=bounded_connections(
@@ -110,7 +110,7 @@ class Server(uvicorn.Server):
             self._starting = asyncio.create_task(self._start_serving())
 
     async def _start_serving(self) -> None:
-        """Become ready, or shut down with the error: a server that only listens would keep clients waiting."""
+        """Become ready, or shut down with the error, because clients would wait for a server that only listens."""
         try:
             await self._become_ready()
         except Exception as error:
@@ -119,7 +119,7 @@ class Server(uvicorn.Server):
 
     async def _become_ready(self) -> None:
         if self._warm_up is not None:
-            # Not in asyncio's thread pool, for which the interpreter waits at exit: a compilation may take minutes.
+            # Not in asyncio's thread pool: the interpreter waits for it at exit, and a compilation may take minutes.
             self._warming = True
             threading.Thread(target=self._run_warm_up, name="dsjax-warm-up", daemon=True).start()
             while self._warming and not self._can_serve:
@@ -155,7 +155,7 @@ class Server(uvicorn.Server):
             raise _StoppedError
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain on the first signal; end at once on the second."""
+        """Drain on the first signal; stop at once on the second."""
         if not self.should_exit:
             self._on_signal()
         self.force_exit = self.should_exit
@@ -172,13 +172,13 @@ class Server(uvicorn.Server):
         if self._watchdog is not None:
             self._watchdog.stop()
         if self.force_exit and self._has_threads:
-            self._exit()  # uvicorn would leave the application unfinished, which prints a traceback
+            self._exit()  # otherwise uvicorn leaves the application unfinished, which prints a traceback
 
     def _stop(self) -> None:
         self.should_exit = True
 
     def serve_on(self, listener: socket.socket) -> int:
-        """Serve until shutdown and return the exit code. A signal is no error."""
+        """Serve until shutdown and return the exit code. A signal does not count as an error."""
         self.run(sockets=[listener])
         if self._has_threads:
             self._exit()
@@ -188,12 +188,12 @@ class Server(uvicorn.Server):
 
     @property
     def _has_threads(self) -> bool:
-        """Whether a step or a compilation runs, on whose thread Python's exit would wait or crash."""
+        """Whether a step or a compilation is running, whose thread would block or crash Python's exit."""
         return self._engine.running or self._warming
 
     def _exit(self) -> None:
         if sys.stdout.isatty():
-            sys.stdout.write("\x1b[?25h")  # a progress bar has hidden the cursor
+            sys.stdout.write("\x1b[?25h")  # show the cursor again, which a progress bar hides
         if self._warm_up_error is not None:
             print(f"Error: {self._warm_up_error}", file=sys.stderr)
         sys.stdout.flush()
@@ -203,25 +203,25 @@ class Server(uvicorn.Server):
 
 
 def bind_shared(host: str, port: int, count: int) -> list[socket.socket]:
-    """Listen at an address with `count` sockets, over which the system spreads connections.
+    """Listen at an address with `count` sockets. The system distributes connections over them.
 
     Raises:
         UserError: the address is not available, or the system has no SO_REUSEPORT.
     """
     if not hasattr(socket, "SO_REUSEPORT"):
         raise UserError("--api-server-count above 1 needs SO_REUSEPORT, which this system has not; leave it out")
-    # A shared socket would join another server's port. So the first socket takes the port alone, and is shared afterwards.
+    # A shared socket could join another server's port, so the first socket binds the port exclusively and is shared afterwards.
     with bind(host, port) as first:
         first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         return [bind(host, first.getsockname()[1], shared=True) for _ in range(count)]
 
 
 def bind(host: str, port: int, shared: bool = False) -> socket.socket:
-    """Listen at an address. Called before the model is loaded, so that a port in use is reported at once. Port 0 takes a free one.
+    """Listen at an address. Called before the model is loaded, so that a port in use is reported at once. Port 0: any free port.
 
-    It listens because a socket that is only bound does not own its port: another process could bind it too, and listen first.
+    The socket listens at once, because binding alone does not reserve a port: another process could bind it too and listen first.
 
-    shared: let further sockets of this process listen at the address.
+    shared: allow more sockets of this process at the address.
 
     Raises:
         UserError: the address is not available.
@@ -244,12 +244,12 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
 def tune_interpreter() -> None:
     """Set the garbage collector and the thread switch interval for a server.
 
-    Freeze all present objects, which live as long as the process, and collect less often. A step creates thousands of tuples and outputs
-    that reference counting frees; with Python's threshold of 700 objects, looking for cycles among them took a fifth of the scheduler's
-    time at 1,024 requests.
+    Freeze all existing objects, which live as long as the process, and collect less often. A step creates thousands of tuples and outputs
+    that reference counting frees. With Python's threshold of 700 objects, the search for cycles took a fifth of the scheduler's time at
+    1,024 requests.
 
-    The engine's thread releases the interpreter lock in each call of XLA. While the event loop writes hundreds of events, the thread gets
-    the lock back only after the switch interval, whose default is 5 ms, several times in a step.
+    The engine's thread releases the GIL in each XLA call. While the event loop writes hundreds of events, the thread waits for the switch
+    interval (5 ms by default) to get the GIL back, several times per step.
     """
     gc.collect()
     gc.freeze()

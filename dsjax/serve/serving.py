@@ -1,4 +1,4 @@
-"""`Serving`: the engine, its names and options, which requests it admits, and which are under way."""
+"""`Serving`: the state that endpoints share: engine, model names, options, admission control, and the running requests."""
 
 import asyncio
 import enum
@@ -21,7 +21,7 @@ from dsjax.serve.options import ServeOptions
 from dsjax.serve.sampling_fields import SamplingFields
 from dsjax.serve.tool_formats import choose_tool_format
 
-if TYPE_CHECKING:  # imports JAX, which a server over fake devices does not need
+if TYPE_CHECKING:  # these import JAX, which a server over fake devices does not need
     from dsjax.engine.elastic.generations import Generations
     from dsjax.engine.setup.facts import EngineFacts
 
@@ -43,7 +43,7 @@ class Phase(enum.Enum):
 class QueueGate:
     """Refuses requests before tokenisation while the queue is full.
 
-    The queue is the requests that wait in the engine and those between this gate and the engine.
+    The queue consists of the requests that wait in the engine and those between this gate and the engine.
     """
 
     def __init__(self, engine: RequestStreams | ThreadedEngine, options: ServeOptions):
@@ -56,7 +56,7 @@ class QueueGate:
     def through(
         self, prompts: Sequence[str | Sequence[int]], completions: int, reject: Callable[[str, ApiError], ApiError]
     ) -> Iterator[None]:
-        """Admit a request or raise. The block tokenises and submits it; then the engine counts it.
+        """Admit a request or raise. The `with` block tokenises and submits it; afterwards the engine counts it.
 
         Args:
             completions: completions of each prompt. reject: called with the error before it is raised.
@@ -80,9 +80,9 @@ class QueueGate:
             self._entering_tokens -= tokens
 
     def full(self, requests: int, tokens: int) -> str | None:
-        """Return why the queue has no room for this many more; None if it has."""
-        # An empty queue takes any request: a limit below the size of one request must not refuse it for ever.
-        # The queue's size is a sum over all ranks; compute it only if there is a limit.
+        """Return why the queue has no room for these requests and tokens; None if it has."""
+        # An empty queue takes any request. Otherwise a request larger than the limit would never be admitted.
+        # The queue's size is a sum over all ranks, so compute it only if there is a limit.
         if self._most_requests:
             queued_requests, _ = self._engine.waiting
             waiting = queued_requests + self._entering_requests
@@ -104,15 +104,15 @@ def queue_full(reason: str) -> ApiError:
 
 @dataclass
 class Serving:
-    """State that all endpoints share. The first of `model_names` is the default of a request.
+    """State that all endpoints share. The first of `model_names` is the default model of a request.
 
     Attributes:
         engine: an `AsyncEngine`; a `RemoteEngine` in a front end, a `SharedEngine` behind front ends.
-        facts: facts of the loaded model; None in tests without one.
-        metrics: count steps, outputs and refused requests.
+        facts: facts of the loaded model; None in tests without a model.
+        metrics: counts steps, outputs and refused requests.
         orders_by_priority: whether the scheduler orders by `priority`.
-        front_ends: the front ends, if this is the engine's process behind them.
-        compiling: whether programs of larger batches are compiled while requests are served.
+        front_ends: links to the front ends, if this is the engine process behind them.
+        compiling: whether programs for larger batches are being compiled while requests are served.
         on_phase: called with each new phase.
     """
 
@@ -149,7 +149,7 @@ class Serving:
         """Return the model's name for the answer.
 
         Raises:
-            ApiError: 404, no such model is served.
+            ApiError: 404, the server has no such model.
         """
         if name is None:
             return self.model_names[0]
@@ -170,7 +170,7 @@ class Serving:
 
     @property
     def state(self) -> str:
-        """The phase, or the stage of a change of the mesh."""
+        """The phase, or during a change of the mesh its stage."""
         return self.engine.change_under_way or self.phase.value
 
     def check_running(self) -> None:
@@ -191,10 +191,10 @@ class Serving:
     def admitted(
         self, body: SamplingFields, texts: Sequence[str | Sequence[int]], place: RequestOptions
     ) -> Iterator[RequestOptions]:
-        """Admit a request to the engine; the block gets the options to submit it with.
+        """Admit a request to the engine; yield the options to submit it with.
 
         Args:
-            texts: sources of its prompts. place: session and DP rank from the headers.
+            texts: texts or token ids of its prompts. place: session and DP rank from the headers.
 
         Raises:
             ApiError: the server is not ready, the queue is full, or there is no such priority or rank.
@@ -215,7 +215,7 @@ class Serving:
         """Call `function` in the engine's thread between two steps and return its result.
 
         Raises:
-            ApiError: 503, the engine has ended, or a step takes too long.
+            ApiError: 503, the engine has ended, its mesh is changing, or a step takes too long.
         """
         if self.engine.error is not None or not self.engine.running:
             raise ApiError(503, "the engine is not running", type="server_error", code="not_ready")
@@ -236,14 +236,14 @@ class Serving:
             self.metrics.on_change(facts.dp_ranks, facts.physical_experts_per_device)
 
     def reject(self, reason: str, error: ApiError) -> ApiError:
-        """Count a refused request; return the error."""
+        """Count a rejected request and return the error."""
         if self.metrics is not None:
             self.metrics.on_rejected(reason)
         return error
 
     @contextmanager
     def followed(self, answer_id: str, stream: OutputStream) -> Iterator[None]:
-        """Make an answer abortable by its id during the block, then close its stream."""
+        """Make an answer abortable by its id inside the `with` block, then close its stream."""
         self._under_way.setdefault(answer_id, []).append(stream)
         try:
             yield
@@ -255,9 +255,9 @@ class Serving:
                 del self._under_way[answer_id]
 
     def abort(self, request_id: str | None) -> int:
-        """Abort the requests with an id, or all; their clients get an error. Return their number.
+        """Abort the requests with this id, or all, and return their number. Their clients get an error.
 
-        request_id: the answer's id (`cmpl-…`, `chatcmpl-…`), or the one that the client gave. None: all requests.
+        request_id: the answer's id (`cmpl-…`, `chatcmpl-…`) or the client's own. None: all requests.
         """
         aborted = [
             stream

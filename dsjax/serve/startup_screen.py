@@ -1,4 +1,4 @@
-"""What the terminal shows while a server starts: the mesh, bytes per device, cache capacity, warm-up, the URL."""
+"""Terminal output while a server starts: the mesh, bytes per device, cache capacity, warm-up, the URL."""
 
 import contextlib
 import math
@@ -21,7 +21,7 @@ _MOST_COLUMNS = 16
 
 
 def show_facts(console: Console, facts: EngineFacts) -> None:
-    """Print the mesh as a picture, and what each device holds as a table."""
+    """Print a picture of the mesh, a table of the bytes per device, and the engine's capacity and settings."""
     title = f"{facts.model} on {facts.mesh}: {facts.num_devices} × {facts.device_kind}"
     console.print(
         Panel(Group(_mesh_picture(facts), _layout_line(facts)), title=title, title_align="left", expand=False)
@@ -46,7 +46,7 @@ def show_facts(console: Console, facts: EngineFacts) -> None:
 
 
 def _capacity(facts: EngineFacts) -> str:
-    """Return how many tokens the KV cache and its tiers hold, and how many requests of the longest length fit a DP rank."""
+    """Return the capacity of the KV cache and its tiers in tokens, and the number of maximum-length requests that fit a DP rank."""
     of_a_rank = facts.cache_tokens // facts.dp_ranks
     ranks = f", {of_a_rank:,} on each of {facts.dp_ranks} DP ranks" if facts.dp_ranks > 1 else ""
     longest = facts.max_model_len
@@ -60,7 +60,7 @@ def _capacity(facts: EngineFacts) -> str:
 
 
 def _prefill_lines(facts: EngineFacts) -> str:
-    """Return the meshes of the prefill engines, and what a step of each takes."""
+    """Return the meshes of the prefill engines and the limits of their steps."""
     sizes = facts.prefill_sizes
     longest = (
         f"; prompts of {sizes.max_model_len:,} tokens or more are computed where they are decoded"
@@ -75,7 +75,7 @@ def _prefill_lines(facts: EngineFacts) -> str:
 
 
 def _speculation_line(speculation: dict[str, Any]) -> str:
-    """Return how many tokens the MTP module drafts, by load."""
+    """Return the number of tokens that the MTP module drafts, by load."""
     ranges = speculation["num_speculative_tokens_per_batch_size"]
     if ranges is None or ranges == "auto":
         count = speculation["num_speculative_tokens"]
@@ -90,7 +90,7 @@ def _speculation_line(speculation: dict[str, Any]) -> str:
 
 
 def _mesh_picture(facts: EngineFacts) -> Group:
-    """Draw the devices by number: a block of lines for each copy of the experts, with the `tp` devices of a DP rank joined by dots."""
+    """Draw the device numbers: one block of lines per copy of the experts, with the `tp` devices of a DP rank joined by dots."""
     copies, *over_ranks, tp = _shape_of_stage(facts)
     ep = math.prod(over_ranks)
     lines: list[Text] = []
@@ -111,7 +111,7 @@ def _mesh_picture(facts: EngineFacts) -> Group:
 
 
 def _shape_of_stage(facts: EngineFacts) -> list[int]:
-    """Return the sizes of the mesh's axes, within a stage."""
+    """Return the sizes of the mesh's axes without `pp`."""
     return [size for axis, size in facts.mesh_shape.items() if axis != "pp"]
 
 
@@ -140,7 +140,7 @@ def _bytes_table(facts: EngineFacts) -> Table:
 
 @contextlib.contextmanager
 def warm_up_bar(console: Console) -> Iterator[executor.Progress]:
-    """Show the progress of `LLMEngine.warm_up` for each engine: a bar in a terminal, else a line at each tenth."""
+    """Show the progress of `LLMEngine.warm_up` for each engine: a bar in a terminal, otherwise a line per 10 %."""
     engine, report = None, None
     with contextlib.ExitStack() as shown:
 
@@ -157,5 +157,5 @@ def warm_up_bar(console: Console) -> Iterator[executor.Progress]:
 
 
 def show_url(console: Console, url: str, names: tuple[str, ...]) -> None:
-    """Print where to send requests, as the last line of the start."""
+    """Print the URL for requests, as the last line of the start."""
     console.print(f"serving {', '.join(names)} at [bold]{url}/v1[/bold]  (Ctrl-C ends)", highlight=False)

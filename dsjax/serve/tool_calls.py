@@ -22,7 +22,7 @@ _OUTPUT_BEGIN, OUTPUT_END = "<｜tool▁output▁begin｜>", "<｜tool▁output�
 
 
 class CallFormat(ABC):
-    """How a model writes tool calls. The parser looks for `markers`; `openings` begin a block of calls and a single call."""
+    """Format of a model's tool calls. The parser looks for `markers`; `openings` begin a block of calls and a single call."""
 
     name: str
     markers: tuple[str, ...]
@@ -37,15 +37,15 @@ class CallFormat(ABC):
         compact: bool = False,
         instead: StructuredOutputs | None = None,
     ) -> str:
-        """Write the grammar of an answer that calls one of the tools, with arguments that fit the tool's schema.
+        """Return the grammar of an answer that calls one of the tools, with arguments that match the tool's schema.
 
-        The grammar is in llguidance's dialect of Lark. Markers that are tokens of the model are written as token numbers, so that the
-        model cannot spell them in letters.
+        The grammar uses llguidance's dialect of Lark. Markers that are tokens of the model appear as token ids, so that the model
+        cannot spell them in letters.
 
         Args:
             several: allow more than one call.
-            compact: allow no blanks between the parts of JSON.
-            instead: the form of an answer without calls, if the model may choose that.
+            compact: allow no whitespace in JSON.
+            instead: form of an answer without calls, if the model may answer without one.
         """
         start, rules = self._rules(tools, tokenizer, several, COMPACT_JSON_OPTIONS if compact else JSON_OPTIONS)
         head = ["%llguidance {}", f"start: {start}"]
@@ -58,20 +58,20 @@ class CallFormat(ABC):
     def _rules(
         self, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, several: bool, options: Mapping[str, Any]
     ) -> tuple[str, list[str]]:
-        """Return the start rule's right side, which uses `call`, and all rules for `call_0`, `call_1`, … options: llguidance's for JSON."""
+        """Return the start rule's right side, which uses `call`, and the rules `call_0`, `call_1`, … options: llguidance's JSON options."""
 
     @abstractmethod
     def parser(self, most: int) -> "CallParser":
-        """Return a parser of one answer, which returns at most that many calls."""
+        """Return a parser for one answer that returns at most `most` calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat(CallFormat):
-    """Tool calls between markers: one pair around all calls, one around each.
+    """Tool calls between markers: one pair around all calls, and one around each call.
 
-    `deepseek_v3` (V3, R1) writes `function`, the separator, the name, and the arguments in a fenced block of JSON;
-    `deepseek_v31` the name, the separator and the bare arguments; `kimi_k2` the same with other markers, and with the call's number behind
-    its name (`functions.NAME:0`), which together are the call's id.
+    `deepseek_v3` (V3, R1) writes `function`, the separator, the name, and the arguments in a fenced JSON block. `deepseek_v31` writes the
+    name, the separator and the bare arguments. `kimi_k2` is like `deepseek_v31` with other markers and a call number after the name
+    (`functions.NAME:0`); both together are the call's id.
     """
 
     name: str
@@ -88,7 +88,7 @@ class ToolFormat(CallFormat):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All five."""
+        """All five markers."""
         return self.calls_begin, self.calls_end, self.call_begin, self.call_end, self.separator
 
     @property
@@ -97,22 +97,22 @@ class ToolFormat(CallFormat):
         return self.calls_begin, self.call_begin
 
     def call(self, name: str, arguments: str, number: int = 0) -> str:
-        """Write one call as text. number: its place in the answer."""
+        """Return one call as text. number: its index in the answer."""
         name += f":{number}" if self.numbers_calls else ""
         return f"{self.call_begin}{self.before_name}{name}{self.after_name}{arguments}{self.after_arguments}{self.call_end}"
 
     def calls(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Write calls of (name, arguments) as text."""
+        """Return calls, given as (name, arguments), as text."""
         texts = [self.call(*call, number) for number, call in enumerate(calls)]
         return self.calls_begin + self.between_calls.join(texts) + self.calls_end
 
     def identified(self, written: str) -> tuple[str, str]:
-        """Split a call's head into name and id; the id is empty if the model writes none."""
+        """Split a call's head into name and id. The id is empty if the model does not write one."""
         match = re.fullmatch(r"(?:functions\.)?(.+):\d+", written) if self.numbers_calls else None
         return (match[1], written) if match else (written, "")
 
     def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """Describe the functions for the system message, for templates that do not."""
+        """Describe the functions for the system message, for chat templates that do not do so."""
         lines = ["## Tools", "You have access to the following tools:", ""]
         for tool in tools:
             function = tool["function"]
@@ -145,7 +145,7 @@ class ToolFormat(CallFormat):
         return f"{begin} {calls} {end}", rules
 
     def parser(self, most: int) -> "ToolCallParser":
-        """Return a parser of one answer, which returns at most that many calls."""
+        """Return a parser for one answer that returns at most `most` calls."""
         return ToolCallParser(self, most)
 
 
@@ -176,15 +176,15 @@ FORMATS = {
 
 
 def tool_outputs(contents: Sequence[str]) -> str:
-    """Return tools' results as text, for templates without a place for them."""
+    """Return tools' results as text, for chat templates that do not support them."""
     return _OUTPUTS_BEGIN + "".join(f"{_OUTPUT_BEGIN}{content}{OUTPUT_END}" for content in contents) + OUTPUTS_END
 
 
 def closed_schema(schema: Any) -> Any:
-    """Return a schema whose objects take only the properties that they name, unless they say otherwise.
+    """Return the schema with `additionalProperties: false` in objects that list properties and do not allow others.
 
-    xgrammar, by which vLLM and SGLang force calls, and OpenAI's strict functions do the same: a model that may add properties can go on
-    for ever. An object that names no properties may hold any.
+    OpenAI's strict functions and xgrammar, which vLLM and SGLang use to force calls, do the same: a model that may add properties can
+    generate them without end. An object that lists no properties may hold any.
     """
 
     def close(inner: dict[str, Any]) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def _marker(text: str, tokenizer: Tokenizer) -> str:
 
 
 def _texts(text: str, form: ToolFormat, tokenizer: Tokenizer) -> list[str]:
-    """Return a text, which may contain the separator, as terminals."""
+    """Return a text, which may contain the separator, as grammar terminals."""
     before, marker, after = text.partition(form.separator)
     parts = [json.dumps(before)] if before else []
     parts += [_marker(marker, tokenizer)] if marker else []
@@ -210,14 +210,14 @@ def _texts(text: str, form: ToolFormat, tokenizer: Tokenizer) -> list[str]:
 
 @dataclass
 class MessagePiece:
-    """What a piece of text adds to a message; `tool_calls` are deltas in OpenAI's form."""
+    """Additions to a message from a piece of text; `tool_calls` are deltas in OpenAI's format."""
 
     reasoning: str = ""
     content: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
     def deltas(self) -> list[dict[str, Any]]:
-        """Return at least one delta: one for each kind of text and each call, since some clients read only one of a chunk."""
+        """Return at least one delta: one per kind of text and per call, because some clients read only one field of a chunk."""
         deltas: list[dict[str, Any]] = []
         if self.reasoning:
             deltas.append({"reasoning_content": self.reasoning, "reasoning": self.reasoning})
@@ -242,12 +242,12 @@ class MessagePiece:
 
 
 class CallParser(ABC):
-    """A streaming parser of one answer, as a state machine: `_step` is the current state's method.
+    """A streaming parser for one answer, as a state machine: `_step` is the current state's method.
 
-    A state consumes what it can of `_buffer` and returns whether to continue with the next state.
+    A state consumes as much of `_buffer` as it can and returns whether to run `_step` again.
 
     Args:
-        most: most calls to return; later ones are dropped.
+        most: maximum number of calls to return; later ones are dropped.
     """
 
     def __init__(self, most: int):
@@ -257,7 +257,7 @@ class CallParser(ABC):
         self.num_calls = 0
 
     def push(self, text: str, finished: bool = False) -> MessagePiece:
-        """Add text and return what it adds to the message. finished: the answer has ended; hold nothing back."""
+        """Parse more text and return its additions to the message. finished: the answer has ended, so hold nothing back."""
         self._buffer += text
         piece = MessagePiece()
         while self._step(piece, finished):
@@ -276,7 +276,7 @@ class CallParser(ABC):
         return 0 if finished else num_undecided(self._buffer, markers)
 
     def _begin_call(self, piece: MessagePiece, name: str, call_id: str = "") -> None:
-        """Emit the head of the next call. call_id: the one that the model writes; empty: make one up."""
+        """Emit the head of the next call. call_id: the id that the model wrote; empty: generate one."""
         self.num_calls += 1
         head = {"id": call_id or f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
         self._emit(piece, {**head, "function": {"name": name, "arguments": ""}})
@@ -290,10 +290,10 @@ class CallParser(ABC):
 
 
 class ToolCallParser(CallParser):
-    """Parser of `ToolFormat`. The result does not depend on where the text is cut.
+    """Parser for `ToolFormat`. The result does not depend on how the text is split into pieces.
 
-    Models do not always keep to their format, so both of DeepSeek's formats are read, with and without a fence, and any marker ends a
-    call. Arguments that are not JSON are passed on unchanged, as by OpenAI. A call that is cut off inside its name is dropped.
+    Models sometimes deviate from their format, so the parser accepts both of DeepSeek's formats, with and without a fence, and any marker
+    ends a call. Arguments that are not JSON are passed on unchanged, as OpenAI does. A call that is cut off inside its name is dropped.
     """
 
     def __init__(self, form: ToolFormat, most: int):
@@ -301,8 +301,8 @@ class ToolCallParser(CallParser):
         self._form = form
         self._ends = (form.call_end, form.calls_end, form.call_begin)
         separator = re.escape(form.separator)
-        # `function`, the separator, the name; or the name, the separator. Then the line that opens a fence. Possessive
-        # quantifiers keep an incomplete head from matching as a shorter one.
+        # Either `function`, the separator and the name, or the name and the separator; then the line that opens a fence.
+        # Possessive quantifiers keep an incomplete head from matching as a shorter one.
         kind = rf"(?>(?:\s*+function\s*+{separator}\s*+(?![{{`]))?)"
         self._head = re.compile(rf"{kind}([^\n`{{<]++)(?:{separator})?\s*+(?:`++[^\n{{]*+)?\s*+")
         self._has_arguments = False
@@ -334,7 +334,7 @@ class ToolCallParser(CallParser):
         undecided = self._num_undecided((*self._ends, self._form.separator), finished)
         text = self._buffer[: end.at if end else len(self._buffer) - undecided]
         head = self._head.match(text)
-        # The arguments may be empty, or the name may end the call, once the call's end is seen.
+        # Empty arguments, or a name without arguments, are valid only once the call's end has arrived.
         if not head or self._form.separator not in head[0] or not (end or head.end(1) < len(text)):
             if end:
                 self._take(end.at)
@@ -351,7 +351,7 @@ class ToolCallParser(CallParser):
     def _arguments(self, piece: MessagePiece, finished: bool) -> bool:
         end = find_first(self._buffer, self._ends)
         text = self._buffer[: end.at if end else len(self._buffer) - self._num_undecided(self._ends, finished)]
-        arguments = text.rstrip("` \n\r\t")  # the end of a fence, or blanks before more text
+        arguments = text.rstrip("` \n\r\t")  # the end of a fence, or whitespace before more text
         self._take(len(text) if end else len(arguments))
         if end:
             self._step = self._between

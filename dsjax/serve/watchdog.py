@@ -15,7 +15,7 @@ from dsjax.engine.engine_thread import ThreadedEngine
 from dsjax.engine.schedule.request import Request, Status
 
 HANG_EXIT_CODE = 70
-"""Exit code after a hang, EX_SOFTWARE of sysexits. A failed engine has 1, a user's mistake 2."""
+"""Exit code after a hang (EX_SOFTWARE of sysexits). A failed engine exits with 1, a user error with 2."""
 
 _MOST_REQUESTS = 20
 # Time for clients to read the error.
@@ -23,12 +23,12 @@ _FLUSH_SECONDS = 1.0
 
 
 class Watchdog:
-    """A thread that watches how long the current steps have been running, without the engine's thread or the event loop.
+    """A thread that monitors the duration of the current steps, independently of the engine's thread and the event loop.
 
     Args:
         step_timeout: seconds after which a step counts as a hang; 0: never.
-        steppers: the engine's cores by their names for messages.
-        notify_clients: called before the exit; ends all streams with an error.
+        steppers: the engine's cores by name, for messages.
+        notify_clients: called before the exit to end all streams with an error.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Watchdog:
 
     @classmethod
     def over(cls, engine: ThreadedEngine, step_timeout: float) -> "Watchdog":
-        """Start to watch an engine. Streams are ended in the caller's event loop."""
+        """Start a watchdog for an engine. It ends streams in the caller's event loop."""
         loop = asyncio.get_running_loop()
         notify_clients = lambda: loop.call_soon_threadsafe(engine.abort_all)  # noqa: E731
         watchdog = cls(step_timeout, engine.steppers, notify_clients=notify_clients)
@@ -58,7 +58,7 @@ class Watchdog:
         return watchdog
 
     def start(self) -> None:
-        """Start to watch, unless a step may take for ever."""
+        """Start watching, unless steps have no time limit."""
         if self._step_timeout:
             self._thread.start()
 
@@ -69,7 +69,7 @@ class Watchdog:
     def _watch(self) -> None:
         try:
             self._look()
-        except BaseException:  # nobody would notice a hang from here on
+        except BaseException:  # without the watchdog, a hang would go unnoticed
             faulthandler.dump_traceback(file=self._out, all_threads=True)
             traceback.print_exc(file=self._out)
             self._exit(HANG_EXIT_CODE)

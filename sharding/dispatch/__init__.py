@@ -1,4 +1,4 @@
-"""Expert dispatch: sending tokens to the ranks of their experts, and the weighted return."""
+"""Expert dispatch and combine: send tokens to the ranks of their experts and return the weighted sums."""
 
 import importlib
 from typing import Any
@@ -54,7 +54,7 @@ _WITH_JAX = {
 
 
 def __getattr__(name: str) -> Any:
-    """What comes with JAX, which the planner must not import for the rules of `choose_method` and `default_capacity`."""
+    """Import names that need JAX lazily, because the planner uses `choose_method` and `default_capacity` without JAX."""
     if name in _WITH_JAX:
         return getattr(importlib.import_module(f"sharding.dispatch.{_WITH_JAX[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,19 +1,19 @@
-"""``Between``: an exchange between two meshes, of which one has tokens and the other experts. The host carries it from program to program.
+"""``Between``: dispatch and combine between a mesh that holds the tokens and a mesh that holds the experts (AFD), driven by the host.
 
-What the ranks of one mesh do by a collective is here three programs and two moves:
+Within one mesh, a collective moves the rows. Here, three programs and two host copies replace it:
 
-    | where         | what                                                                                      |
+    | where         | step                                                                                      |
     |---------------|-------------------------------------------------------------------------------------------|
-    | tokens' mesh  | ``Between.pack``: of each device's tokens, for each expert device those that it has experts for |
-    | host          | ``to_experts``: the rows to these devices, or by other means where they are not of this process |
-    | experts' mesh | ``ExpertHalf.compute``: what each device's experts give for the rows that came            |
-    | host          | ``to_tokens``: each expert device's answers to the tokens' devices                        |
-    | tokens' mesh  | ``Between.add``: each token's sum, in the order of its choices or of the expert devices   |
+    | tokens' mesh  | ``Between.pack``: pack the rows of each token device for each expert device               |
+    | host          | ``to_experts``: copy the rows to this process's expert devices (not to other processes')  |
+    | experts' mesh | ``ExpertHalf.compute``: apply each device's experts to the rows that arrived              |
+    | host          | ``to_tokens``: copy each expert device's results to the token devices                     |
+    | tokens' mesh  | ``Between.add``: sum each token's results, in the order of choices or of expert devices   |
 
-Shapes are static: a token device has room for ``capacity`` rows to each expert device. Rows beyond it go in further rounds: ``pack`` again
-with the round's number, ``keep`` for what comes back, and ``add_kept`` in the end. How many rounds there are ``pack`` counts.
+Shapes are static: in one round, a token device sends at most ``capacity`` rows to each expert device. Further rows need further rounds:
+call ``pack`` with the round's number, ``keep`` with its results, and ``add_kept`` at the end. ``pack`` returns the counts for ``rounds``.
 
-The experts' mesh computes without any collective and keeps nothing, so another one can take its place between two calls.
+The experts' mesh runs no collective and keeps no state, so another mesh can replace it between two calls.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from sharding.sums import add_in_order
 
 
 def columns(wire: WireFormat, experts: int, apart: bool) -> int:
-    """Answers to one row: one sum, or a term for each choice of a token, or for each expert of the device where it has fewer."""
+    """Return the number of results per row: 1 (a sum), or with ``apart`` one per choice, or per local expert if those are fewer."""
     return min(wire.top_k, experts) if apart else 1
 
 
@@ -50,10 +50,10 @@ def columns(wire: WireFormat, experts: int, apart: bool) -> int:
 class Between:
     """The tokens' half of one exchange.
 
-    spec, mesh: of the devices with tokens. expert_spec: of those with experts, each of which has whole ones. parts: into how many equal
-    runs of devices they are divided, to each of which one array of rows goes: all devices, or the processes that have them.
-    tokens: of the whole step, a multiple of ``spec.dp_size``. experts: physical ones in all. wire: what a packed row is.
-    by_choice: as of ``DispatchConfig``. room: the capacity; None: that of ``default_capacity``.
+    spec, mesh: of the token devices. expert_spec: of the expert devices, each of which holds whole experts (no width split).
+    parts: number of equal runs of expert devices, each of which receives one array of rows: 1, or the number of processes that own them.
+    tokens: number of tokens of the whole step, a multiple of ``spec.dp_size``. experts: total number of physical experts.
+    wire: format of a packed row. by_choice: see ``DispatchConfig``. room: the capacity; None: use ``default_capacity``.
     """
 
     spec: MeshSpec
@@ -68,59 +68,59 @@ class Between:
 
     @cached_property
     def group(self) -> ExpertGroup:
-        """The devices of the experts."""
+        """The expert devices."""
         return ExpertGroup.of(self.expert_spec, self.experts, self.mesh.devices.flat[0].platform, self.by_choice)
 
     @property
     def senders(self) -> int:
-        """Devices that have tokens."""
+        """Number of token devices."""
         return self.spec.num_devices
 
     @property
     def rows(self) -> int:
-        """Tokens of one of them, padding included."""
+        """Tokens per token device, including padding."""
         return -(-self.tokens // self.spec.dp_size // self.spec.tp_size)
 
     @cached_property
     def capacity(self) -> int:
-        """Rows that one of them can send to one expert device in a round."""
+        """Rows that a token device can send to one expert device in a round."""
         return self.room or default_capacity(self.rows, self.wire.top_k, self.group.size, overlapped=True)
 
     @property
     def part_devices(self) -> int:
-        """Expert devices of one part."""
+        """Expert devices per part."""
         return self.group.size // self.parts
 
     @property
     def is_apart(self) -> bool:
-        """Whether what a token's experts give comes back apart."""
+        """Whether the results of a token's experts are returned separately instead of as a sum."""
         return self.by_choice and self.group.size > 1
 
     @property
     def columns(self) -> int:
-        """Answers of an expert device to one row."""
+        """Results that an expert device returns per row."""
         return columns(self.wire, self.group.experts, self.is_apart)
 
     @property
     def bytes_there(self) -> int:
-        """Bytes that travel to the experts in one round, those of empty rows included."""
+        """Bytes sent to the experts per round, including empty rows."""
         return self.senders * self.group.size * self.capacity * self.wire.row_bytes
 
     @property
     def bytes_back(self) -> int:
-        """Bytes that travel back."""
+        """Bytes returned per round, including empty rows."""
         cell = self.wire.width * jnp.dtype(self.wire.dtype).itemsize
         return self.senders * self.group.size * self.capacity * self.columns * cell
 
     @property
     def described_returns(self) -> list[jax.ShapeDtypeStruct]:
-        """What ``add`` takes: the answers of each part, of every token device's rows its own, one expert device after the other."""
+        """Shape, dtype and sharding of the ``returned`` argument of ``add``: one array per part, each ordered by expert device."""
         shape = self.senders * self.part_devices * self.capacity * self.columns, self.wire.width
         return [jax.ShapeDtypeStruct(shape, self.wire.dtype, sharding=self._over_tokens)] * self.parts
 
     @property
     def described_kept(self) -> jax.ShapeDtypeStruct:
-        """What ``keep`` takes and gives: a term of each choice of every token."""
+        """Shape, dtype and sharding of the ``kept`` array of ``keep``: one term per choice of every token."""
         shape = self.senders * self.rows, self.wire.top_k, self.wire.width
         return jax.ShapeDtypeStruct(shape, self.wire.dtype, sharding=self._over_tokens)
 
@@ -129,7 +129,7 @@ class Between:
         return NamedSharding(self.mesh, P(self.spec.token_axes))
 
     def rounds(self, counts: Int[Array, "S E"]) -> int:
-        """On the host: how many rounds rows of such numbers need. Where one is always enough, it waits for nothing."""
+        """Return the number of rounds for the ``counts`` of ``pack``, on the host. Does not block if one round is always enough."""
         return 1 if self.capacity >= self.rows else max(1, -(-int(np.asarray(counts).max()) // self.capacity))
 
     def pack(
@@ -139,10 +139,10 @@ class Between:
         weights_TK: Float[Array, "T K"],
         r: Array | int = 0,
     ) -> tuple[list[UInt[Array, "N W"]], Int[Array, "S E"]]:
-        """Inside ``jit`` on the tokens' mesh: the rows of round ``r`` to each part, and how many rows in all each device has for each.
+        """Return the rows of round ``r`` for each part, and each token device's total rows per expert device. Inside ``jit``, tokens' mesh.
 
-        Arguments are ``dispatch``'s. A part's rows are sorted by token device, expert device and place in the queue; where a queue has no
-        row, there is one that uses no expert.
+        Arguments are as in ``dispatch``. A part's rows are sorted by token device, expert device and position in the queue. Unused
+        positions hold rows that use no expert.
         """
 
         def on_device(x_TD, slots_TK, weights_TK, r):
@@ -160,7 +160,7 @@ class Between:
         return self._on_tokens(on_device, *inputs, r)
 
     def loads(self, slots_TK: Int[Array, "T K"]) -> Int[Array, "S X"]:
-        """Likewise: how many (token, expert) pairs of each token device every physical expert has. slots_TK: as ``pack`` has it."""
+        """Return the number of tokens per token device and physical expert. Inside ``jit``. slots_TK: as in ``pack``."""
 
         def on_device(slots_TK, _):
             return counted(slots_TK, self.experts)[None]
@@ -168,7 +168,7 @@ class Between:
         return self._on_tokens(on_device, self._padded(slots_TK), 0)
 
     def add(self, returned: Sequence[Float[Array, "M D"]], slots_TK: Int[Array, "T K"]) -> Float[Array, "T D"]:
-        """Inside ``jit`` on the tokens' mesh: each token's sum of what came back in the one round. slots_TK: as ``pack`` had it."""
+        """Return each token's sum of the results of a single round. Inside ``jit`` on the tokens' mesh. slots_TK: as in ``pack``."""
 
         def on_device(slots_TK, returned, _):
             return self._sum(self._terms(slots_TK, returned, 0, 0), slots_TK)
@@ -183,7 +183,7 @@ class Between:
         slots_TK: Int[Array, "T K"],
         r: Array,
     ) -> Float[Array, "N K D"]:
-        """Likewise: the terms that came before round ``r``, and those that came back in it."""
+        """Return ``kept`` with the terms of round ``r`` filled in. Inside ``jit`` on the tokens' mesh."""
 
         def on_device(slots_TK, kept, returned, r):
             return self._terms(slots_TK, returned, r, kept)
@@ -191,7 +191,7 @@ class Between:
         return self._on_tokens(on_device, self._padded(slots_TK), kept, list(returned), r)
 
     def add_kept(self, kept: Float[Array, "N K D"], slots_TK: Int[Array, "T K"]) -> Float[Array, "T D"]:
-        """Likewise: each token's sum of the terms of all rounds."""
+        """Return each token's sum of the terms of all rounds. Inside ``jit`` on the tokens' mesh."""
 
         def on_device(slots_TK, kept, _):
             return self._sum(kept, slots_TK)
@@ -200,9 +200,9 @@ class Between:
         return unpad_per_dp_rank(y_TD, self.tokens, self.spec.dp_size)
 
     def statistics(self, counts: Mapping[str, np.ndarray], *, padded: bool) -> DispatchStatistics:
-        """On the host: what the passes of layers counted, as figures for people.
+        """Return the statistics of the counts that the layers' passes collected, on the host.
 
-        counts: each ``[layers, S, ...]``. padded: whether all cells of a round travel, and not those alone that are filled.
+        counts: each ``[layers, S, ...]``. padded: whether empty rows of a round are transferred too.
         """
         arrays = {name: np.asarray(value).astype(np.int64) for name, value in counts.items()}
         per_expert = arrays["tokens_per_expert"].sum(axis=1)
@@ -220,7 +220,7 @@ class Between:
         )
 
     def _terms(self, slots_TK, returned, r: Array | int, before) -> Float[Array, "T K D"]:
-        """What came back in round ``r`` of each choice of a device's tokens; ``before`` where nothing did."""
+        """Return the result of each choice of a device's tokens in round ``r``, or ``before`` for choices without a result in it."""
         route, K = plan_route(self.group, slots_TK), slots_TK.shape[1]
         place_TK = route.place_TK - r * self.capacity
         comes_TK = (slots_TK >= 0) & (place_TK >= 0) & (place_TK < self.capacity)
@@ -237,7 +237,7 @@ class Between:
         return jnp.where(comes_TK[:, :, None], terms_TKD, jnp.asarray(before, answers.dtype))
 
     def _sum(self, terms_TKD: Float[Array, "T K D"], slots_TK) -> Float[Array, "T D"]:
-        """A device's tokens: terms in the order of choices, or sums in the order of the expert devices."""
+        """Sum a device's terms per token, in the order of choices, or of expert devices if those return sums."""
         if not self.is_apart:
             rank_TK = jnp.where(slots_TK >= 0, slots_TK // self.group.experts, self.group.size)
             terms_TKD = jnp.take_along_axis(terms_TKD, jnp.argsort(rank_TK, axis=1)[:, :, None], axis=1)
@@ -247,7 +247,7 @@ class Between:
         return pad_per_dp_rank(slots_TK, dp=self.spec.dp_size, multiple=self.spec.tp_size, fill=-1)
 
     def _on_tokens(self, part, *inputs):
-        """Run ``part`` on each device's share of all inputs but the last, a round's number."""
+        """Run ``part`` on each device's shard of the inputs. The last input, the round's number, is replicated."""
         over_tokens = P(self.spec.token_axes)
         specs = (*[over_tokens] * (len(inputs) - 1), P())
         run = jax.shard_map(part, mesh=self.mesh, in_specs=specs, out_specs=over_tokens, check_vma=False)
@@ -256,10 +256,10 @@ class Between:
 
 @dataclass(frozen=True, eq=False)
 class ExpertHalf:
-    """The experts' half, on all of their devices or on a run of them.
+    """The experts' half of one exchange, on all expert devices or on one part of them.
 
-    spec, mesh: of these devices. first: the number of their first expert device among all; experts: physical ones of one device.
-    wire: what a packed row is. apart: as of ``Between.is_apart``.
+    spec, mesh: of these devices. first: index of the first one among all expert devices. experts: physical experts per device.
+    wire: format of a packed row. apart: see ``Between.is_apart``.
     """
 
     spec: MeshSpec
@@ -271,22 +271,22 @@ class ExpertHalf:
 
     @property
     def size(self) -> int:
-        """Devices."""
+        """Number of devices."""
         return self.spec.num_devices
 
     @property
     def columns(self) -> int:
-        """Answers of a device to one row."""
+        """Results that a device returns per row."""
         return columns(self.wire, self.experts, self.apart)
 
     def described_arrivals(self, senders: int, cells: int) -> list[jax.ShapeDtypeStruct]:
-        """What ``compute`` takes: of each sender, ``cells`` rows for each device."""
+        """Return shape, dtype and sharding of the ``arrivals`` of ``compute``: per sender, ``cells`` rows for each device."""
         shape = self.size * cells, self.wire.row_words
         over_experts = NamedSharding(self.mesh, P(self.spec.token_axes))
         return [jax.ShapeDtypeStruct(shape, self.wire.word, sharding=over_experts)] * senders
 
     def compute(self, arrivals: Sequence[UInt[Array, "n W"]], experts: ExpertsOfMesh) -> list[Float[Array, "m D"]]:
-        """Inside ``jit``: for each sender an array over the devices, of their answers to its rows."""
+        """Return, for each sender, an array over the devices with the results of its rows. Inside ``jit``."""
         group = ExpertGroup.of(self.spec, self.experts * self.size, self.mesh.devices.flat[0].platform, self.apart)
 
         def on_device(arrivals, params):
@@ -308,7 +308,7 @@ class ExpertHalf:
 
 
 def to_experts(between: Between, half: ExpertHalf, rows: Sequence[UInt[Array, "N W"]]) -> list[UInt[Array, "n W"]]:
-    """On the host: begin to copy what ``pack`` gave to the expert devices of this process, and give what will have arrived."""
+    """Start copying the rows of ``pack`` to this process's expert devices. Return the arrays that will arrive. Called on the host."""
     targets, S = list(half.mesh.devices.flat), between.senders
     sources = [shard for of_device in rows for shard in _shards(of_device, between.mesh)]
     copies = jax.device_put(sources, [device for device in targets for _ in range(S)])
@@ -319,7 +319,7 @@ def to_experts(between: Between, half: ExpertHalf, rows: Sequence[UInt[Array, "N
 
 
 def to_tokens(between: Between, half: ExpertHalf, answers: Sequence[Float[Array, "m D"]]) -> list[Float[Array, "M D"]]:
-    """On the host: begin to copy each expert device's answers to the devices whose rows they are for."""
+    """Start copying each expert device's results to the token devices that sent the rows. Return the arrays. Called on the host."""
     by_sender = [_shards(answer, half.mesh) for answer in answers]
     targets, E = list(between.mesh.devices.flat), half.size
     sources = [by_sender[place][expert] for expert in range(E) for place in range(len(targets))]
@@ -331,6 +331,6 @@ def to_tokens(between: Between, half: ExpertHalf, answers: Sequence[Float[Array,
 
 
 def _shards(array: Array, mesh: Mesh) -> list[Array]:
-    """The parts of an array on its devices, in the order of the mesh."""
+    """Return an array's shards in the order of the mesh's devices."""
     by_device = {shard.device: shard.data for shard in array.addressable_shards}
     return [by_device[device] for device in mesh.devices.flat]

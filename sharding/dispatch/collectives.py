@@ -1,4 +1,4 @@
-"""``Collective``: one collective of a layer's dispatch, as arithmetic on shapes; and those that several methods have."""
+"""``Collective``: size and traffic of one collective of a layer's dispatch, computed from shapes; and constructors for common ones."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sharding.dispatch.group import ExpertGroup
 class Collective:
     """One collective operation of a layer's dispatch.
 
-    kind: ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``ragged_all_to_all`` or another of a user's method.
+    kind: ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``ragged_all_to_all``, or another one of a user-defined method.
     purpose: ``dispatch``, ``combine`` or ``sizes``.
-    axes, ranks: over which mesh axes, and how many ranks meet: all of these axes, or as ``meet`` says those ``inside`` a host, or one
-        of each ``between`` hosts.
-    operand_bytes: size of a device's operand. bytes_sent: bytes that leave a device each time, padding included (a
-        ring or a direct exchange sends the same); of ``ragged_all_to_all`` the mean under even routing.
-    times: how often it runs in a layer.
+    axes: mesh axes. ranks: size of the group. meet: the group is ``all`` ranks of the axes, those ``inside`` a host, or one of each host
+        (``between``).
+    operand_bytes: size of a device's operand. bytes_sent: bytes that a device sends per call, including padding (the
+        same for a ring and a direct exchange); for ``ragged_all_to_all``, the mean under even routing.
+    times: calls per layer.
     """
 
     kind: str
@@ -32,19 +32,19 @@ class Collective:
 
 
 def gathered(purpose: str, axes: tuple[str, ...], ranks: int, operand: int, times: int) -> Collective:
-    """An ``all_gather`` of ``operand`` bytes of each rank."""
+    """Return an ``all_gather`` of ``operand`` bytes per rank."""
     return Collective("all_gather", purpose, axes, ranks, operand, operand * (ranks - 1), times)
 
 
 def spread(
     kind: str, purpose: str, axes: tuple[str, ...], ranks: int, operand: int, times: int, meet: str = "all"
 ) -> Collective:
-    """An ``all_to_all`` or ``reduce_scatter`` of ``operand`` bytes, of which each rank gets an equal part."""
+    """Return an ``all_to_all`` or ``reduce_scatter`` of ``operand`` bytes, split equally over the ranks."""
     return Collective(kind, purpose, axes, ranks, operand, operand // ranks * (ranks - 1), times, meet)
 
 
 def over_width(group: ExpertGroup, arriving: int, there: int, back: int, times: int) -> list[Collective]:
-    """Where an expert's width is split: the pooling of ``arriving`` rows, and the sharing out of their sums. there, back: bytes a row."""
+    """Return the collectives over a split expert width: gather ``arriving`` rows, scatter their sums. there, back: bytes per row."""
     if group.width == 1:
         return []
     kind = "all_to_all" if group.in_order else "reduce_scatter"

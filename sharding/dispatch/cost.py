@@ -1,6 +1,6 @@
-"""What a dispatch puts on the wire, as arithmetic on shapes: its collectives and their bytes, before anything is compiled.
+"""Collectives of a dispatch and their bytes, computed from shapes without compiling anything.
 
-``tests/sharding/test_dispatch_cost.py`` holds this against the lowered StableHLO, collective by collective.
+``tests/sharding/test_dispatch_cost.py`` compares them with the lowered StableHLO, collective by collective.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def dispatch_collectives(
     platform: str,
     rounds: int = 1,
 ) -> tuple[Collective, ...]:
-    """The collectives of one MoE layer on one device, in program order; none for an EP group of one rank.
+    """Return the collectives of one MoE layer on one device, in program order; none for an EP group of one rank.
 
-    tokens: tokens of one device, that is of a DP rank divided over its ``tp`` ranks, rounded up; width: D; experts: physical
-    experts over all ranks; dtype: the compute dtype; rounds: of ``padded`` and
-    ``hierarchical``, per chunk (1 unless routing overflows ``capacity``).
+    tokens: tokens per device (those of a DP rank divided by its ``tp`` ranks, rounded up). width: D. experts: physical
+    experts over all ranks. dtype: compute dtype. rounds: rounds per chunk of ``padded`` and ``hierarchical`` (1 unless
+    routing overflows ``capacity``).
     """
     group = group_of(spec, config, experts, platform)
     plan = exchange_plan(config, tokens, top_k, group)

@@ -1,4 +1,4 @@
-"""``dispatch``, and its parts as an ``Exchange``: they open ``shard_map`` and hand each rank's tokens to the chosen method."""
+"""``dispatch``, and its stages as an ``Exchange``: they open ``shard_map`` and pass each rank's tokens to the chosen method."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ def dispatch(
 ) -> tuple[Float[Array, "T D"], Counts | None]:
     """Send every token to the ranks that hold its experts and return the weighted sums, inside ``jit``.
 
-    x_TD: all tokens of the step, DP rank by DP rank. T must be a multiple of ``spec.dp_size``; a DP rank's tokens are
-        padded to a multiple of ``tp`` here, and split over its ``tp`` ranks.
-    slots_TK: physical experts of each token, distinct in a row; -1: none (padding, or an idle rank's tokens).
+    x_TD: all tokens of the step, ordered by DP rank. T must be a multiple of ``spec.dp_size``. Each DP rank's tokens are
+        padded to a multiple of ``tp`` and split over its ``tp`` ranks.
+    slots_TK: physical experts of each token, distinct per token; -1: none (padding, or an idle rank's tokens).
     weights_TK: their routing weights; used as float32.
-    params: pytree of what ``local_experts`` needs; param_specs: ``PartitionSpec`` of each leaf, experts over
+    params: pytree of the experts' parameters. param_specs: ``PartitionSpec`` of each leaf, experts over
         ``spec.expert_axes``, widths over ``spec.expert_width_axes``.
     local_experts: ``(params, rows_ND, ids_NK, weights_NK) -> out_ND`` on one rank's shard of ``params``:
-        ``out[n] = sum_k weights[n, k] * Expert_{ids[n, k]}(rows[n])``, ids local and -1 for none; a partial sum over
-        the width where that is split. Rows may come as ``PackedRows``: read them by ``rows.take(indices, axis=0)``.
+        ``out[n] = sum_k weights[n, k] * Expert_{ids[n, k]}(rows[n])``, with local ids and -1 for none. If the width is
+        split, a partial sum over it. Rows may be ``PackedRows``: read them with ``rows.take(indices, axis=0)``.
     experts: physical experts over all ranks; None: the leading dimension of every leaf of ``params``.
-    home: whether each rank holds one more expert, behind its physical ones, which all of its own tokens use with weight 1, so that no
-        row is sent for it (a fused shared expert). ``experts`` and the report do not count it. Tokens without any slot do not use it.
+    home: whether each rank holds one extra expert (a fused shared expert), after its physical ones. All of the rank's own tokens use it
+        with weight 1, so no row is sent for it. ``experts`` and the report do not count it. Tokens without any slot do not use it.
 
-    Returns ``y_TD`` in x's dtype, sharded over ``spec.token_axes``; and with ``config.report`` a dict of int32 counts, one
-    row per rank in the order of ``spec.token_axes`` (``DispatchStatistics.of`` reads it), else None:
+    Returns ``y_TD`` in x's dtype, sharded over ``spec.token_axes``. Also returns a dict of int32 counts if ``config.report``, else None,
+    with one row per rank in the order of ``spec.token_axes`` (``DispatchStatistics.of`` reads it):
         ``tokens_per_expert [ranks, experts on a rank]``, ``rows_sent [ranks]``, ``rows_received [ranks]``, ``rounds [ranks]``.
 
     Raises:
-        MeshError: tokens that do not divide over the DP ranks; experts that do not divide over the EP group.
+        MeshError: the tokens do not divide over the DP ranks, or the experts over the EP group.
     """
     exchange = Exchange.of(
         spec, mesh, config, x_TD, slots_TK, _leading_dimension(params) if experts is None else experts, home
@@ -84,10 +84,10 @@ class ExpertsOfMesh(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """One dispatch in parts: ``prepare``, the exchanges ``there``, ``compute``, the exchanges ``back``, and ``add``.
+    """One dispatch in stages: ``prepare``, the exchanges ``there``, ``compute``, the exchanges ``back``, and ``add``.
 
-    The first exchange of a way is only collectives that carry rows; a second one reorders the rows before it. Each part passes a
-    ``Transit`` to the next, whose arrays have a leading axis for the rank, over ``spec.token_axes``.
+    The first exchange of a direction contains only the collectives that carry rows; a second one reorders the rows first. Each stage passes
+    a ``Transit`` to the next, whose arrays have a leading rank axis, sharded over ``spec.token_axes``.
 
     tokens: number of tokens of the whole step; the other fields are as in ``dispatch``. Make it with ``Exchange.of``.
     """
@@ -111,7 +111,7 @@ class Exchange:
         experts: int,
         home: bool = False,
     ) -> Exchange:
-        """Make the exchange for arrays of these shapes. Arguments and errors as of ``dispatch``; mesh: as of ``sharding.on_ranks``."""
+        """Make the exchange for arrays of these shapes. Arguments and errors as in ``dispatch``; mesh: see ``sharding.on_ranks``."""
         tokens, top_k = slots_TK.shape
         if tokens % spec.dp_size:
             raise MeshError(
@@ -130,7 +130,7 @@ class Exchange:
     def prepare(
         self, x_TD: Float[Array, "T D"], slots_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"]
     ) -> Transit:
-        """Pack the tokens for sending; arguments as of ``dispatch``."""
+        """Pack the tokens for sending; arguments as in ``dispatch``."""
         pad = partial(pad_per_dp_rank, dp=self._dp_ranks, multiple=self.spec.tp_size)
         inputs = pad(x_TD, fill=0), pad(slots_TK, fill=-1), pad(weights_TK.astype(jnp.float32), fill=0)
         run = self._on_ranks(lambda *inputs: _stacked(self.method.prepare(*inputs)), (self._over_ranks,) * 3)
@@ -138,7 +138,7 @@ class Exchange:
 
     @property
     def there(self) -> tuple[Stage, ...]:
-        """The exchanges of packed rows: one, or two through a forwarding rank."""
+        """The exchanges of packed rows: one, or two if another rank forwards the rows."""
         return tuple(partial(self._travel, stage) for stage in self.method.there)
 
     @property
@@ -155,7 +155,7 @@ class Exchange:
         return self._on_ranks(on_rank, (self._over_ranks, experts.param_specs))(transit, experts.params)
 
     def add(self, transit: Transit, experts: ExpertsOfMesh) -> tuple[Float[Array, "T D"], Counts | None]:
-        """Add the returned results, after any further rounds; returns what ``dispatch`` returns."""
+        """Add the returned results and run any remaining rounds. Return the same as ``dispatch``."""
 
         def on_rank(transit: Transit, params: Any) -> tuple[jax.Array, Counts]:
             y_TD, counts = self.method.add(_own(transit), self._experts(experts, params))
@@ -186,9 +186,9 @@ class Exchange:
 
 
 def further_together(exchanges: Sequence[tuple[Exchange, Transit, ExpertsOfMesh]]) -> list[Transit]:
-    """Run the rounds after the first of several exchanges with the same experts, in one loop, between ``compute`` and ``add``.
+    """Run the remaining rounds (after the first) of several exchanges with the same experts in one loop, between ``compute`` and ``add``.
 
-    ``add`` then runs no round and holds no collective. Returns the transits unchanged if one round is always enough.
+    ``add`` then runs no round and no collective. Returns the transits unchanged if one round is always enough.
     """
     first, _, experts = exchanges[0]
 
@@ -214,7 +214,7 @@ def _own(tree: Any) -> Any:
 
 
 METHODS: dict[str, type[Method]] = {kind.name: kind for kind in (Gather, Padded, Ragged, Hierarchical)}
-"""Names for ``DispatchConfig.method``, which also takes a class."""
+"""Method classes by their name in ``DispatchConfig.method``, which also accepts a class."""
 
 
 def exchange_plan(config: DispatchConfig, tokens: int, top_k: int, group: ExpertGroup) -> ExchangePlan:
@@ -227,7 +227,7 @@ def exchange_plan(config: DispatchConfig, tokens: int, top_k: int, group: Expert
         return ExchangePlan(Alone, chunk, chunks, capacity, chunk, top_k)
     if config.reads_in_memory and group.width == 1:
         return ExchangePlan(Memory, chunk, chunks, capacity, chunk, top_k)
-    # Terms that come back by choice are not added on the way, so that a row to a host stands for one choice alone.
+    # With `by_choice`, terms are not added on the way, so each row to a host carries a single choice.
     on_host = 1 if config.by_choice and config.method == "auto" else group.on_host
     chosen = choose_method(
         config.method,
@@ -263,16 +263,16 @@ def resolved_method(
     ``local``: one device holds all experts, so nothing is sent, whatever ``config`` asks for.
 
     Args:
-        top_k: experts that a token uses.
-        experts: physical experts in all.
-        platform: of the mesh's devices: ``cpu``, ``gpu`` or ``tpu``.
+        top_k: experts per token.
+        experts: total number of physical experts.
+        platform: platform of the mesh's devices: ``cpu``, ``gpu`` or ``tpu``.
     """
     group = group_of(spec, config, experts, platform)
     return exchange_plan(config, -(-tokens // spec.tp_size), top_k, group).kind.name
 
 
 def group_of(spec: MeshSpec, config: DispatchConfig, experts: int, platform: str) -> ExpertGroup:
-    """Return the group of ranks that exchange rows. Arguments as of ``resolved_method``."""
+    """Return the group of ranks that exchange rows. Arguments as in ``resolved_method``."""
     return ExpertGroup.of(spec, experts, platform, config.by_choice, config.in_memory, config.devices_per_host)
 
 
@@ -300,7 +300,7 @@ def _leading_dimension(params: Any) -> int:
 
 
 def pad_per_dp_rank(array: jax.Array, *, dp: int, multiple: int, fill: int) -> jax.Array:
-    """[dp * t, ...] with each DP rank's t padded to a multiple."""
+    """Pad each DP rank's t rows of ``[dp * t, ...]`` to a multiple."""
     t = array.shape[0] // dp
     extra = -t % multiple
     if not extra:

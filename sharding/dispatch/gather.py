@@ -1,7 +1,7 @@
-"""``gather``: every rank sees every token of the EP group, computes what its experts add, and the sums are scattered.
+"""``gather``: all-gather the EP group's tokens on every rank, apply the rank's experts to them, and reduce-scatter the sums.
 
-Two collectives whatever the routing: one ``all_gather`` of packed rows, one reduce-scatter. It moves each token to
-all ranks, so it suits few tokens per rank (decode), where a fixed number of small messages beats fewer bytes.
+For any routing, there are two collectives: one ``all_gather`` of packed rows and one reduce-scatter. Each token goes to
+all ranks, so this suits few tokens per rank (decode), where a fixed number of small messages beats fewer bytes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from sharding.dispatch.wire import WireFormat
 from sharding.sums import add_as_tree, add_in_order
 
 IN_MEMORY_COLUMNS = 4
-"""Between devices that share a memory, terms come back as columns where these are at most so many times as long as a queue. This saves 15 %
-of the processor's time of 256 prompts on ``dp=32``."""
+"""Maximum ratio of a rank's columns to the capacity of a ``padded`` queue at which devices that share memory use ``GatherByChoice``. This
+saves 15 % of the CPU time of 256 prompts on ``dp=32``."""
 
 
 class _Kept(NamedTuple):
-    """What a rank keeps while its tokens are on their way.
+    """What a rank keeps while its tokens are in flight.
 
-    home: its tokens for the expert that it has for them, or None. From ``compute`` on, seen: counts. From ``answer`` on, own: what
-    ``home`` gave.
+    home: this rank's packed tokens for its extra expert, until ``send``, or None. seen: counts, set by ``compute``. own: that expert's
+    sums, set by ``answer``.
     """
 
     slots_TK: Array
@@ -43,10 +43,10 @@ class _Kept(NamedTuple):
 class Gather(Method):
     """``Method`` of ``gather``.
 
-    Where an expert's width is split over ``tp``, the gather and the scatter simply run over those ranks too: each
-    holds a part of the width, so the one reduction adds parts of widths and parts of experts alike.
+    If an expert's width is split over ``tp``, both collectives also run over the ``tp`` ranks. Each rank holds a part of
+    the width, so the one reduction adds the parts of the width as well as the experts.
 
-    tokens: of this rank.
+    tokens: number of this rank's tokens.
     """
 
     group: ExpertGroup
@@ -77,7 +77,7 @@ class Gather(Method):
         return Transit(packed, _Kept(slots_TK, home))
 
     def send(self, transit: Transit) -> Transit:
-        """One ``all_gather``."""
+        """Run one ``all_gather``."""
         kept = transit.kept
         arrived = self.group.gather_all(transit.rows)
         if kept.home is not None:
@@ -85,30 +85,30 @@ class Gather(Method):
         return Transit(arrived, kept._replace(home=None))
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
-        """What this rank's experts add to everybody's tokens."""
+        """Compute the weighted sums of this rank's experts for all tokens of the group."""
         rows, slots_NK, weights_NK, _ = self.wire.unpack(transit.rows)
         partial_ND, seen = experts(rows, slots_NK, weights_NK)
         return Transit(partial_ND, transit.kept._replace(seen=seen))
 
     def answer(self, transit: Transit) -> Transit:
-        """One reduce-scatter."""
+        """Run one reduce-scatter."""
         partial_ND, everybodys = transit.rows, self.tokens * self.group.all_ranks
         y_TD = lax.psum_scatter(partial_ND[:everybodys], self.group.all_axes, scatter_dimension=0, tiled=True)
         own = self.group.share_width(partial_ND[everybodys:]) if self.home else None
         return Transit(y_TD, transit.kept._replace(own=own))
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
-        """The sums that came, and those of own tokens' own expert."""
+        """Return the reduced sums, plus those of the rank's extra expert, and the counts."""
         kept, y_TD = transit.kept, transit.rows
         return y_TD if kept.own is None else y_TD + kept.own, sent_to_experts(self.group, kept.seen, kept.slots_TK, 1)
 
 
 @dataclass(frozen=True)
 class GatherByChoice(Method):
-    """``Gather``, with what each expert gives returned apart, and added in the order of a token's choices.
+    """``Gather`` that returns each expert's result separately and adds them in the order of a token's choices.
 
-    Terms come back as columns of the gathered tokens, whether a rank has any or not. ``fits`` says where that is worth while; elsewhere
-    ``padded`` takes its place.
+    Each rank returns a fixed number of columns for every gathered token, even if none of its experts is chosen. Used only if ``fits``
+    says that this pays; otherwise ``padded`` is used.
     """
 
     group: ExpertGroup
@@ -121,7 +121,7 @@ class GatherByChoice(Method):
 
     @classmethod
     def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, home: bool) -> GatherByChoice:
-        """As ``Method.of``; ``ByChoice`` sees to ``home``."""
+        """As ``Method.of``; ``ByChoice`` handles ``home``."""
         return cls(group, wire, plan.chunk, plan.choices)
 
     @classmethod
@@ -136,15 +136,15 @@ class GatherByChoice(Method):
 
     @staticmethod
     def fits(group: ExpertGroup, tokens: int, top_k: int, capacity: int) -> bool:
-        """Whether so many tokens of a rank have no more columns than ``padded`` would have cells for another rank.
+        """Whether a rank's tokens have no more columns than ``padded`` has cells per destination rank.
 
-        Between devices that share a memory bytes cost less than queues do (``IN_MEMORY_COLUMNS``).
+        For devices that share memory, the limit is ``IN_MEMORY_COLUMNS`` times higher, because bytes cost less than queues there.
         """
         return tokens * min(top_k, group.experts) <= capacity * (1 if group.in_memory is None else IN_MEMORY_COLUMNS)
 
     @property
     def _columns(self) -> int:
-        """Terms that a rank can have for one token."""
+        """Maximum number of terms that a rank has for one token."""
         return min(self.top_k, self.group.experts)
 
     def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
@@ -152,23 +152,23 @@ class GatherByChoice(Method):
         return Transit(self.wire.pack(x_TD, slots_TK, weights_TK, jnp.int32(0)), _Kept(slots_TK, None))
 
     def send(self, transit: Transit) -> Transit:
-        """One ``all_gather``."""
+        """Run one ``all_gather``."""
         return Transit(self.group.gather_all(transit.rows), transit.kept)
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
-        """The terms of this rank's experts."""
+        """Compute the terms of this rank's experts."""
         rows, slots_NK, weights_NK, _ = self.wire.unpack(transit.rows)
         terms_NJD, seen = experts.terms(rows, slots_NK, weights_NK)
         return Transit(rearrange(terms_NJD, "n j d -> (n j) d"), transit.kept._replace(seen=seen))
 
     def answer(self, transit: Transit) -> Transit:
-        """One ``all_to_all``, and the sums over parts of a width."""
+        """Run one ``all_to_all``, then add the parts of the experts' width."""
         sizes = {"g": self.group.size, "w": self.group.width}
         returned = rearrange(self.group.exchange_all(transit.rows), "(g w each) d -> w g each d", **sizes)
         return Transit(rearrange(add_as_tree(returned), "g each d -> (g each) d"), transit.kept)
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
-        """Each token's terms in the order of its choices."""
+        """Add each token's terms in the order of its choices."""
         slots_TK, group, J = transit.kept.slots_TK, self.group, self._columns
         T, K = slots_TK.shape
         rank_TK, column_TK = slots_TK // group.experts, slots_TK % group.experts if J < K else jnp.arange(K)

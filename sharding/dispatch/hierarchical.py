@@ -1,15 +1,15 @@
-"""``hierarchical``: a row crosses to a host once, and is spread inside it over the fast links; sums come back the same way.
+"""``hierarchical``: send a row to each host once, then forward it inside the host over the fast links; sums return the same way.
 
-What DeepEP's normal kernels do between nodes, and what group-limited routing was made for: a token of DeepSeek-V3 has experts on about
-seven of 32 ranks, but on at most four hosts. The way there and the way back are two exchanges each:
+DeepEP's normal kernels do this between nodes, and group-limited routing was designed for it: a DeepSeek-V3 token has experts on about
+seven of 32 ranks, but on at most four hosts. Dispatch and combine are two exchanges each:
 
-    | stage   | meet                                  | there                          | back                              |
+    | stage   | group                                 | dispatch                       | combine                           |
     |---------|---------------------------------------|--------------------------------|-----------------------------------|
-    | crossing| the ranks with one place on each host | a token to each of its hosts   | its sum over the host's ranks     |
-    | inside  | the ranks of a host                   | on to the ranks of its experts | what the experts of a rank give   |
+    | crossing| same local rank on each host          | a token to each of its hosts   | its sum over the host's ranks     |
+    | inside  | the ranks of a host                   | on to the ranks of its experts | sums over a rank's experts        |
 
-The rank of a host that a token crosses to has the same place there as the token's own rank has at home. It finds out where each row goes
-from the expert ids in it, as every row brings them.
+A token crosses to the rank that has the same local rank on the other host as the token's own rank. That rank reads the destinations of a
+row from the expert ids in the row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sharding.dispatch.wire import WireFormat
 
 
 class _Way(NamedTuple):
-    """For each choice of each row that crossed to this rank: its cell among those that went on, and whether it has one."""
+    """For each choice of each row that crossed to this rank: its cell in the forwarding buffer, and whether it has one."""
 
     cell_NK: Int[Array, "N K"]
     here_NK: Bool[Array, "N K"]
@@ -41,13 +41,13 @@ class _Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Hierarchical(Padded):
-    """``Padded`` in two stages, with the same rows for each rank's experts.
+    """``Padded`` in two stages, which delivers the same rows to each rank's experts.
 
-    capacity: rows of one rank for one other, as of ``Padded``: the rank that passes them on keeps the rows of each sender apart, so that
-    a sender knows by itself how many rounds its rows need. crossing: rows of one rank for one host in a round. tokens: rows of a rank.
+    capacity: rows from one rank to another, as in ``Padded``. The forwarding rank keeps a separate run of cells per sender, so a sender can
+    compute how many rounds its rows need. crossing: rows from one rank to one host in a round. tokens: rows of a rank.
 
-    A round is a block of ``crossing`` rows of each host's queue, and of these the first, second … ``capacity`` rows for each rank: first
-    all blocks with their first rows, then all with their second ones. A block crosses again for each.
+    A round sends one block of ``crossing`` rows of each host's queue and forwards one run of ``capacity`` rows of it to each rank. All
+    blocks with their first run come first, then all blocks with their second run, and so on. A block crosses again for each run.
     """
 
     crossing: int
@@ -78,22 +78,22 @@ class Hierarchical(Padded):
 
     @cached_property
     def stages(self) -> tuple[ExpertGroup, ExpertGroup]:
-        """Who meets between hosts, and inside one."""
+        """The groups of the two stages: between hosts, and inside a host."""
         return self.group.in_two_stages()
 
     @property
     def there(self) -> tuple[Stage, ...]:
-        """Between hosts, and then inside each."""
+        """Exchange between hosts, then inside each host."""
         return self.send, self.relay
 
     @property
     def back(self) -> tuple[Stage, ...]:
-        """Inside each host, and then between them."""
+        """Exchange inside each host, then between hosts."""
         return self.answer, self.relay_back
 
     @property
     def _blocks(self) -> int:
-        """Blocks of the longest queue that there can be."""
+        """Number of blocks of the longest possible queue."""
         return -(-self.tokens // self.crossing)
 
     @property
@@ -106,7 +106,7 @@ class Hierarchical(Padded):
     def _plan(self, slots_TK) -> tuple[Route, Int[Array, "G"], Array]:
         route, sent_G = plan_route(self.stages[0], slots_TK), jnp.sum(goes_to(self.group, slots_TK), axis=0)
         blocks = -(-jnp.max(route.counts_G) // self.crossing)
-        # No more rows of a block can be for one rank than a block has.
+        # At most all rows of a block go to one rank.
         turns = -(-jnp.minimum(jnp.max(sent_G), self.crossing) // self.capacity)
         return route, sent_G, jnp.maximum(turns - 1, 0) * self._blocks + blocks
 
@@ -114,20 +114,20 @@ class Hierarchical(Padded):
         return cells_of(route, self.crossing, r % self._blocks)
 
     def send(self, transit: Transit) -> Transit:
-        """One ``all_to_all`` between hosts."""
+        """Run one ``all_to_all`` between hosts."""
         return Transit(self.stages[0].exchange(transit.rows), transit.kept)
 
     def relay(self, transit: Transit) -> Transit:
-        """One ``all_to_all`` inside each host, and the pooling of what arrived over ``tp``."""
+        """Run one ``all_to_all`` inside each host, then gather the arrived rows over ``tp``."""
         return self._pooled(*self._spread(transit.rows, 0), transit.kept)
 
     def answer(self, transit: Transit) -> Transit:
-        """The sums over parts of a width, and one ``all_to_all`` inside each host."""
+        """Reduce the sums over the parts of the experts' width, then run one ``all_to_all`` inside each host."""
         sums_ND, kept = self._shared(transit)
         return Transit(self.stages[1].exchange(sums_ND), kept)
 
     def relay_back(self, transit: Transit) -> Transit:
-        """The sums over the ranks of a host, and one ``all_to_all`` between hosts."""
+        """Add the sums over the ranks of a host, then run one ``all_to_all`` between hosts."""
         return Transit(self._crossed_back(transit.rows, transit.kept.way), transit.kept)
 
     def _there(self, rows: Array, r: jax.Array | int) -> tuple[Array, _Way]:
@@ -137,25 +137,25 @@ class Hierarchical(Padded):
         return self._crossed_back(self.stages[1].exchange(sums_ND), way)
 
     def _spread(self, arrived_NW: Array, r: jax.Array | int) -> tuple[Array, _Way]:
-        """Bring the rows that crossed in round ``r`` to their ranks inside this host."""
+        """Forward the rows that crossed in round ``r`` to their ranks inside this host. Also return their cells for combine."""
         inside = self.stages[1]
         _, slots_NK, _, needed_N = self.wire.unpack(arrived_NW)
         way = self._onward(slots_NK, r // self._blocks)
-        # A rank that gets no row of a sender still learns here how many rounds that one needs.
+        # Empty cells carry the maximum number of rounds too, so that a rank without rows also learns it.
         packed = jnp.concatenate([arrived_NW, self.wire.empty_row(jnp.max(needed_N))])
         cells = fill_cells(way.cell_NK, self.group.size * self.capacity)
         return inside.exchange(packed.take(cells, axis=0, mode="clip")), way
 
     def _crossed_back(self, returned: Array, way: _Way) -> Array:
-        """Add up what the ranks of this host gave of each row that crossed, and bring the sums back."""
+        """Add the results of this host's ranks for each row that crossed, and return the sums to the rows' hosts."""
         return self.stages[0].exchange(add_returned(returned, *way).astype(self.wire.dtype))
 
     def _joined(self, y_TD: Array, more_TD: Array, now_TK: Bool[Array, "T K"]) -> Array:
-        # A block comes in every one of its rounds, with zeros for the rows whose turn it is not.
+        # A block returns in each of its rounds, with zeros for rows that this round does not forward.
         return y_TD + more_TD
 
     def _onward(self, slots_NK: Int[Array, "N K"], turn: jax.Array | int) -> _Way:
-        """Where the rows that crossed go inside this host: to each rank a run of cells of each sender."""
+        """Return the cells of the rows that crossed, for forwarding: for each rank of this host, a run of cells per sender."""
         between, inside = self.stages
         here_NK = (slots_NK >= 0) & (slots_NK // between.experts == between.index())
         local_NK = jnp.where(here_NK, slots_NK - between.index() * between.experts, -1)

@@ -1,4 +1,4 @@
-"""What a rank does with rows that have arrived: find those of its own experts, apply them, and count them if asked."""
+"""Apply a rank's experts to the rows that arrived, and count tokens per expert on request."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Counts = dict[str, jax.Array]
 
 
 HOME = 2**15 - 1
-"""What stands in the place of a slot for the expert that each rank has for its own tokens. A packed row's ids have 16 bits."""
+"""Slot number of the extra expert that each rank has for its own tokens. Ids in a packed row have 16 bits."""
 
 
 @dataclass(frozen=True)
 class RankExperts:
-    """A rank's experts: ``local_experts`` with its weights.
+    """A rank's experts: ``local_experts`` with its parameters.
 
-    count: whether calls also return how many tokens each local expert got and how many rows used any.
-    home: whether the rank holds one expert more, behind the others, for its own tokens; it is counted nowhere.
+    count: whether calls also return the number of tokens per local expert and of rows that use any.
+    home: whether the rank holds one extra expert, after the others, for its own tokens; no count includes it.
     """
 
     group: ExpertGroup
@@ -43,17 +43,17 @@ class RankExperts:
     def __call__(
         self, rows_ND: Rows, slots_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"]
     ) -> tuple[Float[Array, "N D"], Counts]:
-        """Weighted sums over this rank's experts of each row, zero where it uses none; and the counts."""
+        """Return each row's weighted sum over this rank's experts, zero if it uses none, and the counts."""
         ids, weights = fewer_columns(self._local(slots_NK), weights_NK, self.group.experts + self.home)
         return self.local_experts(self.params, rows_ND, ids, weights), self._seen(ids)
 
     def terms(
         self, rows_ND: Rows, slots_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"]
     ) -> tuple[Float[Array, "N J D"], Counts]:
-        """What each of this rank's experts gives for each row, with its weight, zero where there is none; and the counts.
+        """Return each row's weighted result per expert of this rank, zero for none, and the counts.
 
-        J is K, or the number of experts that the rank has, where that is less: then column j is expert j. A method ``terms`` of
-        ``local_experts`` gives this; where there is none, or it gives None, ``local_experts`` is called with every row J times.
+        J is K, or the rank's number of experts if that is smaller; column j is then expert j. Calls ``local_experts.terms``. If that does
+        not exist or returns None, calls ``local_experts`` with every row repeated J times.
         """
         ids, weights = fewer_columns(self._local(slots_NK), weights_NK, self.group.experts + self.home)
         terms = getattr(self.local_experts, "terms", None)
@@ -67,7 +67,7 @@ class RankExperts:
     def together(
         self, rows_ND: Float[Array, "N D"], slots_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"]
     ) -> tuple[Float[Array, "N D"], Counts]:
-        """Weighted sums of this rank's tokens over the experts of the whole group, all of whose ranks call this; and the counts."""
+        """Return the weighted sums of this rank's tokens over the experts of all ranks, and the counts. All ranks must call this."""
         axes, ranks, held = self.group.all_axes, self.group.size, self.group.experts
         group, place = self.group.in_memory.meeting(axes)
         y_ND, per_expert, received = self.local_experts.together(
@@ -77,25 +77,25 @@ class RankExperts:
 
     @property
     def without_home(self) -> RankExperts:
-        """The same, as they are for tokens that do not use the one expert more."""
+        """The same experts without the extra one."""
         return replace(self, home=False)
 
     def _seen(self, ids: Int[Array, "N J"]) -> Counts:
         if not self.count:
             return {}
-        per_expert = counted(ids, self.group.experts)  # without the expert for own tokens
+        per_expert = counted(ids, self.group.experts)  # without the extra expert
         used_N = jnp.any((ids >= 0) & (ids < self.group.experts), axis=1)
         return {"tokens_per_expert": per_expert, "rows_received": jnp.sum(used_N)}
 
     def _local(self, slots_NK: Int[Array, "N K"]) -> Int[Array, "N K"]:
-        """Slots as numbers of this rank's experts, -1 for what is not here."""
+        """Return slots as local expert ids, -1 for experts of other ranks."""
         local_NK = slots_NK - self.group.index() * self.group.experts
         local_NK = jnp.where((slots_NK >= 0) & (local_NK >= 0) & (local_NK < self.group.experts), local_NK, -1)
         return jnp.where(slots_NK == HOME, self.group.experts, local_NK) if self.home else local_NK
 
 
 def home_slots(slots_TK: Int[Array, "T K"]) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
-    """Slots and weights with which a rank's own tokens use the expert that it has for them: active ones, with weight 1."""
+    """Return slots and weights that send a rank's own active tokens to its extra expert, with weight 1."""
     first_K = jnp.arange(slots_TK.shape[1]) == 0
     uses_TK = jnp.any(slots_TK >= 0, axis=1)[:, None] & first_K
     return jnp.where(uses_TK, HOME, -1), uses_TK.astype(jnp.float32)
@@ -104,7 +104,7 @@ def home_slots(slots_TK: Int[Array, "T K"]) -> tuple[Int[Array, "T K"], Float[Ar
 def fewer_columns(
     ids_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"], experts: int
 ) -> tuple[Int[Array, "N J"], Float[Array, "N J"]]:
-    """At most ``experts`` columns of ids and weights, where a rank holds fewer experts than a token uses.
+    """Return ids and weights with one column per expert, if a rank holds fewer experts than a token uses; else unchanged.
 
     A row's ids are distinct, so column ``x`` of the result says whether the row uses expert ``x``: ``[N, experts]``.
     """
@@ -122,10 +122,10 @@ def goes_to(group: ExpertGroup, slots_TK: Int[Array, "T K"]) -> Bool[Array, "T G
 
 
 def add_sent(group: ExpertGroup, seen: Counts, to_G: Int[Array, "G"], rounds: jax.Array | int) -> Counts:
-    """Complete ``seen`` with the rows that had to leave their rank for this rank's tokens, and the rounds.
+    """Add to ``seen`` the rows that this rank sent to and received from other ranks, and the rounds.
 
-    to_G: rows for each rank of the group, this one included. A row that every part of an expert's width must see counts
-    once for each part. What a rank sends to itself counts nowhere.
+    to_G: rows for each rank of the group, including this one. With a split expert width, a row counts once per part of
+    the width. Rows that a rank sends to itself do not count.
     """
     if not seen:
         return seen
@@ -138,5 +138,5 @@ def add_sent(group: ExpertGroup, seen: Counts, to_G: Int[Array, "G"], rounds: ja
 
 
 def sent_to_experts(group: ExpertGroup, seen: Counts, slots_TK: Int[Array, "T K"], rounds: jax.Array | int) -> Counts:
-    """``add_sent`` where a token's row is for all of its experts on a rank."""
+    """Call ``add_sent`` for methods that send one row per token and rank."""
     return add_sent(group, seen, jnp.sum(goes_to(group, slots_TK), axis=0), rounds) if seen else seen

@@ -1,4 +1,4 @@
-"""``memory``: devices that share a memory need no exchange, since each rank's experts read everybody's tokens where they lie."""
+"""``memory``: no exchange between devices that share memory, because each rank's experts read all ranks' tokens in place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sharding.dispatch.wire import WireFormat
 
 @dataclass(frozen=True)
 class Memory(Method):
-    """``Method`` of emulated devices, whose experts add a token's terms in the order of its choices. All of it is ``compute``."""
+    """``Method`` for emulated devices. Their experts add a token's terms in the order of its choices. ``compute`` does all the work."""
 
     group: ExpertGroup
 
@@ -24,24 +24,24 @@ class Memory(Method):
 
     @classmethod
     def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, home: bool) -> Memory:
-        """As ``Method.of``; ``ByChoice`` sees to ``home``."""
+        """As ``Method.of``; ``ByChoice`` handles ``home``."""
         return cls(group)
 
     @classmethod
     def collectives(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, rounds: int) -> list[Collective]:
-        """None."""
+        """Return an empty list."""
         return []
 
     def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
-        """Nothing to pack."""
+        """Pass on the tokens without packing them."""
         return Transit((x_TD, weights_TK), slots_TK)
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
-        """The weighted sums of this rank's tokens, whosever experts they have."""
+        """Compute the weighted sums of this rank's tokens over the experts of all ranks."""
         (x_TD, weights_TK), slots_TK = transit.rows, transit.kept
         y_TD, seen = experts.together(x_TD, slots_TK, weights_TK)
         return Transit(y_TD, sent_to_experts(self.group, seen, slots_TK, 1))
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
-        """The sums as they are."""
+        """Return the sums unchanged."""
         return transit.rows, transit.kept

@@ -1,4 +1,4 @@
-"""The methods of an exchange put together: alone on a rank, choice by choice, in chunks."""
+"""``Alone``: no exchange, all experts on one rank. ``ByChoice`` and ``InChunks``: wrappers of another method."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Alone(Method):
 
     @classmethod
     def collectives(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, rounds: int) -> list[Collective]:
-        """None."""
+        """Return an empty list."""
         return []
 
     def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
-        """The tokens, with a further choice where there is an expert that all of them use."""
+        """Pass on the tokens, with an additional choice if the rank has an extra expert for its own tokens."""
         if self.home:
             own_TK, one_TK = home_slots(slots_TK)
             slots_TK, weights_TK = (
@@ -48,21 +48,21 @@ class Alone(Method):
         return Transit((x_TD, slots_TK, weights_TK), None)
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
-        """The tokens' weighted sums."""
+        """Compute the tokens' weighted sums."""
         return Transit(*experts(*transit.rows))
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
-        """The sums as they are."""
+        """Return the sums unchanged."""
         nothing, seen = jnp.int32(0), transit.kept
         return transit.rows, seen and seen | {"rows_sent": nothing, "rows_received": nothing, "rounds": nothing}
 
 
 @dataclass(frozen=True)
 class ByChoice(Method):
-    """What a token's experts give comes back apart, and is added in the order of its choices (``DispatchConfig.by_choice``).
+    """``Method`` that adds the results of a token's experts in the order of its choices (``DispatchConfig.by_choice``).
 
-    method: brings it back. apart: whether each choice of a token is a row of its own there. top_k: choices of a token.
-    home: see ``dispatch``; that expert's sum is added last, and ``method`` knows nothing of it.
+    method: exchanges the rows. apart: whether ``method`` sends a separate row for each choice of a token. top_k: choices per token.
+    home: see ``dispatch``. The extra expert's sum is added last and does not pass through ``method``.
     """
 
     group: ExpertGroup
@@ -82,34 +82,34 @@ class ByChoice(Method):
 
     @property
     def there(self) -> tuple[Stage, ...]:
-        """As ``method`` has them."""
+        """The stages of ``method``."""
         return self.send, *map(self._beside_home, self.method.there[1:])
 
     @property
     def back(self) -> tuple[Stage, ...]:
-        """As ``method`` has them."""
+        """The stages of ``method``."""
         return self.answer, *map(self._beside_home, self.method.back[1:])
 
     def send(self, transit: Transit) -> Transit:
-        """As ``method`` does; and the pooling of own tokens over ``tp``."""
+        """Run ``method.send``, and gather the rank's own tokens over ``tp`` for its extra expert."""
         kept, home = transit.kept
         inner = self.method.send(Transit(transit.rows, kept))
         return Transit(inner.rows, (inner.kept, home and tuple(map(self.group.pool_width, home))))
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
-        """As ``method`` does; and the expert that own tokens use."""
+        """Run ``method.compute``, and apply the extra expert to the rank's own tokens."""
         kept, home = transit.kept
         inner = self.method.compute(Transit(transit.rows, kept), experts.without_home)
         return Transit(inner.rows, (inner.kept, home and experts(*home)[0]))
 
     def answer(self, transit: Transit) -> Transit:
-        """As ``method`` does; and the sums over parts of that expert's width."""
+        """Run ``method.answer``, and reduce the extra expert's sums over the parts of its width."""
         kept, own = transit.kept
         inner = self.method.answer(Transit(transit.rows, kept))
         return Transit(inner.rows, (inner.kept, None if own is None else self.group.share_width(own)))
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
-        """The terms in the order of choices, and the own expert's behind them."""
+        """Add the terms in the order of choices, then the extra expert's sum."""
         kept, own = transit.kept
         y, counts = self.method.add(Transit(transit.rows, kept), experts.without_home)
         if self.apart:
@@ -118,23 +118,23 @@ class ByChoice(Method):
         return y if own is None else y + own, counts
 
     def rounds(self, transit: Transit) -> Array | None:
-        """As ``method`` needs, and so with the rest."""
+        """Return ``method.rounds``."""
         return self.method.rounds(self._inner(transit))
 
     def before_further(self, transit: Transit) -> Any:
-        """As ``method`` does."""
+        """Return ``method.before_further``."""
         return self.method.before_further(self._inner(transit))
 
     def round(self, transit: Transit, r: Array, so_far: Any, experts: RankExperts) -> Any:
-        """As ``method`` does."""
+        """Run ``method.round``."""
         return self.method.round(self._inner(transit), r, so_far, experts.without_home)
 
     def after_further(self, transit: Transit, so_far: Any) -> Transit:
-        """As ``method`` does."""
+        """Run ``method.after_further``."""
         return self._beside_home(lambda inner: self.method.after_further(inner, so_far))(transit)
 
     def _beside_home(self, stage: Stage) -> Stage:
-        """A stage of ``method``'s, past which the own expert's rows or sums are carried."""
+        """Return a stage of ``method`` that also carries the extra expert's rows or sums along, unchanged."""
 
         def carried(transit: Transit) -> Transit:
             inner = stage(self._inner(transit))
@@ -148,9 +148,9 @@ class ByChoice(Method):
 
 @dataclass(frozen=True)
 class InChunks(Method):
-    """Chunks of a rank's tokens, each exchanged as a whole before the next: all of it is ``compute``, and nothing travels beside it.
+    """``Method`` that exchanges a rank's tokens chunk by chunk. All of it runs in ``compute``, so no collective overlaps with other work.
 
-    method: of one chunk. tokens: of the rank, in ``chunks`` chunks of ``chunk``.
+    method: exchanges one chunk. tokens: number of the rank's tokens, split into ``chunks`` chunks of ``chunk`` tokens.
     """
 
     method: Method
@@ -165,17 +165,17 @@ class InChunks(Method):
         return Transit([rearrange(array, "(chunks t) w -> chunks t w", t=self.chunk) for array in inputs], None)
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
-        """Exchange and compute chunk after chunk."""
+        """Exchange and compute the chunks one after the other."""
         _, (y, counts) = lax.scan(
             lambda _, inputs: (None, whole_exchange(self.method, *inputs, experts)), None, transit.rows
         )
         return Transit(rearrange(y, "chunks t d -> (chunks t) d")[: self.tokens], counts)
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
-        """The sums as they are, and the chunks' counts together."""
+        """Return the sums unchanged, and the counts summed over chunks."""
         return transit.rows, jax.tree.map(lambda count: jnp.sum(count, axis=0), transit.kept)
 
 
 def pad_rows(array: jax.Array, *, rows: int, fill: int) -> jax.Array:
-    """``array`` with rows of ``fill`` behind it, ``rows`` in all."""
+    """Pad ``array`` with rows of ``fill`` to ``rows`` rows."""
     return jnp.pad(array, ((0, rows - array.shape[0]), (0, 0)), constant_values=fill)

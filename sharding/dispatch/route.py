@@ -1,4 +1,4 @@
-"""``Route``: where a rank's tokens go, one row for each rank that holds any of a token's experts."""
+"""``Route``: destinations of a rank's tokens, with one row for each rank that holds any of a token's experts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sharding.dispatch.local import goes_to
 
 
 class Route(NamedTuple):
-    """For each of a token's K choices: the rank, and the place in this rank's queue for that rank (in token order).
+    """For each of a token's K choices: the destination rank, and the position in the queue for that rank (in token order).
 
-    Of several choices on one rank only the first counts (``sends_TK``), so that a token is sent there once.
+    If several choices are on one rank, only the first sends a row (``sends_TK``), so a token is sent there once.
     ``counts_G``: lengths of the queues.
     """
 
@@ -38,14 +38,14 @@ def plan_route(group: ExpertGroup, slots_TK: Int[Array, "T K"]) -> Route:
 
 
 def cells_of(route: Route, capacity: int, r: jax.Array | int) -> tuple[Int[Array, "T K"], Bool[Array, "T K"]]:
-    """In which of each rank's ``capacity`` cells a choice's row stands in round ``r`` of its queue, and whether it does in that round."""
+    """Return the send-buffer cell of each choice's row in round ``r`` (``capacity`` cells per rank), and whether that round sends it."""
     place_TK = route.place_TK - r * capacity
     now_TK = route.sends_TK & (place_TK >= 0) & (place_TK < capacity)
     return jnp.where(now_TK, route.rank_TK * capacity + place_TK, route.counts_G.shape[0] * capacity), now_TK
 
 
 def fill_cells(cell_TK: Int[Array, "T K"], cells: int) -> Int[Array, "cells"]:
-    """Which token stands in each cell of a send buffer, T where none: the inverse of ``cell_TK`` (out of range: nowhere)."""
+    """Return the token in each cell of a send buffer, T if none: the inverse of ``cell_TK``, whose out-of-range cells are dropped."""
     tokens = cell_TK.shape[0]
     token_TK = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[:, None], cell_TK.shape)
     return jnp.full((cells,), tokens, jnp.int32).at[cell_TK].set(token_TK, mode="drop", wrap_negative_indices=False)
@@ -54,11 +54,11 @@ def fill_cells(cell_TK: Int[Array, "T K"], cells: int) -> Int[Array, "cells"]:
 def add_returned(
     returned_ND: Float[Array, "N D"], cell_TK: Int[Array, "T K"], here_TK: Bool[Array, "T K"]
 ) -> Float[Array, "T D"]:
-    """Each token's sum, in float32, of the rows that came back into its cells; ``here_TK`` says which cells are its own."""
+    """Return each token's float32 sum of the rows returned to its cells. Choices with ``here_TK`` False have no cell."""
     parts_TKD = returned_ND.take(jnp.where(here_TK, cell_TK, 0), axis=0, mode="clip").astype(jnp.float32)
     return jnp.sum(jnp.where(here_TK[:, :, None], parts_TKD, 0), axis=1)
 
 
 def total_counts(before: dict[str, jax.Array], after: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Counts of two rounds together."""
+    """Return the sum of two rounds' counts."""
     return jax.tree.map(jnp.add, before, after)

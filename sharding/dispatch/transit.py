@@ -1,9 +1,9 @@
-"""``Transit`` and ``Method``: an exchange taken apart, so that others may compute between its beginning and its end.
+"""``Transit`` and ``Method``: dispatch and combine split into stages, so that other computation can overlap with the collectives.
 
-Each way of dispatch is five functions of one rank, inside ``shard_map``: ``prepare`` and ``send`` begin it, ``compute`` applies the experts
-to what arrived, ``answer`` and ``add`` finish it. ``send`` and ``answer`` hold the collectives that carry rows and next to nothing that
-computes, so that a program may run something else beside each of them (``docs/architecture.md``, "A layer in four parts"); rows that go
-by way of another rank have two of each (``there``, ``back``). Four more run the rounds after the first, where ``add`` is not to.
+A dispatch method is five functions that run on one rank inside ``shard_map``: ``prepare`` packs and ``send`` dispatches, ``compute``
+applies the experts, ``answer`` and ``add`` combine. ``send`` and ``answer`` contain the collectives that carry rows and almost no
+computation, so a program can overlap them with other work (``docs/architecture.md``, "A layer in four parts"). Methods that forward rows
+through another rank have two of each (``there``, ``back``). Four more functions run the remaining rounds when ``add`` does not run them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from sharding.dispatch.wire import WireFormat
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Transit:
-    """Rows between two parts of an exchange.
+    """Rows between two stages of an exchange.
 
-    rows: what is about to travel, or has just arrived. kept: what the rank keeps until its tokens' sums are back; a pytree that
-    only the method which made it reads.
+    rows: the rows to send next, or those that have just arrived. kept: state that stays on the rank until its tokens' sums are back, as a
+    pytree private to the method.
     """
 
     rows: Any
@@ -41,13 +41,13 @@ Stage = Callable[[Transit], Transit]
 
 
 class Method:
-    """One way of dispatch, seen from one rank: what a new one inherits, and overrides.
+    """Base class of dispatch methods, from the view of one rank.
 
-    ``sharding/dispatch/entry.py`` has the table of ours. Another is given to ``DispatchConfig(method=...)`` as a class.
+    ``METHODS`` in ``sharding/dispatch/entry.py`` lists the built-in ones. Pass your own class as ``DispatchConfig(method=...)``.
 
-    name: in reports.
-    keeps_choices: whether it adds a token's terms in the order of its choices (``DispatchConfig.by_choice``) from one row for all of
-        them. Of other methods each choice is then a row of its own, and ``ByChoice`` adds what they give.
+    name: name in reports.
+    keeps_choices: whether the method adds a token's terms in the order of its choices (``DispatchConfig.by_choice``) although one row
+        carries all of them. Other methods then send one row per choice, and ``ByChoice`` adds the terms.
     """
 
     name: ClassVar[str]
@@ -55,23 +55,23 @@ class Method:
 
     @classmethod
     def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, home: bool) -> Method:
-        """The method for a rank's tokens. home: see ``dispatch``."""
+        """Make the method for a rank's tokens. home: see ``dispatch``."""
         raise NotImplementedError
 
     @classmethod
     def collectives(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, rounds: int) -> list[Collective]:
-        """Its collectives in one layer, in program order; rounds: of a chunk, where it has further ones."""
+        """Return its collectives in one layer, in program order. rounds: number of rounds per chunk, for methods with rounds."""
         raise NotImplementedError
 
     @classmethod
     def sends_padding(cls, group: ExpertGroup) -> bool:
-        """Whether more than the rows that there are goes over the wire."""
+        """Whether the collectives also transfer padding."""
         return True
 
     def prepare(
         self, x_TD: Float[Array, "T D"], slots_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"]
     ) -> Transit:
-        """Pack this rank's tokens in the order in which they travel."""
+        """Pack this rank's tokens in sending order."""
         raise NotImplementedError
 
     def send(self, transit: Transit) -> Transit:
@@ -79,50 +79,50 @@ class Method:
         return transit
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
-        """Apply this rank's experts to what arrived."""
+        """Apply this rank's experts to the rows that arrived."""
         raise NotImplementedError
 
     def answer(self, transit: Transit) -> Transit:
-        """Exchange what the experts gave."""
+        """Return the experts' results to the tokens' ranks."""
         return transit
 
     @property
     def there(self) -> tuple[Stage, ...]:
-        """The exchanges of packed tokens, one after the other."""
+        """The exchanges of packed tokens, in order."""
         return (self.send,)
 
     @property
     def back(self) -> tuple[Stage, ...]:
-        """The exchanges of what the experts gave."""
+        """The exchanges of the experts' results, in order."""
         return (self.answer,)
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Float[Array, "T D"], Counts]:
-        """Add what came back of each token, in further rounds too where there was no room for all; give the sums and the counts."""
+        """Return each token's sum of the returned results, and the counts. Runs the remaining rounds if some rows did not fit."""
         raise NotImplementedError
 
     def rounds(self, transit: Transit) -> Array | None:
-        """Rounds that all ranks need, where others than the first can be run before ``add``; else None, without the next three."""
+        """Return the number of rounds, equal on all ranks. None: no rounds can run before ``add``; the next three methods are unused."""
         return None
 
     def before_further(self, transit: Transit) -> Any:
-        """What ``round`` adds to."""
+        """Return the initial ``so_far`` of ``round``."""
         raise NotImplementedError
 
     def round(self, transit: Transit, r: jax.Array, so_far: Any, experts: RankExperts) -> Any:
-        """Run round ``r``, the second being 1, and add it to what the rounds before gave."""
+        """Run round ``r`` (the first is 0, run by the stages) and add its results to those of earlier rounds."""
         raise NotImplementedError
 
     def after_further(self, transit: Transit, so_far: Any) -> Transit:
-        """Hand the further rounds' sums to ``add``, which then runs none."""
+        """Pass the remaining rounds' sums to ``add``, which then runs no round."""
         raise NotImplementedError
 
 
 class ExchangePlan(NamedTuple):
     """How a rank's tokens are exchanged.
 
-    kind: the method. chunk, chunks: tokens of an exchange, and how many follow one another. capacity: rows that a rank may send to another
-    in a round. rows, choices: what is sent of a chunk, and for how many of a token's choices a row is: for all of them, or for each
-    of them. crossing: rows that a rank may send to another host in a round of ``hierarchical``.
+    kind: the method. chunk: tokens per exchange. chunks: number of exchanges, run one after the other. capacity: rows that a rank can send
+    to another rank in a round. rows: rows to send of a chunk. choices: number of a token's choices that a row carries (all of them, or 1).
+    crossing: rows that a rank can send to another host in a round of ``hierarchical``.
     """
 
     kind: type[Method]
@@ -135,7 +135,7 @@ class ExchangePlan(NamedTuple):
 
 
 def in_rounds(rounds: Array, run: Callable[[Array, Any], Any], so_far: Any) -> Any:
-    """``run(r, so_far)`` for each round after the first, which is number 0. All ranks that meet in it have the same ``rounds``."""
+    """Call ``run(r, so_far)`` for each round after round 0 and return the last result. ``rounds`` must be equal on all ranks."""
     last = jax.lax.while_loop(
         lambda state: state[0] < rounds, lambda state: (state[0] + 1, run(*state)), (jnp.int32(1), so_far)
     )
@@ -143,7 +143,7 @@ def in_rounds(rounds: Array, run: Callable[[Array, Any], Any], so_far: Any) -> A
 
 
 def run_together(exchanges: Sequence[tuple[Method, Transit, RankExperts]]) -> list[Transit]:
-    """Run the further rounds of several exchanges in one loop: one question for the host, and at a place that the caller chooses."""
+    """Run the remaining rounds of several exchanges in one loop, so that the host checks one loop condition, where the caller chooses."""
     rounds = [method.rounds(transit) for method, transit, _ in exchanges]
     some = [one for one, needed in zip(exchanges, rounds, strict=True) if needed is not None]
     if not some:
@@ -169,7 +169,7 @@ def whole_exchange(
     weights_TK: Float[Array, "T K"],
     experts: RankExperts,
 ) -> tuple[Float[Array, "T D"], Counts]:
-    """All parts, one after the other."""
+    """Run all stages of an exchange, one after the other."""
     arrived = in_turn(method.there, method.prepare(x_TD, slots_TK, weights_TK))
     return method.add(in_turn(method.back, method.compute(arrived, experts)), experts)
 

@@ -124,7 +124,7 @@ def admin_routes(serving: Serving) -> APIRouter:
             raise ApiError(409, str(error), code="change_under_way") from error
         except EngineDeadError as error:
             raise ApiError(503, "the engine has failed", type="server_error") from error
-        except ValueError as error:  # a UserError or one of the mesh's
+        except ValueError as error:  # a UserError or a MeshError
             raise ApiError(400, str(error), param="mesh", code="mesh_impossible") from error
         if generations.failure is not None:
             wanted = ", ".join(f"{name} {text}" for name, text in body.model_dump(exclude_none=True).items())
@@ -147,7 +147,7 @@ def admin_routes(serving: Serving) -> APIRouter:
 
 
 def _rebalance(core: EngineCore) -> dict[str, Any] | None:
-    """Let a core's balancer rebalance now. Return what moves; None if nothing does."""
+    """Make a core's balancer rebalance now. Return the planned moves; None if the server has no balancer."""
     from dsjax.engine.experts.expert_balancer import ExpertBalancer  # loads NumPy
 
     balancer = core.part(ExpertBalancer)

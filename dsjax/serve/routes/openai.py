@@ -1,4 +1,4 @@
-"""OpenAI's endpoints, and Anthropic's."""
+"""Endpoints of OpenAI's and Anthropic's APIs."""
 
 import asyncio
 from typing import Annotated

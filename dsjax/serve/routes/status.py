@@ -1,4 +1,4 @@
-"""Endpoints that tell the server's state: liveness, readiness, load, metrics."""
+"""Endpoints for the server's state: liveness, readiness, load, metrics."""
 
 import asyncio
 import contextlib
@@ -75,7 +75,7 @@ def status_routes(serving: Serving) -> APIRouter:
 def create_metrics_routes(app: FastAPI, serving: Any) -> None:
     """Add `GET /metrics` (text format or OpenMetrics, as the scraper accepts) and `GET /history` for the page.
 
-    `?name[]=NAME`, which may be repeated, selects samples by name: the live views need a few of thousands. `serving` has `metrics`.
+    `?name[]=NAME`, which may be repeated, selects samples by name, because the live views need only a few. `serving.metrics` must be set.
     """
 
     @app.get("/metrics", include_in_schema=False)
@@ -84,7 +84,7 @@ def create_metrics_routes(app: FastAPI, serving: Any) -> None:
         openmetrics = content_type.startswith("application/openmetrics-text")
         await _refresh_loads(serving)
         names = request.query_params.getlist("name[]")
-        # 32 ranks have some 8,500 samples. Rendering takes tens of milliseconds, in which streams should not wait.
+        # 32 ranks have about 8,500 samples. Rendering takes tens of milliseconds and must not delay streams.
         body = await asyncio.to_thread(serving.metrics.render, names, openmetrics=openmetrics)
         return Response(body, headers={"Content-Type": content_type, "Cache-Control": "no-store"})
 
@@ -98,8 +98,8 @@ def create_metrics_routes(app: FastAPI, serving: Any) -> None:
 async def _refresh_loads(serving: Any) -> None:
     """Ask the engine for the ranks' loads.
 
-    Each step reports them, but no step follows when the last request is aborted. The last known loads stay where the engine does not
-    answer soon, because a step takes long or it has failed.
+    Each step reports them, but no step follows when the last request is aborted. If the engine does not answer in time, because a step
+    takes long or the engine has failed, the last known loads stay.
     """
     if getattr(serving, "front_ends", None) is not None:
         await serving.front_ends.gather()

@@ -1,4 +1,4 @@
-"""vLLM's endpoints for the tokenizer alone."""
+"""vLLM's tokenizer endpoints."""
 
 import asyncio
 from typing import Annotated, Any
