@@ -290,7 +290,7 @@ def component(path: str) -> str:
 
 
 def device_bytes(params: Mapping[str, Array | jax.ShapeDtypeStruct]) -> dict[str, int]:
-    """Return one device's bytes of ``params`` by component. params: arrays, or abstract arrays with shardings; those on the host count 0."""
+    """Return one device's bytes of ``params`` by component. params: arrays or abstract arrays with shardings; host arrays count 0."""
     sizes: dict[str, int] = {}
     for path, array in params.items():
         if not on_device(array.sharding):
