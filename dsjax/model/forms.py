@@ -48,7 +48,7 @@ class Form:
     name: in options and reports. layouts: cache layouts that it reads. kernels: backend → name of the kernel that computes it from a cache
     in the layout ``split``; other backends fall back to plain JAX. heads_first: scores are ``[R, H, C, S]``, not ``[R, C, H, S]``.
     materialised: it uses precomputed products ``W^UQ·W^UK`` and ``W^UV·W^O``, and ``finish`` returns the layer's output
-    ``[B, R, C, D]``. masks: with sparse attention it masks the positions not chosen; other forms gather the chosen ones.
+    ``[B, R, C, D]``. masks: if queries choose positions, it masks the others; other forms gather the chosen ones.
     """
 
     name: ClassVar[str]

@@ -190,7 +190,7 @@ class StepDescription:
         return self.sharding.whole(flatten([slots(group, self.page_size) for group in groups]))
 
     def logits_spec(self, positions: int) -> P:
-        """Return the sharding of logits ``[B, positions, V]`` over ``tp``: by positions if ``tp`` divides them, else by vocabulary."""
+        """Return the sharding of logits ``[B, positions, V]`` by the rules: over vocabulary, or over positions if ``tp`` divides them."""
         batch, tokens, vocab = self.rules.spec(("ranks", "head_tokens", "vocab"))
         return P(batch, tokens if positions % self.spec.tp_size == 0 else None, vocab)
 
