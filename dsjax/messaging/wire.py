@@ -1,4 +1,4 @@
-"""Control messages as frames: one frame of MessagePack, and further ones where the body is long."""
+"""Frames of control messages: one MessagePack frame, followed by more frames if the body is long."""
 
 import enum
 from collections.abc import Sequence
@@ -7,19 +7,19 @@ from typing import Any
 import msgspec
 
 MOST_FRAME_BYTES = 1 << 20
-"""Largest frame that is sent. A slow network must carry one within the silence after which a peer counts as lost."""
+"""Largest frame sent. A slow network must carry one frame before the peer timeout expires."""
 MOST_MESSAGE_BYTES = 64 << 20
 _NOTHING = msgspec.Raw(msgspec.msgpack.encode(None))
 
 
 class Kind(enum.IntEnum):
-    """What a message is. A reply, a refusal and a failure answer the request of the same number."""
+    """Kind of a message. A reply, a refusal or a failure answers the request with the same number."""
 
     ONE_WAY, REQUEST, REPLY, REFUSAL, FAILURE, GOODBYE = range(6)
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """The first frame. is_long: the body is in the frames that follow."""
+    """First frame of a message. is_long: the body is in the frames that follow."""
 
     kind: Kind
     service: str
@@ -32,7 +32,7 @@ _header_decoder = msgspec.msgpack.Decoder(Header)
 
 
 def encode(kind: Kind, service: str, number: int, body: Any) -> list[bytes]:
-    """Give a message's frames. body: anything that msgspec knows; what it does not is sent as text."""
+    """Return a message's frames. body: any value that msgspec can encode; others are converted with ``str``."""
     data = msgspec.msgpack.encode(body, enc_hook=str)
     if len(data) > MOST_MESSAGE_BYTES:
         raise ValueError(
@@ -45,7 +45,7 @@ def encode(kind: Kind, service: str, number: int, body: Any) -> list[bytes]:
 
 
 def decode(frames: Sequence[bytes]) -> tuple[Header, bytes]:
-    """Read a message: its header, and its body in MessagePack; a `msgspec.MsgspecError` where it is none."""
+    """Return a message's header and its body in MessagePack. Raises `msgspec.MsgspecError` if the frames are invalid."""
     header = decoded(_header_decoder, frames[0])
     if sum(map(len, frames)) > MOST_MESSAGE_BYTES + MOST_FRAME_BYTES or (len(frames) > 1) != header.is_long:
         raise msgspec.DecodeError(f"{len(frames)} frames with {sum(map(len, frames)):,} bytes are no message")
@@ -53,7 +53,7 @@ def decode(frames: Sequence[bytes]) -> tuple[Header, bytes]:
 
 
 def decoded(decoder: msgspec.msgpack.Decoder, data: bytes) -> Any:
-    """Read a value; a `msgspec.MsgspecError` where it is none, also for text that is no UTF-8 and for deep nesting."""
+    """Decode a value. Raises `msgspec.MsgspecError` if it is invalid, including invalid UTF-8 and excessive nesting."""
     try:
         return decoder.decode(data)
     except (UnicodeDecodeError, RecursionError) as error:

@@ -1,7 +1,7 @@
-"""Attention over the paged cache: the interface of a family, and MLA, in the forms of ``forms.py`` and with their kernels.
+"""Attention over the paged KV cache: the interface of an attention family, and MLA in the forms of ``forms.py`` with their kernels.
 
-Everything with a leading ``B`` is spread over the DP ranks, heads over ``tp``. Reading and writing the cache is explicit
-(``shard_map``): a page table holds page numbers of its own rank.
+Arrays with a leading ``B`` are sharded over the DP ranks, heads over ``tp``. Cache reads and writes are explicit
+(``shard_map``): a page table holds page numbers local to its rank.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from sharding.on_ranks import OneRank, constrain, on_ranks
 
 SHORTEST_BLOCK, LONGEST_BLOCK = 128, 1024
 BLOCK_BYTES = 256 * 2**20
-"""Most bytes of a block's float32 scores on a device."""
+"""Upper limit of one block's float32 scores on a device, in bytes."""
 
 MeshAxes = tuple[str, ...] | None
 
 
 class AttentionFamily(Protocol):
-    """A kind of attention: what it caches, and the parts of a layer that a step runs.
+    """Interface of a kind of attention: its cache groups, and the parts of a layer that a step runs.
 
-    ``weights`` is a layer's attention module; matrices that ``in_stack`` names may be those of the whole stack. ``index`` is the layer's
+    ``weights`` is a layer's attention module; matrices named by ``in_stack`` may still be the whole stack. ``index`` is the layer's
     number in its stack, ``layer`` its number in the cache. A family's module declares its own parameters (``transformer.py``).
     """
 
@@ -62,7 +62,7 @@ class AttentionFamily(Protocol):
 
     @property
     def form_of_pages(self) -> dict[str, Any]:
-        """How the cache stores a token, in plain values; engines share pages only where these are equal."""
+        """How the cache stores a token, as plain values. Engines share pages only if these values are equal."""
 
     def turns(self, groups: Sequence[GroupShape], context: int, page_size: int) -> dict[str, int]:
         """Trip counts of the data-dependent loops in ``attend``, by their name scope.
@@ -71,30 +71,30 @@ class AttentionFamily(Protocol):
         """
 
     def backend(self, form: Form) -> str:
-        """What computes a form: ``plain``, ``native`` or ``pallas``."""
+        """Return the backend that computes a form: ``plain``, ``native`` or ``pallas``."""
 
     def in_stack(self, forms: Sequence[Form]) -> frozenset[str]:
-        """Names of the matrices that a step with these forms may read in the stack of layers, without slicing it."""
+        """Return names of the matrices that a step with these forms can read from the stack of layers without slicing it."""
 
     def project(
         self, weights: nnx.Module, x: Float[Array, "B T D"], rotation: Rotation, forms: Sequence[Form], *,
         multiply: Multiply, normalise: Normalise,
     ) -> Projections:  # fmt: skip
-        """Project tokens to what ``cache_entries`` and ``attend`` need in these forms, spread over the mesh."""
+        """Return the projections that ``cache_entries`` and ``attend`` need for these forms, sharded over the mesh."""
 
     def cache_entries(self, weights: nnx.Module, cache: Cache, layer, tokens: Tokens, p: Projections) -> Cache:
-        """Write what this layer caches of each token; slot −1 writes nothing."""
+        """Write each token's entry of this layer to the cache; slot −1 writes nothing."""
 
     def attend(self, weights: nnx.Module, form: Form, cache: Cache, layer, index, rows: Rows, p: Projections) -> Array:
-        """Attention of a row group (``p`` with leading ``[B, R, C]``), before ``output``."""
+        """Return attention's result for a row group (``p`` with leading ``[B, R, C]``), before ``output``."""
 
     def output(self, weights: nnx.Module, form: Form, found: Array, multiply: Multiply) -> Float[Array, "*b D"]:
-        """The layer's output, from the result of ``attend``."""
+        """Return the layer's output from the result of ``attend``."""
 
 
 @dataclass(frozen=True)
 class PagedMLA:
-    """MLA: an ``AttentionFamily``, for a mesh and a cache layout."""
+    """MLA as an ``AttentionFamily``, for a mesh and a cache layout."""
 
     mesh: Mesh | OneRank
     rules: Rules
@@ -102,30 +102,30 @@ class PagedMLA:
     layout: Layout
     cache_dtype: jnp.dtype
     block_tokens: int | None = None
-    """Context positions read at once; longer contexts are accumulated block by block. None: `block` decides."""
+    """Context positions read at once; longer contexts are accumulated block by block. None: as `block` computes."""
     kernels: Kernels = Kernels()
 
     @property
     def batch(self) -> MeshAxes:
-        """The mesh axes that DP ranks lie over."""
+        """Mesh axes of the DP ranks."""
         return self.rules.spec(("ranks",))[0]
 
     @property
     def heads(self) -> MeshAxes:
-        """The mesh axes that heads are split over."""
+        """Mesh axes that heads are sharded over."""
         return self.rules.spec(("heads",))[0]
 
     @property
     def _loaded(self) -> str:
-        """The backend whose kernels read this cache; ``plain`` where none does."""
+        """Backend whose kernels read this cache; ``plain`` if none does."""
         return self.kernels.name("decode attention") if self.layout == "split" else "plain"
 
     def backend(self, form: Form) -> str:
-        """A form's kernels, where they are loaded and read this cache."""
+        """Return the form's kernel backend if it is loaded and reads this cache, else ``plain``."""
         return self._loaded if self._loaded in form.kernels else "plain"
 
     def in_stack(self, forms: Sequence[Form]) -> frozenset[str]:
-        """The matrices that every form reads whole, and ``kv_b`` where kernels read it in the stack."""
+        """Return the matrices that all forms multiply with as stored, and ``kv_b`` if kernels read it from the stack."""
         whole = {"q_a", "kv_a"} if any(form.materialised for form in forms) else {"q_a", "kv_a", "q", "q_b", "o"}
         loaded = self._loaded
         by_head = loaded == "native" or (loaded == "pallas" and self.kernels.pallas.platform == "gpu")
@@ -133,17 +133,17 @@ class PagedMLA:
 
     @property
     def _lanes(self) -> int:
-        """Widths of the cache's latents are multiples of this."""
+        """Alignment of the widths of the cache's latents."""
         return tpu_attention.LANES if self._loaded == "pallas" and self.kernels.pallas.platform == "tpu" else 1
 
     def groups(self, layers: Iterable[int], entries: int = 1, **kept) -> tuple[CacheGroup, ...]:
-        """Cache groups with arrays as wide as the kernels want them. kept: further arguments of ``cache_groups``."""
+        """Return cache groups whose array widths suit the kernels. kept: further arguments of ``cache_groups``."""
         kept |= {"layout": self.layout, "entries": entries, "lanes": self._lanes}
         return cache_groups(self.config, layers, self.cache_dtype, **kept)
 
     @property
     def arrays(self) -> Arrays:
-        """All groups' arrays."""
+        """Arrays of all cache groups."""
         return {name: array for group in self.groups(()) for name, array in group.arrays.items()}
 
     @property
@@ -152,10 +152,10 @@ class PagedMLA:
         return {"layout": self.layout}
 
     def block(self, rows: int, chunk: int) -> int:
-        """Context positions that a rank reads at once for ``rows`` rows of ``chunk`` queries.
+        """Return the context positions that a rank reads at once for ``rows`` rows of ``chunk`` queries.
 
-        A CPU works best within its caches. On accelerators each block is a dozen kernels and a wait for the host, so that it
-        is as long as ``BLOCK_BYTES`` of scores allow, but no longer than a short context is likely to be.
+        On CPUs small blocks stay in the processor's caches. On accelerators each block costs a dozen kernels and a host
+        synchronisation, so blocks are as long as ``BLOCK_BYTES`` of scores allow, but no longer than a typical short context.
         """
         if self.block_tokens is not None:
             return self.block_tokens
@@ -166,7 +166,7 @@ class PagedMLA:
         return min(max(1 << (longest.bit_length() - 1), SHORTEST_BLOCK), LONGEST_BLOCK)
 
     def turns(self, groups: Sequence[GroupShape], context: int, page_size: int) -> dict[str, int]:
-        """Blocks of the context, by form: of groups with the same form, whose loops cannot be told apart, the smallest blocks."""
+        """Return context blocks by form. Groups of one form share a name scope, so the group with the smallest blocks counts."""
         found: dict[str, int] = {}
         for group in groups:
             pages = min(-(-context // page_size), self.block(group.rows, group.chunk) // page_size)
@@ -178,7 +178,7 @@ class PagedMLA:
         self, mla: MLA, x: Float[Array, "B T D"], rotation: Rotation, forms: Sequence[Form], *,
         multiply: Multiply, normalise: Normalise = normalise,
     ) -> Projections:  # fmt: skip
-        """Projections with their heads spread over ``tp``, and what all heads share whole on each device."""
+        """Return projections with heads sharded over ``tp``; values that all heads share are replicated."""
         query_heads = not all(form.materialised for form in forms)
         p = mla.project(x, rotation, query_heads=query_heads, multiply=multiply, normalise=normalise)
 
@@ -189,11 +189,11 @@ class PagedMLA:
         return Projections(*(spread(field.name) for field in dataclasses.fields(p)))
 
     def output(self, mla: MLA, form: Form, found: Array, multiply: Multiply) -> Float[Array, "*b D"]:
-        """The output projection and its bias; a materialised form has already multiplied with the projection."""
+        """Apply the output projection and its bias. In a materialised form the projection is already applied."""
         return mla.add_output_bias(found) if form.materialised else mla.output(found, multiply)
 
     def cache_entries(self, mla: MLA, cache: Cache, layer: Int[Array, ""], tokens: Tokens, p: Projections) -> Cache:
-        """Store what this layer's cache keeps of each token."""
+        """Write each token's entry to this layer's cache."""
         with jax.named_scope("cache_write"):
             values, arrays = self._entries(mla, p), self.arrays
             batch, heads = self.batch, self.heads if self.layout == "decompressed" else None
@@ -212,7 +212,7 @@ class PagedMLA:
             )
 
     def _entries(self, mla: MLA, p: Projections) -> Cache:
-        """Each token's values, before they are quantised."""
+        """Return each token's cache values before quantisation."""
         if self.layout == "decompressed":
             keys, values = expand(p.latent, p.k_rope, *mla.key_value_weight(p.latent.dtype))
             return {"key": keys, "value": values}
@@ -223,7 +223,7 @@ class PagedMLA:
         return {name: jnp.pad(value, [(0, 0)] * 2 + [(0, spare[name])]) for name, value in values.items()}
 
     def _quantised(self, values: Cache, cache: Cache) -> Cache:
-        """The values as ``cache`` keeps them, with their scales."""
+        """Return the values as ``cache`` stores them, with their scales."""
         if "scale" in cache:
             values["latent"], values["scale"] = fp8.quantise(values["latent"])
         return values
@@ -232,10 +232,10 @@ class PagedMLA:
         self, mla: MLA, form: Form, cache: Cache, layer: Int[Array, ""], index: Int[Array, ""] | None, rows: Rows,
         p: Projections, chosen: UInt32[Array, "B R C _"] | None = None,
     ) -> Float[Array, "B R C D"] | Float[Array, "B R C H U"]:  # fmt: skip
-        """The heads' values, or of a materialised form the layer's output itself (without bias).
+        """Return the heads' values, or the layer's output without bias in a materialised form.
 
-        index: None where all of ``mla`` is the layer's own. chosen: of a form that ``masks``, bits of the context positions that each query
-        attends to (``sparse.pack``); None: to all.
+        index: None if ``mla`` holds one layer, not a stack. chosen: for a form that ``masks``, a bitmask of the context positions that each
+        query attends to (``sparse.pack``); None: all positions.
         """
         with jax.named_scope(f"attend_{form}"):
             if self.backend(form) == "pallas":
@@ -246,7 +246,7 @@ class PagedMLA:
             return prepared.finish(self._over_context(form, prepared, cache, layer, rows, chosen))
 
     def _native(self, mla: MLA, form: Form, cache: Cache, layer, index, rows: Rows, p: Projections, chosen=None):
-        """``attend`` by the native kernels, which widen stored weights as they read them."""
+        """Run ``attend`` with the native kernels, which convert stored weights as they read them."""
         config, batch, heads = self.config, self.batch, self.heads
         kernel = partial(self.kernels.native.attention, form.kernels["native"], scale=config.softmax_scale)
         weights, index = _stacked(mla.kv_b, index)
@@ -265,7 +265,7 @@ class PagedMLA:
         )
 
     def _pallas(self, mla: MLA, cache: Cache, layer, index, rows: Rows, p: Projections):
-        """``attend`` by the Pallas kernels: in latent space, whatever the form, so that keys and values are never expanded."""
+        """Run ``attend`` with the Pallas kernels. They work in latent space for every form and never expand keys and values."""
         if index is not None and mla.kv_b.weight[...].ndim < len(mla.kv_b.weight.info.shape):
             index = None  # a scan has sliced it
         config, batch, heads, dtype = self.config, self.batch, self.heads, p.latent.dtype
@@ -308,7 +308,7 @@ class PagedMLA:
     def _over_context(
         self, form: Form, prepared: Prepared, cache: Cache, layer, rows: Rows, chosen=None
     ) -> Float[Array, "B R C H W"]:
-        """A form's ``score`` and ``weigh`` on each rank over its rows' context, block by block. chosen: as of ``attend``."""
+        """Apply a form's ``score`` and ``weigh`` on each rank to its rows' context, block by block. chosen: see ``attend``."""
         queries, weights, heads_first = list(prepared.queries), list(prepared.weights), form.heads_first
         batch, heads, (_, R, C) = self.batch, self.heads, rows.positions.shape
         G, pages = next(iter(cache.values())).shape[2], rows.tables.shape[-1]
@@ -371,7 +371,7 @@ class PagedMLA:
 
 
 def _stacked(matrix: Matrix, index: Int[Array, ""] | None) -> tuple[dict[str, Array], Int[Array, ""]]:
-    """A matrix as it is stored, in its stack, and a layer's number there. A layer's own matrix is a stack of one."""
+    """Return a matrix's stored arrays as a stack, and the layer's number in it. One layer's matrix becomes a stack of one."""
     arrays = {"weight": matrix.weight[...]} | ({"scale": matrix.scale[...]} if hasattr(matrix, "scale") else {})
     if arrays["weight"].ndim == 3:
         return arrays, index
@@ -379,7 +379,7 @@ def _stacked(matrix: Matrix, index: Int[Array, ""] | None) -> tuple[dict[str, Ar
 
 
 def _masked(fetch: Callable, score: Callable, chosen: UInt32[Array, "R C _"], block: int) -> tuple[Callable, Callable]:
-    """``fetch`` and ``score`` of ``attend_in_blocks`` that leave out the positions which a query has not chosen."""
+    """Return ``fetch`` and ``score`` for ``attend_in_blocks`` that mask the positions a query has not chosen."""
 
     def fetch_masked(index):
         return fetch(index) | {"chosen": unpack(chosen, index * block, block)}

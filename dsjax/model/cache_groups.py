@@ -1,4 +1,4 @@
-"""Cache groups: what a model caches of each token, which layers keep it, and how many bytes its pages take. Needs no JAX."""
+"""KV cache groups: the arrays a model caches per token, the layers that cache them, and the bytes of a page. Needs no JAX."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ Layout = Literal["decompressed", "joined", "split"]
 Table = Literal["context", "window"]
 TABLES: tuple[Table, ...] = get_args(Table)
 Arrays = Mapping[str, tuple[tuple[int, ...], np.dtype]]
-"""Arrays of a cache → trailing shape of an entry in one layer, and its dtype."""
+"""Name of a cache array → shape of a token's entry in one layer, and its dtype."""
 BF16 = np.dtype(ml_dtypes.bfloat16)
 HELD_WINDOWS = 3
-"""The most window pages that a request holds between two steps."""
+"""Maximum number of window pages that a request holds between two steps."""
 KEPT_WINDOWS = 1 / 5
-"""Share of the cache's bytes for window pages that no request holds: the borders at which prompts that are sent again may go on."""
+"""Share of the cache's bytes for window pages that no request holds. A repeated prompt can resume at the positions they cover."""
 
 
 @dataclass(frozen=True)
 class CacheGroup:
     """Layers that cache the same arrays on the same pages.
 
-    layers: their numbers in the model; the MTP module's follow the model's own. entries: that a page has room for. by_head: the first axis
-    of an entry is heads, which ``tp`` divides.
+    layers: numbers of the layers in the model; MTP layers follow the model's own. entries: capacity of a page. by_head: the first axis
+    of an entry is heads, sharded over ``tp``.
     table: the kind of page table that names the pages. A "context" table names all pages of a request in the order of its positions. A
     "window" table is a ring of the pages that hold the last ``page_size`` tokens; pages behind them are freed while the request runs.
     """
@@ -45,16 +45,16 @@ class CacheGroup:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of an entry in one layer."""
+        """Bytes of one entry in one layer."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.arrays.values())
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page, all layers and heads."""
+        """Bytes of a page over all layers and heads."""
         return self.entry_bytes * self.entries * len(self.layers)
 
     def device_page_bytes(self, tp: int) -> int:
-        """Bytes of a page on one of the ``tp`` devices of a replica."""
+        """Return the bytes of a page on one of a replica's ``tp`` devices."""
         return self.page_bytes // (tp if self.by_head else 1)
 
 
@@ -68,16 +68,16 @@ def cache_groups(
     lanes: int = 1,
     fp8_index: bool = False,
 ) -> tuple[CacheGroup, ...]:
-    """The groups of a model: what MLA caches of a token in the ``layout`` that its forms read, and its index key with sparse attention.
+    """Return an MLA model's cache groups: latents in the ``layout`` that its forms read, and index keys with sparse attention.
 
-    dtype: of all numbers; or ``fp8.E4M3``: then the latent is FP8, with a float32 scale for each 128 of its values, and the rotary key
+    dtype: of all values. With ``fp8.E4M3`` only the latent is FP8, with a float32 scale per 128 values; the rotary key
         stays bfloat16. V3's entry then takes 656 bytes instead of 1,152, as in FlashMLA's cache.
-    fp8_index: index keys are FP8 with a scale, as with an FP8 ``dtype``.
-    lanes: widths of latents are rounded up to a multiple of it, with zeros: 128 for the TPU's kernels, so that V3's entry of 512 + 64
-        takes 512 + 128 numbers.
+    fp8_index: store index keys as FP8 with a scale, as with an FP8 ``dtype``.
+    lanes: round widths of latents up to a multiple of this, zero-padded. The TPU kernels need 128, so V3's entry of 512 + 64
+        values takes 512 + 128.
 
     Raises:
-        UserError: FP8 in a layout that does not keep the latent apart, or sparse attention in one that keeps no latent.
+        UserError: FP8 in a layout that does not store the latent separately, or sparse attention in a layout without latents.
     """
     dtype, layers = np.dtype(dtype), tuple(layers)
     latents = _latent_arrays(config, dtype, layout, lanes)

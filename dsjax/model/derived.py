@@ -1,4 +1,4 @@
-"""Parameters that are derived from a checkpoint's: the products of a materialised MLA form."""
+"""Parameters derived from the checkpoint's: the products of a materialised MLA form."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from dsjax.model.transformer import MLA
 
 
 def materialise(step: ModelStep, params: Mapping[str, Array]) -> dict[str, Array]:
-    """Add to ``params`` the products that a materialised MLA form multiplies with, where the step's table has them."""
+    """Add the products of a materialised MLA form to ``params`` if the step's table declares them."""
     derived = {path: info for path, info in step.table.infos.items() if info.init == "derived"}
     if not derived:
         return dict(params)
     shardings = {path: step.rules.sharding(step.mesh, info.logical_axes, info.shape) for path, info in derived.items()}
 
     def products(params):
-        # The derived entries are not read; they stand in so that the module can be bound.
+        # Placeholders for the derived entries, which are not read, so that the module can be bound.
         stand_in = {path: params.get(path, 0) for path in step.table.infos}
         model, made = step.table.bind(stand_in), {}
         for name in {path.rpartition(".")[0] for path in derived}:
@@ -40,7 +40,7 @@ def materialise(step: ModelStep, params: Mapping[str, Array]) -> dict[str, Array
 
 
 def _products_of(mla: MLA, dtype: jnp.dtype) -> tuple[Float[Array, "Q H M"], Float[Array, "H M D"]]:
-    """``W^UQ·W^UK`` and ``W^UV·W^O`` by head."""
+    """Return ``W^UQ·W^UK`` and ``W^UV·W^O`` by head."""
     up_key, up_value = mla.key_value_weight(jnp.float32)
     query = mla.query_weight(jnp.float32)[..., : mla.config.mla.qk_nope_head_dim]
     output = rearrange(mla.o.value(jnp.float32), "(h u) d -> h u d", h=mla.config.num_attention_heads)

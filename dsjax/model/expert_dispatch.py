@@ -1,5 +1,5 @@
-"""How a step's tokens find their routed experts: on which devices these are, which copies tokens go to, what takes them there, and the
-product that they meet."""
+"""Expert dispatch of a step: the devices that have the routed experts, the physical copy each token goes to, the exchange, and the
+expert product."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from sharding.on_ranks import OneRank
 from sharding.placement import assign_copies, slot_distances
 
 EXPERTS = ".moe.experts."
-"""What stands in the path of every parameter that these devices have, and of no other."""
+"""Substring of the paths of exactly the parameters that these devices have."""
 
 
 @dataclass(frozen=True)
 class ExpertsApart:
-    """Describes the devices that have the routed experts and nothing else.
+    """Description of the devices that have only the routed experts (AFD).
 
-    spec: of these devices, each of which has whole experts. parts: into how many equal runs they are divided for what is sent there.
-    padded: whether all cells of an exchange travel there, and not those alone that are filled. infos: their parameters by path.
+    spec: mesh of these devices, each of which has whole experts. parts: number of equal runs into which they are divided for sending.
+    padded: whether all cells of an exchange are sent, not only the filled ones. infos: their parameters by path.
     """
 
     spec: MeshSpec
@@ -54,17 +54,17 @@ class ExpertsApart:
 
     @property
     def bytes_of_device(self) -> int:
-        """Bytes of the parameters of one device, each of which has whole experts."""
+        """Bytes of one device's parameters."""
         return sum(info.nbytes for info in self.infos.values()) // self.spec.ep_size
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertDispatch:
-    """The physical experts of a model on a mesh, and the way to them.
+    """A model's physical experts on a mesh, and the dispatch of tokens to them.
 
-    placement: of the routed experts, and of no shared one. nearest_copies: a token goes to the copies that are nearest to it.
-    shared_experts_fusion: the shared expert is one more of each rank's own.
-    products: those of the step, whose kernels and numbers the experts use as well.
+    placement: of the routed experts, without the shared expert. nearest_copies: send a token to the nearest copies of its experts.
+    shared_experts_fusion: each rank has the shared expert as an additional physical expert.
+    products: the step's products; the experts use the same kernels and activation scheme.
     """
 
     placement: LayerPlacements
@@ -77,12 +77,12 @@ class ExpertDispatch:
     def assign(
         self, of: Layer, routing: Routing, *, by_data: bool = False
     ) -> tuple[Int[Array, "N K"], Float[Array, "N K"]]:
-        """The physical experts of all token slots, and their weights. by_data: tokens are split over ``tp``."""
+        """Return the physical experts of all token slots, and their weights. by_data: tokens are split over ``tp``."""
         B, flat = len(routing.ids), partial(rearrange, pattern="b t ... -> (b t) ...")
         sharding, spec = self.sharding, self.sharding.spec
         spread, axes = (sharding.split, spec.token_axes) if by_data else (sharding.whole, spec.batch_axes)
         logical, active, weights = (flat(spread(a)) for a in (routing.ids, of.tokens.active, routing.weights))
-        # Copies take turns on each DP rank, or on each device where the tokens are split already.
+        # Copies take turns per DP rank, or per device if the tokens are already split.
         runs = spec.tp_size if by_data else 1
         distances, first = self._slot_distances(runs), 0
         if isinstance(sharding.mesh, OneRank):
@@ -92,7 +92,7 @@ class ExpertDispatch:
         return sharding.constrain(slots, axes), sharding.constrain(weights, axes)
 
     def exchange(self, of: Layer, x: Float[Array, "B T *n D"]) -> tuple[Exchange, ExpertsOfMesh]:
-        """How this layer's tokens go to their experts, and these."""
+        """Return the exchange of this layer's tokens, and the layer's experts."""
         products, spec, mesh = self.products, self.sharding.spec, self.sharding.mesh
         T, D, K = x.shape[1], x.shape[-1], products.config.num_experts_per_tok
         tokens = spec.dp_size * T
@@ -113,21 +113,21 @@ class ExpertDispatch:
 
     @property
     def config(self) -> DispatchConfig:
-        """``dispatch`` as this step's kernels carry it out."""
+        """``dispatch``, adapted to this step's kernels."""
         by_choice = self.dispatch.by_choice or self.products.native
         return replace(self.dispatch, by_choice=by_choice, in_memory=self._in_memory)
 
     def mean_load(self, tokens: int) -> float:
-        """Pairs of one physical expert in one product, if all ``tokens`` of the mesh are routed evenly."""
+        """Return the pairs of one physical expert in one product if all ``tokens`` of the mesh are routed evenly."""
         spec, top_k = self.sharding.spec, self.products.config.num_experts_per_tok
         local_rows = tokens / spec.num_devices
         if self.dispatch.chunk_tokens is not None:
             local_rows = min(local_rows, self.dispatch.chunk_tokens)
-        # Devices that share an expert's width compute the pairs of all of them.
+        # Devices that share an expert's width each compute the pairs of all of them.
         return local_rows * spec.ep_size * spec.expert_width_shards * top_k / self.placement.n_physical
 
     def _product(self, mean_load: float | None = None) -> ExpertProduct:
-        """The routed experts' product on one rank."""
+        """Return the routed experts' product on one rank."""
         products = self.products
         return ExpertProduct(
             weight_dtype=self._stored[0],
@@ -141,11 +141,11 @@ class ExpertDispatch:
 
     @property
     def _stored(self) -> list[np.dtype]:
-        """What the experts' weights mean, of each of their stacks; none where experts are on devices of their own."""
+        """Dtype of the experts' weights in each stack; empty with AFD, where other devices have the experts."""
         return [info.dtype for path, info in self.products.infos.items() if path.endswith("experts.down.weight")]
 
     def _slot_distances(self, runs: int) -> Int[np.ndarray, "R P"] | None:
-        """What ``assign_copies`` takes, where a token goes to the nearest copies; runs: of a DP rank's tokens."""
+        """Return the distances for ``assign_copies``; None without ``nearest_copies``. runs: number of runs of a DP rank's tokens."""
         if not self.nearest_copies:
             return None
         hosts = np.array([device.process_index for device in self.sharding.mesh.devices.flat])
@@ -160,7 +160,7 @@ class ExpertDispatch:
 
     @property
     def _in_memory(self) -> ExchangeInMemory | None:
-        """What carries rows between emulated devices, where all are in this process: their native kernels."""
+        """Native exchange of rows in memory, if all (emulated) devices are in this process; None for other exchanges."""
         mesh = self.sharding.mesh
         alone = all(device.process_index == jax.process_index() for device in mesh.devices.flat)
         if not self.products.native or not alone or self.dispatch.overlapped:
@@ -170,7 +170,7 @@ class ExpertDispatch:
 
 
 def stored(experts: RoutedExperts) -> dict[str, Array]:
-    """The arrays as they lie in memory: ``gate_up.weight``, ``down.weight``, and the like for ``scale`` and ``global_scale``."""
+    """Return the stored arrays by name: ``gate_up.weight`` and ``down.weight``, likewise for ``scale`` and ``global_scale``."""
     return {
         f"{name}.{part}": getattr(matrix, part)[...]
         for part in ("weight", "scale", "global_scale")

@@ -1,4 +1,4 @@
-"""A rank's expert weights as they lie in memory, and the SwiGLU product in plain JAX with one expert, or with all at once."""
+"""A rank's expert weights as stored, and the SwiGLU product in plain JAX, with one expert or all at once."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.parameters import dequantise, reinterpret
 
 Params = Mapping[str, Array]
-"""``gate_up.weight [X, D, 2, F]``, ``down.weight [X, F, D]`` in storage dtype; FP8 also has ``gate_up.scale`` and ``down.scale``, packed
-weights have these and, in NVFP4, ``global_scale`` (``fp4_matrix``).
+"""``gate_up.weight [X, D, 2, F]``, ``down.weight [X, F, D]`` in storage dtype. FP8 also has ``gate_up.scale`` and ``down.scale``; packed
+weights also have these and, in NVFP4, ``global_scale`` (``fp4_matrix``).
 
 With an int32 scalar ``layer`` the other arrays are stacks with a leading layers axis, and the product uses that layer. ``tiles`` then
-copies only the experts in use; a scan over the stack would first copy every expert of each layer (on a CPU a third of the time of a
-decode step's experts).
+copies only the experts in use; a scan over the stack would first copy every expert of each layer, which takes a third of the experts'
+time in a decode step on a CPU.
 """
 
 
@@ -42,12 +42,12 @@ class Experts:
 
     @property
     def stacked(self) -> bool:
-        """Whether the arrays are stacks of layers."""
+        """Whether the arrays have a leading layers axis."""
         return "layer" in self.params
 
     @property
     def fp4(self) -> PackedFormat | None:
-        """The format of the weights, where they are packed."""
+        """Format of packed weights; None for other weights."""
         return format_of(self.params, self.weight_dtype)
 
     @property
@@ -61,21 +61,21 @@ class Experts:
         return self.params.get("layer", jnp.int32(0))
 
     def stack(self) -> dict[str, Array]:
-        """The arrays as stacks of layers."""
+        """Return the arrays as stacks of layers."""
         return {name: array if self.stacked else array[None] for name, array in self.params.items() if name != "layer"}
 
     def fp4_stack(self, name: str) -> dict[str, Array]:
-        """The packed arrays of ``gate_up`` or ``down`` as stacks of layers, by part."""
+        """Return the packed arrays of ``gate_up`` or ``down`` by part, as stacks of layers."""
         stack = self.stack()
         return {part: stack[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in stack}
 
     def matrices(self, index: Int[Array, ""] | None = None) -> tuple[Array, Array]:
-        """Gate and up ``[D, 2F]`` and down ``[F, D]`` of one expert, or with None of all, ``[X, D, 2F]`` and ``[X, F, D]``."""
+        """Return gate and up ``[D, 2F]`` and down ``[F, D]`` of one expert; ``[X, D, 2F]`` and ``[X, F, D]`` of all if None."""
         gate_up, down = self._matrix("gate_up", index), self._matrix("down", index)
         return rearrange(gate_up, "... d stack f -> ... d (stack f)"), down
 
     def swiglu(self, x: Float[Array, "*x N D"], index: Int[Array, ""] | None = None) -> Float[Array, "*x N D"]:
-        """Apply one expert to rows ``[N, D]``, or with None each expert to its own rows ``[X, N, D]``; float32."""
+        """Apply one expert to rows ``[N, D]``, or if None each expert to its own rows ``[X, N, D]``. Returns float32."""
         if not self.scheme.dynamic:
             return swiglu(x, *self.matrices(index), self.limit)
         if self.fp4 is not None:
@@ -104,7 +104,7 @@ class Experts:
         return reinterpret(self._pick(f"{name}.weight", index), self.weight_dtype)
 
     def _pick(self, key: str, index: Int[Array, ""] | None) -> Array:
-        """Return one array of the layer, for all experts or for one. It is a single slice, because on a CPU each slice is a copy."""
+        """Return one array of the layer, for all experts or for one. Takes a single slice, because on a CPU each slice is a copy."""
         array = self.params[key]
         where = ([self.params["layer"]] if self.stacked else []) + ([] if index is None else [index])
         if not where:
@@ -116,7 +116,7 @@ class Experts:
 
 
 def swiglu(x: Array, gate_up: Array, down: Array, limit: float | None = None) -> Array:
-    """``down(silu(gate) × up)`` over the last two axes, any leading expert axis; float32 results."""
+    """Return ``down(silu(gate) × up)`` over the last two axes in float32; a leading expert axis is allowed."""
     hidden = jnp.matmul(x, gate_up, preferred_element_type=jnp.float32)
     gate, up = jnp.split(hidden, 2, axis=-1)
     return jnp.matmul(gated(gate, up, limit).astype(x.dtype), down, preferred_element_type=jnp.float32)

@@ -1,11 +1,11 @@
 """The routed experts' grouped SwiGLU product on one rank: each row goes through its own experts.
 
 ``local_experts(params, rows_ND, ids_NK, weights_NK) -> out_ND`` with
-``out[n] = sum_k weights[n, k] * Expert_{ids[n, k]}(rows[n])``, ids -1 for none. There are several implementations for different
-platforms; ``tests/dsjax/model/test_experts.py`` holds all of them to a plain loop.
+``out[n] = sum_k weights[n, k] * Expert_{ids[n, k]}(rows[n])``; an id of -1 means no expert. There are several implementations for
+different platforms; ``tests/dsjax/model/test_experts.py`` compares all of them with a plain loop.
 
-Each sorts the (row, expert) pairs by expert, so its cost follows the existing pairs, not N × K. Rows are read only by ``rows.take``,
-so that dispatch can pass packed rows, most of which may never be read.
+Each sorts the (row, expert) pairs by expert, so its cost scales with the existing pairs, not with N × K. Rows are read only with
+``rows.take``, so dispatch can pass packed rows, most of which may never be read.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from sharding.sums import pieces_here
 
 IMPLEMENTATIONS = ("auto", "tiles", "einsum")
 ROUND_ROWS = 32_768
-"""Most rows of one ``einsum`` round, over all experts of a device; in DeepSeek-V3 a row takes 60 kB of buffers."""
+"""Maximum rows of one ``einsum`` round over all experts of a device. In DeepSeek-V3 a row takes 60 kB of buffers."""
 
 
 @dataclass(frozen=True)
 class ExpertProduct:
-    """The grouped expert product as a callable, with the choices that shape its program.
+    """The grouped expert product as a callable, with its static options.
 
-    implementation: ``tiles`` (CPU), ``einsum`` (accelerators), or ``auto``, which takes a faster kernel of ``kernels`` before either.
+    implementation: ``tiles`` (CPU), ``einsum`` (accelerators), or ``auto``, which prefers a faster kernel of ``kernels`` to either.
     weight_dtype: dtype of the weights; the CPU platform stores them as unsigned integers.
     platform: where the product runs (``cpu``, ``gpu``, ``tpu``).
-    mean_load: pairs of an expert under even routing. None counts every entry of ``ids_NK``, which overestimates many times after a
+    mean_load: pairs of an expert under even routing. None counts every entry of ``ids_NK``, a large overestimate after a
         dispatch with empty places.
     tile: rows of a tile (``tiles``). capacity: rows per expert of a round (``einsum``). None: ``default_tile``, ``default_capacity``.
     scheme: whether FP8 weights are multiplied with quantised rows.
-    width_shares: devices that share each expert's width. The native kernel cuts its sums accordingly (``sharding.sums``).
-    limit: as of ``gated``.
+    width_shares: devices that share each expert's width. The native kernel splits its sums accordingly (``sharding.sums``).
+    limit: see ``gated``.
     """
 
     implementation: Literal["auto", "tiles", "einsum"] = "auto"
@@ -74,13 +74,13 @@ class ExpertProduct:
     def __call__(
         self, params: Params, rows_ND: Float[Array, "N D"], ids_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"]
     ) -> Float[Array, "N D"]:
-        """Weighted sum of each row's experts, accumulated in float32, in the dtype of ``rows_ND``."""
+        """Return the weighted sum of each row's experts in the dtype of ``rows_ND``, accumulated in float32."""
         with jax.named_scope("experts"):
             experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme, self.limit)
             if self.is_native(rows_ND.dtype):
                 return self._native(experts, rows_ND, ids_NK, weights_NK)
             mean_load = ids_NK.size / experts.count if self.mean_load is None else self.mean_load
-            ours = self.implementation == "auto" and self.scheme.experts is None  # others are XLA's to multiply
+            ours = self.implementation == "auto" and self.scheme.experts is None  # XLA multiplies with other schemes
             if self.kernels.name("experts") == "pallas" and ours:
                 stack = experts.stack()
                 if self.kernels.pallas.platform == "tpu":
@@ -88,7 +88,7 @@ class ExpertProduct:
                 if experts.fp4 is not None or all(map(addressable, stack.values())):
                     return self._pallas(experts, stack, rows_ND, ids_NK, weights_NK, mean_load)
             pairs = sort_pairs(ids_NK, weights_NK, experts.count)
-            # On a CPU a copy of each expert in use is cheapest (docs/measurements/2026-11-22-grouped-products.csv); elsewhere one product.
+            # Copying each expert in use is fastest on CPUs (docs/measurements/2026-11-22-grouped-products.csv), one product elsewhere.
             as_tiles = self.platform == "cpu" if self.implementation == "auto" else self.implementation == "tiles"
             if as_tiles:
                 out = tiles(experts, rows_ND, pairs, self.tile or default_tile(mean_load))
@@ -100,7 +100,7 @@ class ExpertProduct:
     def terms(
         self, params: Params, rows_ND: Float[Array, "N D"], ids_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"]
     ) -> Float[Array, "N K D"] | None:
-        """Return the weighted result of each of a row's experts, zero for none; None where no kernel gives it (``sharding.dispatch``)."""
+        """Return the weighted result of each expert of a row, 0 for id -1; None without a kernel for it (``sharding.dispatch``)."""
         if not self.is_native(rows_ND.dtype):
             return None
         experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme, self.limit)
@@ -109,7 +109,7 @@ class ExpertProduct:
     def is_native(self, dtype: np.dtype) -> bool:
         """Whether rows of ``dtype`` go through the native kernel."""
         native = self.kernels.name("experts") == "native" and dtype == jnp.float32
-        # Quantised rows are for weights in FP8 and packed ones.
+        # Rows are quantised only for FP8 and packed weights.
         multiplies = not self.scheme.dynamic or self.weight_dtype in (fp8.E4M3, PACKED)
         return native and multiplies and self.implementation == "auto"
 
@@ -125,7 +125,7 @@ class ExpertProduct:
         ranks: int,
         held: int,
     ) -> tuple[Float[Array, "N D"], Int[Array, "X"], Int[Array, ""]]:
-        """Like the call, over the experts of ``ranks`` devices that share a memory (``NativeKernels.experts_together``)."""
+        """Like ``__call__``, over the experts of ``ranks`` devices in shared memory (``NativeKernels.experts_together``)."""
         experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme, self.limit)
         options = self._native_options(experts)
         rows_ND = self._rounded(rows_ND, options["hidden"])
@@ -135,11 +135,11 @@ class ExpertProduct:
 
     def _native(self, experts: Experts, rows_ND, ids_NK, weights_NK, apart: bool = False) -> Array:
         options = self._native_options(experts)
-        # What travelled in FP8 is rounded to it already.
+        # Rows sent in FP8 are already rounded.
         if not (options["hidden"] == "fp8" and isinstance(rows_ND, PackedRows) and rows_ND.wire.fp8):
             rows_ND = self._rounded(rows_ND, options["hidden"])
         if isinstance(rows_ND, PackedRows):
-            # A packed float32 row begins with its values: the kernel reads the rows that it needs where they lie.
+            # A packed float32 row begins with its values, so the kernel reads the rows that it needs in place.
             rows_ND = rows_ND.words_NW if not rows_ND.wire.fp8 else rows_ND.take(jnp.arange(rows_ND.shape[0]))
         return self.kernels.native.experts(
             experts.stack(), experts.layer, rows_ND, ids_NK, weights_NK, apart=apart, **options
@@ -156,14 +156,14 @@ class ExpertProduct:
         }
 
     def _rounded(self, rows_ND, hidden: str):
-        """Round rows to the format that hidden values are rounded to."""
+        """Round rows to the format of the hidden values."""
         if hidden == "float32":
             return rows_ND
         rows_ND = rows_ND.take(jnp.arange(rows_ND.shape[0]), axis=0)
         return nvfp4_rows.round_trip(rows_ND) if hidden == "nvfp4" else fp8.dequantise(*self.scheme.quantise(rows_ND))
 
     def _pallas(self, experts: Experts, stack, rows_ND, ids_NK, weights_NK, mean_load: float) -> Float[Array, "N D"]:
-        """Apply experts by Triton's kernels, in rounds of sorted pairs; even routing needs one round."""
+        """Apply experts with the Triton kernels, in rounds of sorted pairs. Even routing needs one round."""
         (N, K), X, interpret = ids_NK.shape, experts.count, self.kernels.pallas.interpret
         size = round_pairs(mean_load, X, N * min(K, X))
         own_load = min(mean_load, size / X)
@@ -171,7 +171,7 @@ class ExpertProduct:
         total = pairs.start_X[-1] + pairs.count_X[-1]
         place_NK = jnp.zeros((N * K,), jnp.int32).at[pairs.pair_P].set(jnp.arange(N * K), unique_indices=True)
         place_NK = place_NK.reshape(N, K)
-        # So that the slice of the last round is not shifted back, and the last tile has all its rows.
+        # Padding keeps the last round's slice from being clamped and gives the last tile all its rows.
         row_P = jnp.pad(pairs.row_P, (0, size + SLACK))
 
         def one_round(r: Array | int, out_ND: Array | None = None) -> Float[Array, "N D"]:
@@ -202,7 +202,7 @@ class ExpertProduct:
         return out_ND
 
     def _mosaic(self, experts: Experts, stack, rows_ND, ids_NK, weights_NK, mean_load: float) -> Float[Array, "N D"]:
-        """Apply experts on TPUs: pairs stand in tiles that begin with an expert's first, and each is added to its row by XLA."""
+        """Apply experts on TPUs. Each expert's pairs start at a tile boundary; XLA adds each result to its row."""
         (N, K), X = ids_NK.shape, experts.count
         size = round_pairs(mean_load, X, N * min(K, X))
         own_load = min(mean_load, size / X)
@@ -230,7 +230,7 @@ class ExpertProduct:
         return out_ND.astype(rows_ND.dtype)
 
     def _rows(self, rows_ND, index_P: Int[Array, "P"]) -> Float[Array, "P D"] | fp8.Quantised:
-        """Return rows by index for the Pallas kernels, quantised if the scheme says so. Rows that travelled in FP8 are so already."""
+        """Return rows by index for the Pallas kernels, quantised if the scheme says so. Rows sent in FP8 are already quantised."""
         if self.scheme == ActivationScheme(dynamic=True) and isinstance(rows_ND, PackedRows) and rows_ND.wire.fp8:
             return rows_ND.take_quantised(index_P)
         x_PD = rows_ND.take(index_P, axis=0, mode="clip")
@@ -245,8 +245,8 @@ class ExpertProduct:
 class SortedPairs(NamedTuple):
     """All P = N × K (row, expert) pairs sorted by expert, rows ascending within an expert; pairs without an expert are last.
 
-    pair_P: index of each pair before sorting. row_P, weight_P: its row and its routing weight. start_X, count_X: the first pair of each
-    expert, and the number of its pairs.
+    pair_P: index of each pair before sorting. row_P, weight_P: its row and its routing weight. start_X, count_X: first pair and number of
+    pairs of each expert.
     """
 
     pair_P: Int[Array, "P"]
@@ -257,7 +257,7 @@ class SortedPairs(NamedTuple):
 
 
 def sort_pairs(ids_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"], experts: int) -> SortedPairs:
-    """Sort by expert. One packed key: on CPU a one-operand sort takes a sixth of an ``argsort`` (2,048 pairs: 42 against 240 µs)."""
+    """Sort pairs by expert with one packed key. On CPU this takes a sixth of an ``argsort`` (2,048 pairs: 42 instead of 240 µs)."""
     pairs = ids_NK.size
     if (experts + 1) * pairs >= 2**32:
         raise ValueError(f"{pairs} pairs of {experts} experts do not fit a 32-bit sort key; dispatch in smaller chunks")
@@ -274,12 +274,12 @@ def sort_pairs(ids_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"], exper
 
 
 def tiles(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPairs, tile: int) -> Float[Array, "N D"]:
-    """A loop over tiles of ``tile`` pairs that never cross an expert; its trip count is the number of tiles in use.
+    """Loop over tiles of ``tile`` pairs, each of one expert. The trip count is the number of tiles in use.
 
-    Work is within a tile per expert of the least possible, however skewed, and nothing of size P × D exists.
+    For any routing, the extra work is at most one tile per expert, and no array of size P × D is allocated.
     """
     last_tile_X = jnp.cumsum(lax.div(pairs.count_X + (tile - 1), tile))
-    row_P = jnp.pad(pairs.row_P, (0, tile))  # so that the slice of the last tile is not shifted back
+    row_P = jnp.pad(pairs.row_P, (0, tile))  # keeps the last tile's slice from being clamped
     weight_P = jnp.pad(pairs.weight_P, (0, tile))
 
     def one_tile(t: Array, out_ND: Array) -> Array:
@@ -297,7 +297,7 @@ def tiles(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPairs, ti
 
 
 def einsum(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPairs, capacity: int) -> Float[Array, "N D"]:
-    """One batched product of all experts with ``capacity`` rows each, in as many rounds as the fullest expert needs."""
+    """Run batched products of all experts with ``capacity`` rows each, in as many rounds as the most loaded expert needs."""
     if not experts.scheme.dynamic:
         apply = partial(swiglu, **dict(zip(("gate_up", "down"), experts.matrices(), strict=True)), limit=experts.limit)
     else:
@@ -314,26 +314,26 @@ def einsum(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPairs, c
         return out_ND.at[row_XC].add(jnp.where(used_XC[:, :, None], y_XCD, 0), mode="promise_in_bounds")
 
     out_ND = one_round(0, jnp.zeros(rows_ND.shape, jnp.float32))
-    if capacity >= rows_ND.shape[0]:  # a row uses an expert once at most
+    if capacity >= rows_ND.shape[0]:  # a row uses an expert at most once
         return out_ND
     rounds = -(-jnp.max(pairs.count_X) // capacity)
     return lax.fori_loop(1, rounds, one_round, out_ND)
 
 
 def default_tile(mean_load: float) -> int:
-    """Rows of a tile: 4 to 64, by an expert's mean number of pairs (CPU: docs/measurements/2026-11-22-grouped-products.csv).
+    """Return the rows of a tile: 4 to 64, by an expert's mean number of pairs (CPU: docs/measurements/2026-11-22-grouped-products.csv).
 
-    A tile costs one copy of its expert's weights and the product of all its rows, used or not: small tiles for few
-    rows, large ones for many.
+    A tile costs one copy of its expert's weights and the product of all its rows, used or not. Small tiles therefore suit few
+    rows, and large tiles many.
     """
     return next((tile for tile, most in ((4, 1), (8, 8), (16, 64), (32, 256)) if mean_load <= most), 64)
 
 
 def default_capacity(mean_load: float, experts: int) -> int:
-    """Rows per expert of an ``einsum`` round: the mean load and four standard deviations, rounded up to a multiple of 8.
+    """Return rows per expert of an ``einsum`` round: the mean load plus four standard deviations, rounded up to a multiple of 8.
 
-    Under even routing a second round, which reads all weights again, is then rare. A round has at most ``ROUND_ROWS`` rows in all,
-    so that its buffers stay small; by then an expert's rows are so many that reading its weights again costs little beside them.
+    A second round, which reads all weights again, is then rare under even routing. A round has at most ``ROUND_ROWS`` rows in total
+    to bound its buffers; with that many rows per expert, reading the weights again costs comparatively little.
     """
     enough = 8 * math.ceil((mean_load + 4 * mean_load**0.5) / 8)
     return min(enough, max(8, ROUND_ROWS // experts))

@@ -1,12 +1,12 @@
 """MLA's forms: the ways to compute its attention over a cache, one object each.
 
-``CD`` caches keys and values decompressed, per head. ``CC`` caches the latent and expands it to keys and values for all context tokens,
-anew each step. ``A_CC`` absorbs ``W^UK`` into the query and ``W^UV`` into the output, and so attends in latent space, on one array
-``[latent ‖ rotary key]``. ``A_CC_ME`` does the same with the two parts kept and multiplied apart, so that nothing is concatenated or
-moved. ``AM_CC_ME`` has the products ``W^UQ·W^UK`` and ``W^UV·W^O`` computed ahead. All five give the same result.
+``CD`` caches decompressed keys and values per head. ``CC`` caches the latent and expands it to keys and values for all context tokens
+in each step. ``A_CC`` absorbs ``W^UK`` into the query and ``W^UV`` into the output, and so attends in latent space, on one array
+``[latent ‖ rotary key]``. ``A_CC_ME`` does the same with two separate arrays, so that nothing is concatenated or copied.
+``AM_CC_ME`` uses precomputed products ``W^UQ·W^UK`` and ``W^UV·W^O``. All five give the same result.
 
-Forms with ``kernels`` are what engines run; the others are plain JAX, to compare with and to read. Nothing here imports JAX before it
-computes: the planner and the command line read the table.
+Engines run the forms with ``kernels``; the others are plain JAX, for comparison and for reading. JAX is imported only to compute, since
+the planner and the command line read the table without it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _NONE = MappingProxyType({})
 
 
 class Prepared(NamedTuple):
-    """What a form attends with, of one row group.
+    """Inputs of a form's attention for one row group.
 
-    queries: ``[B, R, C, H, _]``. weights: matrices by head that multiply the context, ``[M, H, _]``. finish: makes the heads' values
-    ``[B, R, C, H, U]`` of what ``weigh`` gave.
+    queries: ``[B, R, C, H, _]``. weights: matrices by head that multiply the context, ``[M, H, _]``. finish: converts the result of
+    ``weigh`` to the heads' values ``[B, R, C, H, U]``.
     """
 
     queries: Sequence[Array]
@@ -43,12 +43,12 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class Form:
-    """One way to compute MLA's attention. For a form of your own, inherit it and give the class: ``LLM(mla_prefill=…, mla_decode=…)``.
+    """A way to compute MLA's attention. To add a form, subclass it and pass the class: ``LLM(mla_prefill=…, mla_decode=…)``.
 
     name: in options and reports. layouts: cache layouts that it reads. kernels: backend → name of the kernel that computes it from a cache
-    in the layout ``split``; another backend leaves it to plain JAX. heads_first: scores are ``[R, H, C, S]``, not ``[R, C, H, S]``.
-    materialised: it multiplies with ``W^UQ·W^UK`` and ``W^UV·W^O``, computed ahead, and ``finish`` gives the layer's output
-    ``[B, R, C, D]``. masks: where queries choose what they attend to, it masks the rest; other forms gather what was chosen.
+    in the layout ``split``; other backends fall back to plain JAX. heads_first: scores are ``[R, H, C, S]``, not ``[R, C, H, S]``.
+    materialised: it uses precomputed products ``W^UQ·W^UK`` and ``W^UV·W^O``, and ``finish`` returns the layer's output
+    ``[B, R, C, D]``. masks: if queries choose positions, it masks the others; other forms gather the chosen ones.
     """
 
     name: ClassVar[str]
@@ -62,32 +62,32 @@ class Form:
         return self.name
 
     def prepare(self, mla: MLA, p: Projections) -> Prepared:
-        """Queries and weights, from a layer's matrices and the projections of its tokens ``[B, R, C, …]``."""
+        """Return queries and weights from a layer's matrices and its tokens' projections ``[B, R, C, …]``."""
         raise NotImplementedError
 
     def score(self, queries: Sequence[Array], weights: Sequence[Array], context: Mapping[str, Array]) -> Array:
-        """Float32 scores of a block of context, before they are scaled, on one device.
+        """Return unscaled float32 scores of a block of context on one device.
 
         queries: without ``B``. context: the cache's arrays, ``[R, S, …]``, in the queries' dtype.
         """
         raise NotImplementedError
 
     def weigh(self, probs: Array, weights: Sequence[Array], context: Mapping[str, Array]) -> Array:
-        """Float32 sums over a block of context. probs: as ``score`` lays them out, in the queries' dtype."""
+        """Return float32 weighted sums over a block of context. probs: laid out as by ``score``, in the queries' dtype."""
         raise NotImplementedError
 
-    # What it costs (``mla_costs.py``). By default as in latent space.
+    # Costs (``mla_costs.py``). The defaults are for attention in latent space.
 
     def pair_values(self, config: ModelConfig) -> int:
-        """Multiply-adds of a head for a query and a position."""
+        """Return a head's multiply-adds for one query and one position."""
         return 2 * config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
 
     def expansion_values(self, config: ModelConfig) -> int:
-        """Multiply-adds of a head with ``W^UK`` and ``W^UV`` for a position of the context, instead of for a query."""
+        """Return a head's multiply-adds with ``W^UK`` and ``W^UV`` per context position; 0 if they are per query."""
         return 0
 
     def head_values(self, config: ModelConfig) -> int:
-        """Numbers of a head and a query that products hand to one another."""
+        """Return the number of intermediate values between products, for one head and one query."""
         return config.mla.qk_head_dim + config.mla.v_head_dim + 2 * config.mla.kv_lora_rank
 
 
@@ -172,7 +172,7 @@ class _AbsorbedJoined(_Absorbed):
         return shared_scores(context["joined"], queries[0])
 
     def weigh(self, probs, weights, context):
-        # All of the row, of which ``finish`` takes the latent's part: a slice of the context would be copied first.
+        # Sum over the whole row; ``finish`` takes the latent's part. Slicing the context would copy it first.
         return product("rchs,rsw->rchw", probs, context["joined"])
 
 
@@ -180,14 +180,14 @@ FORMS: dict[str, Form] = {
     form.name: form for form in (_Decompressed(), _Expanded(), _AbsorbedJoined(), _Absorbed(), _Materialised())
 }
 WITH_KERNELS = tuple(name for name, form in FORMS.items() if form.kernels)
-"""The forms that engines run; they keep one order of each sum (``docs/exactness.md``)."""
+"""The forms that engines run. Each of their sums has a fixed order (``docs/exactness.md``)."""
 
 
 def form_of(given: str | Form | type[Form]) -> Form:
-    """The form of a name, a class or an object.
+    """Return the form given by a name, a class or an object.
 
     Raises:
-        UserError: it is neither.
+        UserError: ``given`` is none of these.
     """
     if isinstance(given, type) and issubclass(given, Form):
         return given()
@@ -201,10 +201,10 @@ def form_of(given: str | Form | type[Form]) -> Form:
 
 
 def common_layout(prefill: Form, decode: Form) -> Layout:
-    """The cache layout that both phases' forms can read.
+    """Return a cache layout that the forms of both phases can read.
 
     Raises:
-        UserError: they have no layout in common.
+        UserError: The forms have no layout in common.
     """
     for layout in prefill.layouts:
         if layout in decode.layouts:
@@ -217,17 +217,17 @@ def common_layout(prefill: Form, decode: Form) -> Layout:
 
 
 def product(equation: str, a: Array, b: Array, dtype: str | None = "float32") -> Array:
-    """``einsum`` with sums and result in ``dtype``; None: in that of its operands."""
+    """Compute ``einsum`` with sums and result in ``dtype``. None: the operands' dtype."""
     import jax.numpy as jnp
 
     return jnp.einsum(equation, a, b, preferred_element_type=dtype)
 
 
 def shared_scores(context: Float[Array, "R S W"], q: Float[Array, "R C H W"]) -> Float[Array, "R C H S"]:
-    """Float32 scores of all heads against the one latent, or rotary key, that they share.
+    """Return float32 scores of all heads against the latent, or rotary key, that they share.
 
-    ``queries × contextᵀ`` makes XLA's CPU backend transpose the context, which pays for many queries; for one query a row it
-    is the other way round (256 rows of 128 positions: 1.5 against 2.0 ms).
+    For ``queries × contextᵀ`` XLA's CPU backend transposes the context, which pays off only for several queries per row.
+    With one query per row, ``context × queriesᵀ`` is faster (256 rows of 128 positions: 1.5 ms instead of 2.0 ms).
     """
     if q.shape[1] == 1:
         return product("rsw,rchw->rsch", context, q).transpose(0, 2, 3, 1)
@@ -241,7 +241,7 @@ def _joined(*arrays: Array) -> Array:
 
 
 def _parts(context: Mapping[str, Array], width: int) -> tuple[Array, Array]:
-    """Latents, of that width, and rotary keys, of either layout."""
+    """Return latents of the given width and rotary keys, in either layout."""
     if "joined" in context:
         return context["joined"][..., :width], context["joined"][..., width:]
     return context["latent"], context["rope"]

@@ -1,8 +1,8 @@
-"""A layer's products with its matrices on a mesh: where they lie in the stack of layers, and in FP8.
+"""Products of a layer with its matrices on a mesh: in place in the stack of layers, and in FP8.
 
-XLA copies what a scan over layers slices out of a stack before its own products read it. Where a kernel reads the stack itself, the
-matrix stays whole, and the layer's number goes to the kernel. Products in FP8 are written out for each device, too: a device has whole
-blocks of 128 (``MeshSpec.check_fits``), so that it quantises its part of the activations by itself.
+In a scan over layers, XLA copies each slice of a stack before it multiplies with it. If a kernel can read the stack itself, the matrix
+stays unsliced and the kernel gets the layer's number. FP8 products use ``shard_map``, too: each device has whole blocks of 128
+(``MeshSpec.check_fits``), so it quantises its shard of the activations locally.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from sharding.on_ranks import OneRank, on_ranks
 from sharding.sums import pieces_here, tree_sum
 
 SHARED_DEPTHS = ("heads", "mlp_width", "shared_width", "expert_width")
-"""Logical axes over which products are summed and which some mesh cuts: their sums are trees on every mesh."""
+"""Contracted logical axes that a mesh may shard. Sums over them are trees on every mesh."""
 
 
 @dataclass(frozen=True, eq=False)
 class MatricesInPlace:
-    """Which of a model's matrices stay in their stacks, and the products with them.
+    """Products with a model's matrices, and the names of those that stay in their stacks.
 
-    infos: of all parameters, by path. scheme: whether activations are quantised for products with FP8 weights.
+    infos: all parameters by path. scheme: whether activations are quantised for products with FP8 weights.
     """
 
     config: ModelConfig
@@ -52,13 +52,13 @@ class MatricesInPlace:
 
     @property
     def native(self) -> bool:
-        """Whether products and norms are the native kernels', whose rows have the same bits on every mesh (``docs/exactness.md``)."""
+        """Whether native kernels compute products and norms; their rows have the same bits on every mesh (``docs/exactness.md``)."""
         return self.kernels.name("other products") == "native"
 
     def names(self, attention: Collection[str]) -> frozenset[str]:
-        """Names of the matrices that the scan over layers need not slice, because ``multiply``, or attention, reads them in the stack.
+        """Return names of the matrices that the scan over layers leaves unsliced, because ``multiply`` or attention reads the stack.
 
-        attention: names of attention's matrices that may be among them (``AttentionFamily.in_stack``).
+        attention: names of attention matrices that may stay in the stack (``AttentionFamily.in_stack``).
         """
         if self.kernels.name("other products") == "plain":
             return frozenset()
@@ -67,19 +67,19 @@ class MatricesInPlace:
             return frozenset({*names, "router"})
         on_tpu = self.kernels.pallas.platform == "tpu"
         paths = [(path, path.split(".")[-2]) for path in self.infos if path.endswith(".weight")]
-        if on_tpu:  # the routed experts' matrices, whose names are the same, have kernels of their own
+        if on_tpu:  # the routed experts' matrices have the same names but separate kernels
             paths = [(path, name) for path, name in paths if ".experts." not in path]
         refused = {name for path, name in paths if name in names and not self._takes(path)}
         return frozenset(names - refused)
 
     def _local(self, info: ParameterInfo | None) -> jax.ShapeDtypeStruct | None:
-        """The part of a stacked parameter that a device has."""
+        """Return a device's shard of a stacked parameter."""
         return info and jax.ShapeDtypeStruct(
             self.rules.sharding(self.mesh, info.logical_axes, info.shape).shard_shape(info.shape), info.storage_dtype
         )
 
     def _takes_slice(self, weight: ParameterInfo, scale: ParameterInfo | None = None) -> bool:
-        """Whether the dense kernel can multiply with one layer of a matrix."""
+        """Return whether the dense kernel can multiply with one layer of a matrix."""
         return self._dense_takes(
             *(
                 stored and jax.ShapeDtypeStruct((1, *stored.shape[1:]), stored.dtype)
@@ -92,7 +92,7 @@ class MatricesInPlace:
         return tpu_products.takes_dense if self.kernels.pallas.platform == "tpu" else products.takes
 
     def _takes(self, path: str) -> bool:
-        """Whether the dense kernel can multiply with the part of a stacked matrix that a device has."""
+        """Return whether the dense kernel can multiply with a device's shard of a stacked matrix."""
         weight, scale = (
             self._local(self.infos.get(f"{path.removesuffix('weight')}{part}")) for part in ("weight", "scale")
         )
@@ -103,13 +103,13 @@ class MatricesInPlace:
     def multiply(
         self, index: Int[Array, ""], *, split_tokens: bool = False, scatter: bool = False, by_data: bool = False
     ) -> Multiply:
-        """Products with the matrices of layer ``index`` of a stack, in the stack where they were left there.
+        """Return the product with a matrix of layer ``index``. It reads matrices that were left unsliced in their stack.
 
-        scatter: ``split_tokens`` where XLA multiplies, too: a reduce-scatter of the program's own, and not what the compiler makes of it.
-        by_data: the tokens are split over ``tp`` already, and the matrices are whole on each device.
+        scatter: apply ``split_tokens`` to XLA's products, too, with an explicit reduce-scatter instead of the compiler's choice.
+        by_data: the tokens are already split over ``tp``, and the matrices are replicated.
 
-        split_tokens: leave a replica's tokens split over its ``tp`` devices where the product is summed over them and ``tp`` divides
-        them. The shared experts' sum is then added to the routed experts', which come so, and both are gathered at once.
+        split_tokens: leave a replica's tokens split over its ``tp`` devices if the product is summed over ``tp`` and ``tp`` divides the
+        tokens. The shared experts' sum is then added to the routed experts', which is split in the same way, before one all-gather.
         """
 
         def in_stack(matrix: Matrix, x: Array) -> Array:
@@ -120,7 +120,7 @@ class MatricesInPlace:
                 return self._ordered(matrix, index, x, split_tokens=split_tokens, by_data=by_data)
             sliced = weight.ndim < len(info.shape)
             quantise = kept_fp8 and self.scheme.dynamic
-            # A kernel reads an FP8 slice where the stack is too large for it: the copy is a fourth of what a dequantised one moves.
+            # If the stack is too large for a kernel, it reads an FP8 slice: copying that moves a fourth of a dequantised slice's bytes.
             pallas = self.kernels.name("other products") == "pallas"
             pallas = pallas and (not sliced or (kept_fp8 and self._takes_slice(info, matrix.scale.info)))
             spec, batch = self.rules.spec(info.logical_axes), self.spec.batch_axes
@@ -169,7 +169,7 @@ class MatricesInPlace:
         return in_stack
 
     def _grouped(self, matrix: GroupedMatrix, x: Array) -> Array:
-        """``GroupedMatrix.product`` of one layer's matrix by the native kernel. A group is whole on its device."""
+        """Compute ``GroupedMatrix.product`` of one layer's matrix with the native kernel. Each group is whole on one device."""
         weight = matrix.value(x.dtype) if hasattr(matrix, "scale") else matrix.weight[...]
         columns, batch = self.rules.spec(matrix.weight.info.logical_axes)[-1], self.spec.batch_axes
 
@@ -183,7 +183,7 @@ class MatricesInPlace:
         return out.reshape(*x.shape[:-1], matrix.width)
 
     def _scattered(self, matrix: Matrix, spec: P, x: Array) -> Array:
-        """``Matrix.product`` with one layer's matrix, whose sum over ``tp`` is scattered over the tokens."""
+        """Compute ``Matrix.product`` with one layer's matrix, and reduce-scatter the sum over ``tp`` along the tokens."""
 
         def local(weight: Array, x: Array) -> Array:
             return jax.lax.psum_scatter((x[0] @ weight)[None], spec[1], scatter_dimension=1, tiled=True)
@@ -193,7 +193,7 @@ class MatricesInPlace:
         return on_ranks(local, self.mesh, in_specs, out_specs)(matrix.value(x.dtype), x)
 
     def _ordered(self, matrix: Matrix, index: Int[Array, ""] | None, x: Array, **tokens: bool) -> Array:
-        """``Matrix.product`` by ``ordered_product``; index: of the layer, where ``matrix`` is the stack's; tokens: as of ``multiply``."""
+        """Compute ``Matrix.product`` with ``ordered_product``. index: of the layer if ``matrix`` is a stack. tokens: see ``multiply``."""
         info, weight = matrix.weight.info, matrix.weight[...]
         axes = info.logical_axes[1:] if info.logical_axes[0] == "layers" else info.logical_axes
         arrays = {"weight": weight} | ({"scale": matrix.scale[...]} if hasattr(matrix, "scale") else {})
@@ -213,11 +213,11 @@ class MatricesInPlace:
         by_data: bool = False,
         transposed: bool = False,
     ) -> Array:
-        """``x [B, ..., K]`` times layer ``layer`` of ``weight [L, K, *columns]`` with logical ``axes``; transposed it is ``[L, J, K]``.
+        """Multiply ``x [B, ..., K]`` by layer ``layer`` of ``weight [L, K, *columns]``, or ``[L, J, K]`` if transposed.
 
-        Where K can be cut over devices, its sum is the tree of ``sharding.sums`` on every mesh, and devices that share it add its branches.
-        split_tokens, by_data: as of ``multiply``. dtype: of the result; None: that of ``x``. Rows are quantised first where the scheme
-        says so, in blocks of 128 of K.
+        axes: of the weight. If a mesh may shard K, its sum is the tree of ``sharding.sums`` on every mesh, and devices that share it add
+        its branches. split_tokens, by_data: see ``multiply``. dtype: of the result; None: of ``x``. Rows are first quantised if the scheme
+        says so, in blocks of 128 along K.
         """
         dtype = dtype or x.dtype
         spec, batch = self.rules.spec(axes), self.spec.batch_axes
@@ -233,7 +233,7 @@ class MatricesInPlace:
             out = self.kernels.native.dense(*where, rows, pieces=pieces, transposed=transposed)
             return tree_sum(out, depth, shares, split=split, dtype=dtype)[None] if depth else out[None]
 
-        own = P(spec[0], *columns, depth) if transposed else spec  # as the weight lies
+        own = P(spec[0], *columns, depth) if transposed else spec  # as the weight is stored
         rows = self.spec.head_axes if by_data else None
         out_specs = P(batch, depth if split else rows, *columns)
         run = on_ranks(local, self.mesh, (dict.fromkeys(arrays, own), P(), P(batch, rows, depth)), out_specs)
@@ -241,7 +241,7 @@ class MatricesInPlace:
         return out.reshape(*x.shape[:-1], *out.shape[2:])
 
     def project(self, model: Transformer, hidden: Array, dtype: np.dtype, *, by_data: bool) -> Array:
-        """Float32 logits ``[B, J, V]`` of hidden states ``[B, J, D]``. by_data: as of ``multiply``."""
+        """Return float32 logits ``[B, J, V]`` of hidden states ``[B, J, D]``. by_data: see ``multiply``."""
         if not self.native:
             weight = model.head_weight(dtype)
             return jnp.einsum("bnd,dv->bnv", hidden, weight, preferred_element_type=jnp.float32)
@@ -257,14 +257,14 @@ class MatricesInPlace:
         )
 
     def residual(self, residual: Residual, *, by_data: bool = False) -> Residual:
-        """The residual connection, by kernels where it has some. by_data: as of ``normalise``."""
+        """Return the residual connection, with native kernels if available. by_data: see ``normalise``."""
         if self.kernels.name("hyper-connections") != "native":
             return residual
         tokens = P(self.spec.batch_axes, self.spec.head_axes if by_data else None)
         return residual.with_kernels(self.kernels.native, self.mesh, tokens)
 
     def normalise(self, norm: RMSNorm | LayerNorm | HeadNorm, x: Array, *, by_data: bool = False) -> Array:
-        """The norm, by the native kernel where products are native. by_data: tokens are split over ``tp``."""
+        """Apply the norm, with the native kernel if products are native. by_data: tokens are split over ``tp``."""
         if self.native and isinstance(norm, HeadNorm):
             return self._normalise_heads(norm, x)
         if not self.native:
@@ -287,6 +287,6 @@ class MatricesInPlace:
 
 
 def _stored_head(model: Transformer) -> tuple[Array, bool]:
-    """The output projection as it lies in memory, and whether that is transposed: ``[V, D]``, the embedding, where the two are tied."""
+    """Return the stored LM head, and whether it is transposed: with tied embeddings it is the embedding ``[V, D]``."""
     tied = model.config.tie_word_embeddings
     return (model.embed if tied else model.head).weight[...], tied

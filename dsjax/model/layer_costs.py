@@ -1,4 +1,4 @@
-"""What a layer costs and caches whatever its kind: MLA's and compressed attention behind one name; and the products beside attention."""
+"""Costs and cache groups of a layer of any kind: MLA and compressed attention behind one interface, and the other products."""
 
 from collections.abc import Iterable
 
@@ -22,14 +22,14 @@ def attention_cost(config: ModelConfig, attention: str, form: str | Form, **work
 def smallest_pages(
     config: ModelConfig, layers: Iterable[int], dtype: np.dtype, *, fp8_index: bool = False
 ) -> tuple[CacheGroup, ...]:
-    """Return the cache groups of these layers, with ``ModelConfig.page_tokens`` tokens on a page. fp8_index: as of ``cache_groups``."""
+    """Return the cache groups of these layers, with ``ModelConfig.page_tokens`` tokens on a page. fp8_index: see ``cache_groups``."""
     if config.v4 is not None:
         return compressed_groups(config, layers, dtype, config.page_tokens)
     return cache_groups(config, layers, dtype, fp8_index=fp8_index)
 
 
 def values_beside(config: ModelConfig, kind: LayerKind, tp: int = 1) -> int:
-    """Multiply-adds of a token in one layer's products on one device, beside attention and routed experts."""
+    """Return multiply-adds per token of one layer's products on one device, without attention and routed experts."""
     values = 2 * residual_values(config)
     if not kind.routed:
         return values + mlp_parameters(config, config.intermediate_size // tp)
@@ -41,5 +41,5 @@ def values_beside(config: ModelConfig, kind: LayerKind, tp: int = 1) -> int:
 
 
 def residual_values(config: ModelConfig) -> int:
-    """Multiply-adds of a token in one block's residual connection: hyper-connections' projection, and the mixture of streams."""
+    """Return multiply-adds per token of one block's residual connection: the hyper-connections' projection and mixing of streams."""
     return sum(n * config.hidden_size * (n * (n + 2) + n) for n in config.streams)

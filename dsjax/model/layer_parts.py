@@ -37,7 +37,7 @@ from sharding.dispatch.transit import in_turn
 class LayerParts:
     """The parts of any layer, for use while a step is traced.
 
-    forms: of prefill and of decode. apart: whether routed experts are on devices of their own (AFD), so that tokens leave this mesh.
+    forms: of prefill and of decode. apart: whether routed experts are on separate devices (AFD), so that tokens leave this mesh.
     """
 
     attention: AttentionFamily
@@ -170,7 +170,7 @@ class LayerParts:
     # Second part: dispatch.
 
     def send(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sent:
-        """Choose each token's experts, and send the token to them."""
+        """Choose each token's experts and send the token to them."""
         return in_turn(self.ways_there(of, x), self.route(of, x))
 
     def route(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sent:

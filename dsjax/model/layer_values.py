@@ -1,4 +1,4 @@
-"""What passes between the four parts of a layer: attention, send, compute and receive (``docs/architecture.md``)."""
+"""Values passed between the four parts of a layer: attention, send, compute and receive (``docs/architecture.md``)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from sharding.placement import CopyTables
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Tokens:
-    """What a pass through the layers needs to know of its token slots.
+    """Inputs of all layers for the token slots of a step.
 
-    slots, window_slots: where the cache has their entries, on context pages and on window pages; −1 for padding.
+    slots, window_slots: cache slots of the tokens' entries on context pages and on window pages; −1 for padding.
     """
 
     groups: Sequence[RowGroup]
@@ -36,8 +36,8 @@ class Tokens:
 class Layer:
     """One decoder layer and the tokens that pass through it.
 
-    block: its modules. index: its number in their stack; layer: in the cache. copies: where the copies of its experts are.
-    bind: makes the modules anew from the stack; None where a scan has sliced them.
+    block: its modules. index: its number in their stack. layer: its number in the cache. copies: locations of its experts' copies.
+    bind: builds the modules from the stack again; None if a scan has sliced them.
     """
 
     block: DecoderLayer
@@ -48,7 +48,7 @@ class Layer:
     bind: Callable[[], DecoderLayer] | None = None
 
     def here(self) -> Layer:
-        """This layer for the branch that is being traced, so that what it reads of the stack is sliced in that branch alone."""
+        """Return this layer for the branch being traced, so that weights are sliced from the stack only in that branch."""
         return self if self.bind is None else replace(self, block=self.bind())
 
 
@@ -57,7 +57,7 @@ class Layer:
 class Projected:
     """Tokens before attention's heads.
 
-    x: as the layer got them; mix: what ``Residual.pre`` gave for ``post``; projections: queries, and what was written to the cache.
+    x: the layer's input. mix: from ``Residual.pre``, for ``post``. projections: queries, and the values written to the cache.
     """
 
     x: Float[Array, "B T *n D"]
@@ -68,10 +68,10 @@ class Projected:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sent:
-    """Tokens on their way to their experts: what ``send`` gives, and ``compute`` takes.
+    """Dispatched tokens: the result of ``send`` and the input of ``compute``.
 
-    x: the tokens after attention; mix: as of ``Projected``, of the MLP; normed: normalised, as experts read them; transit: the same, packed
-    or arrived.
+    x: the tokens after attention. mix: as in ``Projected``, for the MLP. normed: the normalised tokens, input of the experts. transit: the
+    same tokens, packed or received.
     """
 
     x: Float[Array, "B T *n D"]
@@ -83,9 +83,9 @@ class Sent:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Computed:
-    """What experts gave for tokens, on its way back to them: what ``compute`` gives, and ``receive`` takes.
+    """Outputs of the experts: the result of ``compute`` and the input of ``receive``.
 
-    x, mix: as of ``Sent``; transit: the routed experts' sums, where these are or returned; shared: the shared experts', if any.
+    x, mix: as in ``Sent``. transit: the routed experts' sums, on the expert ranks or returned. shared: the shared experts' output, if any.
     """
 
     x: Float[Array, "B T *n D"]

@@ -1,15 +1,15 @@
-"""What one MLA layer costs in each of its forms: cache, floating-point operations, bytes moved.
+"""Cost of one MLA layer in each form: cache, floating-point operations, bytes moved.
 
 Plain arithmetic on `ModelConfig`, for the planner and the documentation. Letters as in `docs/glossary.md`: `R` rows of
 `C` query tokens each, `S` context positions of a row. A multiply-add is two operations; norms, rotation and softmax,
 which are linear in the activations, are not counted.
 
-Over V3's 61 layers one decoded token at context `S` costs 16.99 M × S operations of attention in the absorbed forms,
-5.00 M × S with a decompressed cache (`CD`), and 2,047 M × S more where latents are expanded anew (`CC`); the cache
-holds 1,152 bytes a token and layer in bf16, or 81,920 decompressed.
+Over V3's 61 layers, one decoded token at context `S` costs 16.99 M × S operations of attention in the absorbed forms and
+5.00 M × S with a decompressed cache (`CD`); `CC` adds 2,047 M × S to expand the latents in each step. The cache
+holds 1,152 bytes per token and layer in bf16, or 81,920 decompressed.
 
-With sparse attention (docs/sparse-attention.md) a query's index scores cost 2 · I · (A + 1) operations for each context position (V3.2:
-16,512, of which the absorbed attention to one position costs 278,528), and it attends to at most `index_topk`.
+With sparse attention (docs/sparse-attention.md) a query's index scores cost 2 · I · (A + 1) operations per context position (V3.2:
+16,512; absorbed attention to one position costs 278,528), and the query attends to at most `index_topk` positions.
 """
 
 from dataclasses import dataclass
@@ -24,26 +24,26 @@ from dsjax.model.parameter_counts import attention_matrices
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """What one layer costs one device for one row group: operations, and bytes moved, as integers."""
+    """Cost of one layer on one device for one row group: operations and bytes moved, as integers."""
 
     linear_flops: int
-    """Projections of the query tokens, with absorbed or materialised products where the form has them."""
+    """Projections of the query tokens, including the form's absorbed or materialised products."""
     expansion_flops: int
-    """Expanding the latents of the whole context to keys and values, in forms that do so."""
+    """Expansion of the whole context's latents to keys and values, in forms that expand them."""
     attention_flops: int
     """Scores and weighted sums: proportional to the context."""
     weight_bytes: int
     """Weight matrices, each read once."""
     cache_read_bytes: int
-    """Context entries, each read once for a row (all heads and queries of the row share the read)."""
+    """Context entries, each read once per row (all heads and queries of the row share the read)."""
     cache_write_bytes: int
     """Entries of the new tokens."""
     activation_bytes: int
-    """Every product's operands and result that are neither weights nor cache, written once and read once. Scores are
-    left out: attention is fused."""
+    """Operands and results of products that are neither weights nor cache, each written once and read once. Scores are
+    not counted, because attention is fused."""
 
     index_flops: int = 0
-    """Index scores of sparse attention: proportional to the context."""
+    """Index scores of sparse attention, proportional to the context."""
 
     @property
     def flops(self) -> int:
@@ -57,10 +57,10 @@ class AttentionCost:
 
 
 def weight_values(config: ModelConfig, form: str | Form, tp: int = 1) -> int:
-    """Matrix elements that a form multiplies by in one layer, on one device (equal to half its linear operations).
+    """Return the matrix elements that a form multiplies with in one layer on one device (half its linear operations per token).
 
-    Those of `attention_matrices`, and the indexer's `[D, I]`. Materialised, each head has `W^UQ·W^UK [Q, M]`, `W^QR [Q, O]` and
-    `W^UV·W^O [M, D]` in place of `[Q, N+O]`, `[M, N+U]` and `[U, D]` (V3: 583 M instead of 172 M in all heads).
+    Counts `attention_matrices` and the indexer's `[D, I]`. If materialised, each head has `W^UQ·W^UK [Q, M]`, `W^QR [Q, O]` and
+    `W^UV·W^O [M, D]` instead of `[Q, N+O]`, `[M, N+U]` and `[U, D]` (V3: 583 M instead of 172 M over all heads).
     """
     mla, heads, width = config.mla, config.num_attention_heads // tp, config.hidden_size
     rank, nope, value, query = mla.kv_lora_rank, mla.qk_nope_head_dim, mla.v_head_dim, mla.q_lora_rank or width
@@ -85,11 +85,11 @@ def mla_cost(
     activation_itemsize: int = 2,
     tp: int = 1,
 ) -> AttentionCost:
-    """Cost of one layer for `rows` × `chunk` query tokens, each row with `context` positions in its cache.
+    """Return the cost of one layer for `rows` × `chunk` query tokens, each row with `context` positions in its cache.
 
-    `attended`: positions that a query sees, on average over the chunk; default `context`. For a whole prompt of `n`
-    tokens in one chunk pass `(n + 1) / 2`. `tp`: devices that share the heads; the figures are one device's. `cache_dtype`: as of
-    `cache_groups`. Itemsizes in bytes; FP8 weights are 1 (their scales add 1/4096).
+    `attended`: mean number of positions that a query of the chunk sees; default `context`. For a whole prompt of `n`
+    tokens in one chunk pass `(n + 1) / 2`. `tp`: devices that share the heads; the cost is per device. `cache_dtype`: see
+    `cache_groups`. Itemsizes are in bytes; FP8 weights are 1 (their scales add 1/4096).
     """
     form, heads = form_of(form), config.num_attention_heads // tp
     tokens, positions = rows * chunk, rows * context
@@ -105,7 +105,7 @@ def mla_cost(
         if not form.masks:
             read = positions * sum(keys) + tokens * indexer.topk * entry
             seen = min(seen, indexer.topk)
-    # Each written by one product and read by the next: the layer's input and result, latents, the heads' values, expanded keys and values.
+    # Values written by one product and read by the next: layer input and result, latents, the heads' values, expanded keys and values.
     latents = mla.kv_lora_rank + mla.qk_rope_head_dim + (mla.q_lora_rank or 0)
     handed = tokens * (config.hidden_size + latents + heads * form.head_values(config))
     handed += positions * (expanded // mla.kv_lora_rank)

@@ -1,8 +1,8 @@
-"""The sums of the model's plain forward pass (``transformer.py``) as the engine makes them on a CPU, to the bit, and their derivatives.
+"""Products for the model's plain forward pass (``transformer.py``), bitwise equal to the engine's on a CPU, with derivatives.
 
-A trainer that computes log-probabilities with them has those that the engine gave, and not others that are close. Forward, under
-``jax.grad`` and ``jax.vjp`` too, each sum is made by the native kernel of the engine's step; backward, XLA differentiates the same
-function as ``XlaProducts`` computes it, at the same point.
+A trainer that uses them computes exactly the engine's log-probabilities. In the forward pass, also under ``jax.grad`` and ``jax.vjp``,
+the native kernels of the engine's step compute each sum. In the backward pass, XLA differentiates the ``XlaProducts`` version of the
+function at the same point.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from sharding.sums import pieces_of
 
 @dataclass(frozen=True)
 class NativeProducts:
-    """The engine's sums in float32, for ``Transformer(…)(tokens, products=…)`` in place of ``XlaProducts``: of one device, on a CPU.
+    """The engine's float32 products on one CPU device, for ``Transformer(…)(tokens, products=…)`` instead of ``XlaProducts``.
 
-    kernels: as ``choose_kernels("native", "cpu", …).native`` loads them.
-    form: the MLA form whose sums attention makes. ``A_CC_ME`` gives what an engine with ``batch_invariant=True`` gives; ``CC`` what one
-        without it gives for prompts (``--mla-prefill``, whose default it is).
+    kernels: as loaded by ``choose_kernels("native", "cpu", …).native``.
+    form: the MLA form of attention's sums. ``A_CC_ME`` matches an engine with ``batch_invariant=True``; ``CC`` matches prompts of an
+        engine without it (the default of ``--mla-prefill``).
 
-    Weights may be of any format: they are widened to float32 first, which gives the bits of kernels that widen them by themselves.
+    Weights may have any format: they are converted to float32 first, with the same bits as in kernels that convert them on reading.
     Packed experts are the exception: their kernel multiplies by blocks. Sparse attention chooses as with ``--index-scores float``.
-    DeepSeek-V4's attention, head norms, grouped product and hyper-connections stay XLA's, so its logits are close and not equal.
+    XLA computes DeepSeek-V4's attention, head norms, grouped product and hyper-connections, so its logits are close but not equal.
     """
 
     observe: ClassVar[None] = None
@@ -53,7 +53,7 @@ class NativeProducts:
     form: Literal["CC", "A_CC_ME"] = "A_CC_ME"
 
     def multiply(self, matrix: Matrix | ExpertRouter, x: Float[Array, "*b K"]) -> Float[Array, "*b *columns"]:
-        """``Matrix.product``."""
+        """Compute ``Matrix.product``."""
         if isinstance(matrix, GroupedMatrix):
             return matrix.product(x)
         weight = matrix.value(jnp.float32) if isinstance(matrix, Matrix) else value_of(matrix.weight)
@@ -61,7 +61,7 @@ class NativeProducts:
         return self._product(x, weight.astype(jnp.float32), pieces_of(x.shape[-1]) if axes[0] in SHARED_DEPTHS else 1)
 
     def normalise(self, norm: RMSNorm | LayerNorm | HeadNorm, x: Float[Array, "*b W"]) -> Float[Array, "*b W"]:
-        """The norm."""
+        """Apply the norm."""
         if isinstance(norm, HeadNorm):
             return norm(x)
 
@@ -77,7 +77,7 @@ class NativeProducts:
         return _with_derivative(native, plain)(x, *(value_of(parameter).astype(x.dtype) for parameter in parameters))
 
     def attend(self, mla: MLA, p: Projections) -> tuple[Float[Array, "B S H U"], None]:
-        """Causal attention of sequences to themselves: each is a row of the kernel, and lies on one page of a cache of its own."""
+        """Apply causal self-attention. Each sequence is a row of the kernel, on one page of a temporary cache."""
         config, (B, S) = mla.config, p.latent.shape[:2]
         form, is_sparse = FORMS[self.form], p.index is not None and config.mla.indexer.topk < S
 
@@ -90,7 +90,7 @@ class NativeProducts:
                 at, count, words = self.kernels.index_choice(index.query, index.weight, *keys)
                 if form.masks:
                     where = *where, words
-                else:  # each query is a row, whose page has what it chose, in the order of positions
+                else:  # each query is a row, whose page holds its chosen entries in the order of positions
                     q_nope, q_rope = (rearrange(q, "b s h n -> (b s) 1 h n") for q in (q_nope, q_rope))
                     latent, k_rope = (
                         rearrange(jax.vmap(lambda array, at: array[at])(array, at), "b s k w -> (b s) k w")
@@ -118,7 +118,7 @@ class NativeProducts:
         ids_TK: Int[Array, "T K"],
         weights_TK: Float[Array, "T K"],
     ) -> Float[Array, "T D"]:
-        """Each token's experts with their weights."""
+        """Return the weighted sum of each token's experts."""
 
         def native(x, ids, weights, gate_up, down):
             stack = {"gate_up.weight": gate_up[None], "down.weight": down[None]}
@@ -130,7 +130,7 @@ class NativeProducts:
         return _with_derivative(native, partial(weighted_sum, limit=experts.limit))(x_TD, ids_TK, weights_TK, *matrices)
 
     def project(self, model: Transformer, x: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
-        """Float32 logits."""
+        """Return float32 logits."""
         return self._product(x, model.head_weight(jnp.float32), 1)
 
     def _product(self, x: Float[Array, "*b K"], weight: Float[Array, "K *columns"], pieces: int):
@@ -143,7 +143,7 @@ class NativeProducts:
 
 
 def _with_derivative(native: Callable[..., Array], plain: Callable[..., Array]) -> Callable[..., Array]:
-    """``native``, differentiated as ``plain``, which computes the same; both take arrays alone."""
+    """Return ``native`` with the derivative of ``plain``, which computes the same function. Both take only arrays."""
     function = jax.custom_vjp(native)
     function.defvjp(lambda *given: (native(*given), given), lambda given, change: jax.vjp(plain, *given)[1](change))
     return function

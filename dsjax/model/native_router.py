@@ -1,4 +1,4 @@
-"""The router's choice by the native kernel, on the CPU platform."""
+"""Expert choice of the router with the native kernel, on the CPU platform."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dsjax.model.parameters import value_of
 from dsjax.model.router import ExpertRouter, Routing
 
 METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
-"""Values of ``topk_method`` that the kernel knows. XLA computes others, and routers that override ``choose``."""
+"""Values of ``topk_method`` that the kernel supports. XLA computes others, and routers that override ``choose``."""
 
 
 def native_choice(kernels: Kernels, router: ExpertRouter) -> Callable[..., Routing] | None:
-    """The kernel's version of ``router.choose``; None where there is none."""
+    """Return the kernel's version of ``router.choose``; None if the kernel does not support the router."""
     has_kernel = type(router).choose is ExpertRouter.choose and router.config.topk_method in METHODS
     return partial(_choose, kernels.native, router) if has_kernel and kernels.name("router") == "native" else None
 
@@ -26,7 +26,7 @@ def native_choice(kernels: Kernels, router: ExpertRouter) -> Callable[..., Routi
 def _choose(
     kernels: NativeKernels, router: ExpertRouter, logits: Float[Array, "*b E"], tokens: Int[Array, "*b"]
 ) -> Routing:
-    """``ExpertRouter.choose``, with the same ids and weights to the bit."""
+    """Compute ``ExpertRouter.choose`` with bitwise equal ids and weights."""
     scores, config = router.scores(logits), router.config
     groups, kept = config.routed_groups or (1, 1)
     rows, leading = pack([scores], "* e")

@@ -1,4 +1,4 @@
-"""RMSNorm, and LayerNorm."""
+"""RMSNorm and LayerNorm."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from dsjax.model.parameters import Declaration, value_of
 
 LATENT_EPS = 1e-6
-"""Epsilon of the norms on the query and key-value latents: the reference gives them this, whatever ``rms_norm_eps`` says."""
+"""Epsilon of the norms on the query and key-value latents. As in the reference, it does not depend on ``rms_norm_eps``."""
 
 
 class RMSNorm(nnx.Module):
@@ -27,14 +27,14 @@ class RMSNorm(nnx.Module):
 
 
 def unweighted(x: Float[Array, "*batch width"], eps: float) -> Float[Array, "*batch width"]:
-    """``x / sqrt(mean(x²) + eps)`` over the last dimension, computed in float32; keeps the dtype of ``x``."""
+    """Return ``x / sqrt(mean(x²) + eps)`` over the last dimension, computed in float32, in the dtype of ``x``."""
     x_f32 = x.astype(jnp.float32)
     return (x_f32 * jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """``unweighted`` norms of each head's values ``[..., H, W]``, whose heads may be split over ``tp``."""
+    """``unweighted`` norm of each head's values ``[..., H, W]``; heads may be sharded over ``tp``."""
 
     eps: float
 
@@ -61,9 +61,9 @@ class LayerNorm(nnx.Module):
 
 
 Normalise = Callable[[Callable[[Array], Array], Array], Array]
-"""The norm itself, or another way to the same."""
+"""Applies a norm: directly, or with a kernel."""
 
 
 def normalise(norm: Callable[[Array], Array], x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
-    """Call the norm."""
+    """Apply the norm directly."""
     return norm(x)

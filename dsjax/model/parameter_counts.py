@@ -1,7 +1,7 @@
-"""Numbers of parameters of a model, by component, and of those active for a token. Plain arithmetic on `ModelConfig`.
+"""Parameter counts of a model, by component, in total and active per token. Plain arithmetic on `ModelConfig`.
 
 The planner and `dsjax info` use these without building a model; a test compares them with the model's own table.
-For the letters see `docs/glossary.md`.
+Letters as in `docs/glossary.md`.
 """
 
 import functools
@@ -53,7 +53,7 @@ def attention_matrices(config: ModelConfig, tp: int = 1, attention: str = "mla")
     """One device's shard of an attention layer: shapes `[in, out]` of the quantisable matrices, and the number of other parameters.
 
     tp: devices that share the heads; everything else is replicated. Biases are not counted. attention: see `LayerKind`. In V4's
-    kinds each float32 parameter counts as two.
+    layers each float32 parameter counts as two.
     """
     if attention != "mla":
         return _compressed_matrices(config, tp, attention)
@@ -124,9 +124,9 @@ def parameter_counts(config: ModelConfig) -> Mapping[str, int]:
     Keys that count one instance: `embedding`, `head` (0 when tied to the embedding), `mla`, `dense_mlp`, `expert`,
     `shared_experts`, `router`, `router_bias`, `layer_norms`, `dense_layer`, `moe_layer`, `final_norm`, `mtp_module`.
     Keys of totals: `main_model`; `mtp` (all MTP modules, without the embedding and head that they share);
-    `active` (`main_model` without the routed experts that a token does not use; the whole embedding counts, as in DeepSeek's own
-    figure; V3: 37,552,297,472). A DeepSeek-V4 has attention kinds `window`, `csa` and `hca`, `hyper_connections` (of a layer),
-    `hyper_connections_end` and `hash_table` (chooses experts in the first layers), and no `mla`, `dense_mlp`, `dense_layer`, `moe_layer`.
+    `active` (`main_model` without the routed experts that a token does not use; the whole embedding counts, as in DeepSeek's
+    figure; V3: 37,552,297,472). DeepSeek-V4 has attention kinds `window`, `csa` and `hca`, `hyper_connections` (of a layer),
+    `hyper_connections_end` and `hash_table` (expert choice of the first layers), but no `mla`, `dense_mlp`, `dense_layer`, `moe_layer`.
     """
     width, kinds = config.hidden_size, [kind for run in config.layer_runs for kind in run.kinds * run.count]
     embedding, residual = config.vocab_size * width, residual_parameters(config)

@@ -1,4 +1,4 @@
-"""A model's structure and the table of its parameters, holding no memory."""
+"""Structure of a model and the table of its parameters, without allocating them."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def parameter_table(
     begins: bool = True,
     ends: bool = True,
 ) -> ParameterTable:
-    """The model's structure and its parameters, holding no memory.
+    """Return the model's structure and its parameters, without allocating them.
 
-    weights: how matrices are kept; platform: where (see ``parameters.storage_dtype``); num_physical: physical experts,
-    default the logical ones; materialise: with the products of a materialised MLA form, which are derived
-    from the others and in no checkpoint (``init == "derived"``); mtp: with the MTP modules, where the model has any. shared_apart:
-    False where the shared expert is one of the physical experts, and has no parameters beside them. derived_dtype: as of ``Declaration``.
-    begins, ends: as of ``Transformer``.
+    weights: weight format of matrices. platform: see ``parameters.storage_dtype``. num_physical: physical experts of a layer,
+    default the logical ones. materialise: include the products of a materialised MLA form, which are derived
+    from other parameters and are in no checkpoint (``init == "derived"``). mtp: include the model's MTP modules, if any. shared_apart:
+    False if the shared expert is one of the physical experts and has no separate parameters. derived_dtype: see ``Declaration``.
+    begins, ends: see ``Transformer``.
 
     Raises:
-        ConfigError: ``config.router`` is no class of a router.
+        ConfigError: ``config.router`` is not a router class.
     """
     if not shared_apart:
         config = dataclasses.replace(config, n_shared_experts=0)
@@ -51,5 +51,5 @@ def parameter_table(
 
 
 def abstract_parameters(config: ModelConfig, **options) -> dict[str, ParameterInfo]:
-    """``{path: ParameterInfo}`` of a model; options as ``parameter_table``'s."""
+    """Return ``{path: ParameterInfo}`` of a model. options: see ``parameter_table``."""
     return dict(parameter_table(config, **options).infos)

@@ -1,8 +1,8 @@
-"""How a parameter is declared, once: shape, dtype, logical axes, initialiser; and what follows from it.
+"""Declaration of a parameter in one place: shape, dtype, logical axes and initialiser.
 
-A module's constructor calls a ``Declaration``; the parameters it makes hold ``jax.ShapeDtypeStruct`` values, so a
-671 B model is built in milliseconds and owns no memory. Abstract values, shardings, random values and the
-checkpoint reader are all derived from the flat table ``{path: ParameterInfo}`` of such a model.
+A module's constructor calls a ``Declaration``, whose parameters hold ``jax.ShapeDtypeStruct`` values, so a
+671 B model is built in milliseconds without allocating memory. Abstract values, shardings, random values and the
+checkpoint reader are all derived from the model's flat table ``{path: ParameterInfo}``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sharding import Rules
 from sharding.host_memory import on_device
 
 Weights = Literal[tuple(WEIGHT_FORMATS)]
-"""How matrices are kept: a name of the table of weight formats."""
+"""Weight format of matrices: a key of ``WEIGHT_FORMATS``."""
 WEIGHT_DTYPES: dict[str, np.dtype] = {
     "f32": np.dtype(np.float32),
     "bf16": np.dtype(ml_dtypes.bfloat16),
@@ -40,57 +40,57 @@ _BIT_PATTERNS = {"bfloat16": np.dtype(np.uint16), "float8_e4m3fn": np.dtype(np.u
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """All there is to know of a parameter but its values."""
+    """Metadata of a parameter: everything except its values."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    """What the bits mean."""
+    """Logical dtype of the values."""
     storage_dtype: np.dtype
-    """What lies in memory: ``dtype``, or the unsigned integer of its width (see ``storage_dtype``)."""
+    """Dtype in memory: ``dtype``, or the unsigned integer of the same width (see ``storage_dtype``)."""
     logical_axes: tuple[str | None, ...]
     init: str = "normal"
     """``normal`` (standard deviation 1/√fan-in), ``ones``, ``zeros`` or ``scale`` (FP8 block scales)."""
     quantised: bool = False
-    """Whether a ``scale`` parameter stands beside it."""
+    """Whether the parameter has an associated ``scale``."""
     packed: int = 1
-    """Numbers in an element: 2 in a byte of a packed format."""
+    """Values per element: 2 in a byte of a packed format."""
 
     @property
     def count(self) -> int:
-        """The model's own numbers in it: none in what is derived or is a scale of others."""
+        """Number of model parameters; 0 for derived parameters and scales."""
         return 0 if self.init in ("derived", "scale") else math.prod(self.shape) * self.packed
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole parameter, over all devices once."""
+        """Bytes of the whole, unsharded parameter."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def storage_dtype(dtype: np.dtype, platform: str) -> np.dtype:
-    """The dtype in which values of ``dtype`` are kept on ``platform``.
+    """Return the dtype in which ``platform`` stores values of ``dtype``.
 
     XLA's CPU backend computes in float32, and hoists the conversion of a whole scanned stack of bf16 or FP8 weights out
-    of the loop: 13.9 GB of temporaries for a V3 stack's share. Integers of the same bits, reinterpreted inside the loop
-    body, convert one layer at a time (0.24 GB).
+    of the loop: 13.9 GB of temporaries for a V3 stack's share. Integers with the same bits, reinterpreted inside the loop
+    body, are converted one layer at a time (0.24 GB).
     """
     return _BIT_PATTERNS.get(dtype.name, dtype) if platform == "cpu" else dtype
 
 
 def reinterpret(array: Array, dtype: np.dtype) -> Array:
-    """Read stored bits as ``dtype``; an array that has it already comes back as it is."""
+    """Reinterpret stored bits as ``dtype``. An array of that dtype is returned unchanged."""
     if array.dtype == dtype:
         return array
     return jax.lax.bitcast_convert_type(array, jnp.dtype(dtype))
 
 
 def store(values: Array, dtype: np.dtype, stored: np.dtype) -> Array:
-    """Round to ``dtype``, then to the bits that lie in memory: what ``reinterpret`` reads."""
+    """Round to ``dtype`` and return the bits as ``stored``, the inverse of ``reinterpret``."""
     rounded = values.astype(dtype)
     return rounded if stored == dtype else jax.lax.bitcast_convert_type(rounded, stored)
 
 
 def dequantise(weight: Array, scale: Array, dtype: jnp.dtype) -> Array:
-    """``weight × scale`` with one scale per 128 × 128 block of the last two matrix dimensions.
+    """Return ``weight × scale`` with one scale per 128 × 128 block of the last two matrix dimensions.
 
     weight: ``[..., I, J]`` float8_e4m3fn, or ``[..., I, 2, J]`` for a fused gate and up; scale: the same with I and J
     divided by 128, rounded up. Source: DeepSeek-V3 technical report §3.3.2, ``weight_scale_inv`` of its checkpoint.
@@ -107,18 +107,18 @@ def expand_blocks(scale: Array, axis: int, size: int) -> Array:
 
 
 def blocks(size: int) -> int:
-    """How many quantisation blocks a dimension has, the last one possibly short."""
+    """Return the number of quantisation blocks of a dimension, including a partial last one."""
     return -(-size // BLOCK)
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """Makes the parameters of one model: it knows how matrices are kept, for which platform, and how many layers are stacked.
+    """Factory of one model's parameters, with their weight format, platform and number of stacked layers.
 
     stack: length of the leading ``layers`` axis of each parameter; None: no such axis. num_physical: physical experts of a layer.
     materialise: whether to declare the products of a materialised MLA form, which are derived from other parameters.
-    derived_dtype: of what is computed from parameters once; None: as of parameters that are never quantised. FP8 weights times their
-        scales do not fit bfloat16, so that where float32 is computed in, what is derived from them is kept in float32.
+    derived_dtype: dtype of derived parameters; None: ``plain_dtype``. FP8 weights times their scales do not fit bfloat16, so
+        a model that computes in float32 keeps derived parameters in float32.
     """
 
     weights: Weights
@@ -129,7 +129,7 @@ class Declaration:
     derived_dtype: np.dtype | None = None
 
     def stacked(self, depth: int) -> Declaration:
-        """A declaration like this one, whose parameters get a leading ``layers`` axis of size ``depth``."""
+        """Return a copy whose parameters get a leading ``layers`` axis of size ``depth``."""
         return replace(self, stack=depth)
 
     @property
@@ -139,17 +139,17 @@ class Declaration:
 
     @property
     def keeps_fp8(self) -> bool:
-        """Whether matrices other than the routed experts' are FP8."""
+        """Whether matrices outside the routed experts are FP8."""
         return self.format.keeps_fp8
 
     @property
     def format(self) -> WeightFormat:
-        """The row of the table of weight formats."""
+        """Entry of the table of weight formats."""
         return WEIGHT_FORMATS[self.weights]
 
     @property
     def for_experts(self) -> Declaration:
-        """The declaration for the matrices of routed experts, which ``mixed`` keeps in bf16."""
+        """Declaration for the matrices of routed experts, which ``mixed`` keeps in bf16."""
         return replace(self, weights="bf16") if self.weights == "mixed" else self
 
     def parameter(
@@ -162,7 +162,7 @@ class Declaration:
         quantised: bool = False,
         packed: int = 1,
     ) -> nnx.Param:
-        """One parameter, which holds a ``jax.ShapeDtypeStruct`` where a loaded one has values."""
+        """Return a parameter that holds a ``jax.ShapeDtypeStruct`` instead of values."""
         if self.stack is not None:
             shape, axes = (self.stack, *shape), ("layers", *axes)
         dtype = dtype or self.plain_dtype
@@ -172,7 +172,7 @@ class Declaration:
 
 
 class Matrix(nnx.Module):
-    """A weight matrix that may be kept in FP8; ``scale`` then stands beside ``weight``.
+    """A weight matrix. In FP8 it has a ``scale`` in addition to ``weight``.
 
     ``shape`` is ``[..., in, out]``, or ``[..., in, 2, out]`` for a fused gate and up, whose middle axis is called
     ``stack``.
@@ -192,42 +192,42 @@ class Matrix(nnx.Module):
             self.scale = declare.parameter(scale_shape, axes, init="scale", dtype=WEIGHT_DTYPES["f32"])
 
     def value(self, dtype: jnp.dtype) -> Array:
-        """The matrix in ``dtype``, dequantised if need be."""
+        """Return the matrix in ``dtype``, dequantised if necessary."""
         weight = value_of(self.weight)
         if not hasattr(self, "scale"):
             return weight.astype(dtype)
         return dequantise(weight, self.scale[...], dtype)
 
     def product(self, x: Array) -> Array:
-        """``x [..., in]`` times the matrix: ``[..., out]``, or ``[..., 2, out]``."""
+        """Multiply ``x [..., in]`` by the matrix. Returns ``[..., out]``, or ``[..., 2, out]``."""
         weight = self.value(x.dtype)
         return x @ weight if weight.ndim == 2 else jnp.einsum("...d,dgf->...gf", x, weight)
 
 
 class GroupedMatrix(Matrix):
-    """A matrix ``[in, groups × out]``, of which each group of columns multiplies values of its own."""
+    """A matrix ``[in, groups × out]``. Each group of columns multiplies a separate input."""
 
     def __init__(self, declare: Declaration, groups: int, depth: int, width: int, axes: tuple[str | None, str | None]):
         super().__init__(declare, (depth, groups * width), axes)
         self.width = width
 
     def product(self, x: Float[Array, "*b G K"]) -> Float[Array, "*b G W"]:
-        """Each group's values times its columns."""
+        """Multiply each group's input by the group's columns."""
         weight = rearrange(self.value(x.dtype), "k (g w) -> g k w", w=self.width)
         return jnp.einsum("...gk,gkw->...gw", x, weight)
 
 
 Multiply = Callable[[Matrix, Array], Array]
-"""``Matrix.product``, or a faster way to the same."""
+"""``Matrix.product``, or a faster equivalent."""
 
 
 def multiply(matrix: Matrix, x: Array) -> Array:
-    """``Matrix.product``."""
+    """Compute ``Matrix.product``."""
     return matrix.product(x)
 
 
 def value_of(parameter: nnx.Param) -> Array:
-    """A parameter's values: its stored bits, read as the dtype that they mean."""
+    """Return a parameter's values: its stored bits, reinterpreted as its logical dtype."""
     return reinterpret(parameter[...], parameter.info.dtype)
 
 
@@ -235,7 +235,7 @@ def value_of(parameter: nnx.Param) -> Array:
 class ParameterTable:
     """A model's structure and the flat table of its parameters.
 
-    paths: of all of them, in the order of ``tree``. Those that are not in ``infos`` are on other devices, and stay without a value.
+    paths: of all parameters, in the order of ``tree``. Parameters that are not in ``infos`` are on other devices and have no value here.
     """
 
     graph: nnx.GraphDef
@@ -252,11 +252,11 @@ class ParameterTable:
         return cls(graph, jax.tree.structure(state), infos, tuple(infos))
 
     def without(self, paths: Container[str]) -> ParameterTable:
-        """The table for devices that do not have these parameters."""
+        """Return the table for devices that do not have these parameters."""
         return replace(self, infos={path: info for path, info in self.infos.items() if path not in paths})
 
     def bind(self, params: Mapping[str, Array]) -> nnx.Module:
-        """The module with these values, ready to be called (inside ``jax.jit``)."""
+        """Return the module with these values, callable inside ``jax.jit``."""
         return nnx.merge(
             self.graph,
             jax.tree.unflatten(self.tree, [params[path] if path in self.infos else 0 for path in self.paths]),
@@ -264,7 +264,7 @@ class ParameterTable:
 
 
 def describe(parameters: Mapping[str, ParameterInfo], rules: Rules, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Every parameter as a shape, its storage dtype and its sharding."""
+    """Return each parameter's shape, storage dtype and sharding."""
     return {
         path: jax.ShapeDtypeStruct(
             info.shape, info.storage_dtype, sharding=rules.sharding(mesh, info.logical_axes, info.shape)
@@ -274,7 +274,7 @@ def describe(parameters: Mapping[str, ParameterInfo], rules: Rules, mesh: Mesh) 
 
 
 def component(path: str) -> str:
-    """The part of the model that a parameter's path belongs to, under which its bytes are shown."""
+    """Return the component of the model that a parameter belongs to, for reports of memory."""
     for part, name in ((".experts.", "routed experts"), (".shared.", "shared experts"), (".router.", "router")):
         if part in path:
             return name
@@ -290,7 +290,7 @@ def component(path: str) -> str:
 
 
 def device_bytes(params: Mapping[str, Array | jax.ShapeDtypeStruct]) -> dict[str, int]:
-    """Bytes by component that one device holds of ``params``: arrays, or their descriptions with shardings. Those on its host are none."""
+    """Return one device's bytes of ``params`` by component. params: arrays or abstract arrays with shardings; host arrays count 0."""
     sizes: dict[str, int] = {}
     for path, array in params.items():
         if not on_device(array.sharding):

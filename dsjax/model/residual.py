@@ -1,4 +1,4 @@
-"""What passes from layer to layer, and how attention and the MLP read it and add to it: plain addition, and what others inherit."""
+"""Residual connection between layers: plain addition, and the base class of other connections."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from dsjax.model.parameters import Declaration
 
 
 class Residual(nnx.Module):
-    """Plain addition; and what another residual connection inherits and overrides.
+    """Residual connection by plain addition, and the base class of other connections.
 
-    Each of a layer's two blocks has one, ``attn_residual`` and ``mlp_residual``, with parameters of its own if it declares any; the model
-    and the MTP module have one, ``residual``, for where tokens enter and leave (``ends``). X is the stream between layers: ``[B, T, D]``
-    here, ``[B, T, n, D]`` of n streams.
+    Each of a layer's two blocks has one, ``attn_residual`` and ``mlp_residual``, with separate parameters if it declares any. The model
+    and the MTP module have one, ``residual``, at the entry and exit of tokens (``ends``). x is the stream between layers: ``[B, T, D]``
+    here, ``[B, T, n, D]`` for n streams.
     """
 
     def __init__(self, declare: Declaration, config: ModelConfig, *, ends: bool = False):
         pass
 
     def with_kernels(self, kernels: NativeKernels, mesh: Mesh, tokens: P) -> Residual:
-        """This connection with ``pre``, ``post`` and ``leave`` by native kernels, where it has some.
+        """Return this connection with ``pre``, ``post`` and ``leave`` computed by native kernels, if it has any.
 
-        tokens: how the first two axes of arrays lie over the mesh.
+        tokens: sharding of the first two axes of arrays.
         """
         return self
 
     def enter(self, x: Float[Array, "B T D"]) -> Float[Array, "B T *n D"]:
-        """The stream that the first layer reads."""
+        """Return the first layer's input stream."""
         return x
 
     def pre(self, x: Float[Array, "B T *n D"]) -> tuple[Float[Array, "B T D"], Any]:
-        """What a block reads of the stream, before its norm; and a pytree that ``post`` is given, whose leaves lead with B and T."""
+        """Return a block's input before its norm, and a pytree ``mix`` for ``post``, whose leaves have leading axes B and T."""
         return x, None
 
     def post(self, x: Float[Array, "B T *n D"], mix: Any, y: Float[Array, "B T D"]) -> Float[Array, "B T *n D"]:
-        """The stream after a block that gave ``y``."""
+        """Return the stream after a block with output ``y``."""
         return x + y
 
     def unmixed(self, mix: Any) -> Any:
-        """``mix`` with values by which ``post`` leaves the stream as it is, where a block gave zeros."""
+        """Return a ``mix`` with which ``post`` leaves the stream unchanged if the block's output is zero."""
         return mix
 
     def leave(self, x: Float[Array, "B T *n D"]) -> Float[Array, "B T D"]:
-        """What the final norm reads of the last layer's stream."""
+        """Return the final norm's input from the last layer's stream."""
         return x

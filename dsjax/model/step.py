@@ -1,9 +1,9 @@
 """The step: the one program that serving runs, the dry run compiles and the planner measures.
 
-A step takes row groups (see ``docs/architecture.md``), runs all layers against the paged cache, and gives the hidden
-states of its tokens, and the logits of those that are asked for. What a layer does is in ``dsjax/model/layer_parts.py``; how the
-MTP module drafts further tokens from the hidden states, in ``dsjax/model/mtp.py``. All of it is traced under ``jax.jit`` with
-shardings; only cache access and expert dispatch are ``shard_map``.
+A step takes row groups (see ``docs/architecture.md``), runs all layers against the paged cache, and returns its tokens' hidden
+states, and logits of the requested tokens. ``dsjax/model/layer_parts.py`` computes a layer; ``dsjax/model/mtp.py`` drafts further
+tokens from the hidden states with the MTP module. Everything is traced under ``jax.jit`` with shardings; only cache access and
+expert dispatch use ``shard_map``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sharding.placement import CopyTables
 
 
 class ModelStep(StepDescription):
-    """A model on a mesh, ready to be traced: everything static about a step but its row groups' shapes."""
+    """A model on a mesh, ready to be traced: all static properties of a step except its row groups' shapes."""
 
     def hidden(
         self,
@@ -46,15 +46,15 @@ class ModelStep(StepDescription):
     ) -> tuple[Float[Array, "B T *n D"], Cache, dict[str, Array]]:
         """Run all groups through all layers.
 
-        copies: where the copies of each expert are, of all MoE layers (a leading axis); None in a model without experts. More
-        layers than the model has are not read: the MTP module's come last.
-        x: of a stage behind the first, what the one before gave.
+        copies: locations of each expert's copies, with a leading axis of MoE layers; None in a model without experts. Layers
+        beyond the model's own, which are the MTP module's, are ignored.
+        x: output of the previous pipeline stage; None in the first stage.
 
-        Returns what ``logits`` and the MTP module take of all token slots: hidden states after the final norm, or where they have
-        several streams (``ModelConfig.streams``), and of a stage before the last, as the layers leave them; the updated cache; and
+        Returns the inputs of ``logits`` and the MTP module for all token slots: hidden states after the final norm, or the last layer's
+        output if the model has several streams (``ModelConfig.streams``) or in a stage before the last; the updated cache; and
         dispatch reports stacked over MoE layers (empty unless ``dispatch.report``).
         """
-        # float32 means float32: XLA would use TF32 on GPUs and bf16 passes on TPUs. Other dtypes have one meaning.
+        # Compute float32 products in float32: XLA's default is TF32 on GPUs and bf16 passes on TPUs. Other dtypes are not affected.
         with jax.default_matmul_precision("highest"):
             model: Transformer = self.table.bind(params)
             tokens = self.tokens(groups)
@@ -73,19 +73,19 @@ class ModelStep(StepDescription):
             return (self.passed_on(model, x) if self.ends else self.sharding.whole(x)), cache, reports
 
     def passed_on(self, owner: Transformer | MTP, x: Float[Array, "B T *n D"]) -> Float[Array, "B T *n D"]:
-        """What follows the last layer of the model, or of an MTP module: its final norm, but where tokens have streams, not yet."""
+        """Apply the final norm after the last layer of the model or of an MTP module, unless the model has several streams."""
         return self.sharding.whole(x) if self.config.streams else self.final(owner, x)
 
     def final(self, owner: Transformer | MTP, x: Float[Array, "B T *n D"]) -> Float[Array, "B T D"]:
-        """What the head multiplies, of the last layer of the model or of an MTP module."""
+        """Return the LM head's input from the last layer's output of the model or of an MTP module."""
         left = self.sharding.whole(self.in_place.residual(owner.residual).leave(x))
         return self.sharding.whole(self.in_place.normalise(owner.final_norm, left))
 
     def logits(
         self, params: Mapping[str, Array], hidden: Float[Array, "B J *n D"], *, module: bool = False
     ) -> Float[Array, "B J V"]:
-        """Float32 logits of what ``hidden`` gave, or with ``module`` ``mtp.further``; the vocabulary is spread over ``tp`` where that
-        divides it."""
+        """Return float32 logits of the result of ``hidden``, or of ``mtp.further`` if ``module``. The vocabulary is sharded over ``tp``
+        if ``tp`` divides it."""
         with jax.default_matmul_precision("highest"), jax.named_scope("head"):
             model: Transformer = self.table.bind(params)
             if self.config.streams:
@@ -98,11 +98,11 @@ class ModelStep(StepDescription):
             return self.sharding.constrain(logits, *placed)
 
     def without_padding(self, x: Float[Array, "B T *n D"], tokens: Tokens) -> Float[Array, "B T *n D"]:
-        """``x`` with zeros for padding, if products are native: a row of zeros stays one, and native kernels pass it over."""
+        """Set padding in ``x`` to zero if products are native. Zero rows stay zero, and native kernels skip them."""
         return jnp.where(jnp.expand_dims(tokens.active, range(2, x.ndim)), x, 0) if self.in_place.native else x
 
     def embed(self, model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """The rows of the embedding, wherever that lies."""
+        """Return rows of the embedding table, which is on the devices or in host memory."""
         if "embedded_vocab" not in self.rules.in_host:
             return model.embed(tokens, self.dtype)
         table = model.embed.weight
@@ -112,14 +112,14 @@ class ModelStep(StepDescription):
     def _run(
         self, model: Transformer, run: LayerRun, params, x, cache, first: int, tokens: Tokens, copies: CopyTables | None
     ):
-        """A run of layers, the first of which is ``first`` of the cache. copies: of its layers with experts."""
+        """Run a run of layers. first: number of its first layer in the cache. copies: of its layers with experts."""
         shapes = [group.shape for group in tokens.groups]
         if copies is not None and self.apart is not None:
             (kind,) = run.kinds
             most = self.micro_batches(shapes)
             return run_apart(self, kind.stack, params, x, cache, first, tokens, copies, most)
         split = [self.split(getattr(model, kind.stack), tokens) for kind in run.kinds]
-        if copies is not None:  # of each kind with experts its own
+        if copies is not None:  # separate those of each kind with experts
             kinds = sum(kind.routed for kind in run.kinds)
             copies = jax.tree.map(
                 lambda array: rearrange(array, "(count kind) ... -> count kind ...", kind=kinds), copies
@@ -143,7 +143,7 @@ class ModelStep(StepDescription):
         return x, cache, by_layer([reports]) or {}
 
     def _period(self, blocks, binds, index, first, x, cache, tokens: Tokens, copies: CopyTables | None):
-        """One layer of each kind of a run, the ``index``-th: the tokens, the cache, and the report of each that has experts."""
+        """Run the ``index``-th layer of each kind of a run. Return the tokens, the cache, and a report per layer with experts."""
         reports = []
         for place, (block, bind) in enumerate(zip(blocks, binds, strict=True)):
             own = None
@@ -155,12 +155,12 @@ class ModelStep(StepDescription):
         return x, cache, reports
 
     def run_first(self, stack: DecoderLayer, x, cache, layer, tokens: Tokens, copies: CopyTables | None):
-        """The first layer of a stack, where ranks run each by itself; arrays of reports and copies have a leading axis of 1."""
+        """Run the first layer of a stack rank by rank. Arrays of reports and copies have a leading axis of 1."""
         copies = jax.tree.map(lambda array: array[:, None], copies)
         return self._rank_by_rank([self.split(stack, tokens)], 1, x, cache, layer, tokens, copies)
 
     def _rank_by_rank(self, split, count: int, x, cache, first, tokens: Tokens, copies: CopyTables | None):
-        """A run of layers as one region of each rank. A layer's arrays are sliced in the branches that read them."""
+        """Run a run of layers in one ``on_ranks`` region. A layer's arrays are sliced in the branches that read them."""
         graphs, wholes, weights = zip(*split, strict=True)
         inside = replace(self, mesh=OneRank(self.mesh))
 
@@ -189,7 +189,7 @@ class ModelStep(StepDescription):
         return on_ranks(run, self.mesh, in_specs, out_specs)(wholes, weights, x, cache, first, tokens, copies)
 
     def run_layer(self, of: Layer, x: Float[Array, "B T *n D"], cache: Cache):
-        """All parts of a decoder layer, one after the other; gives the tokens, the cache, and the dispatch's report."""
+        """Run all parts of a decoder layer in sequence. Return the tokens, the cache, and the dispatch report."""
         parts = self.parts
         x, cache = parts.attend(of, x, cache)
         if hasattr(of.block, "mlp"):

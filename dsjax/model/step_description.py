@@ -1,4 +1,4 @@
-"""``StepDescription``: what a step is, and what its parts are made of; nothing here runs layers."""
+"""``StepDescription``: the static description of a step and its parts. Nothing here runs layers."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from sharding.on_ranks import OneRank
 
 @dataclass(frozen=True, eq=False)
 class StepDescription:
-    """What a step is, in plain values: model, mesh, placement, forms, kernels. ``ModelStep`` is what computes it.
+    """Static description of a step: model, mesh, placement, forms, kernels. ``ModelStep`` computes the step.
 
-    mesh: ``OneRank`` of a step's parts inside ``ModelStep._rank_by_rank`` alone.
-    stage: which run of a model's layers this is, with a configuration and a mesh of its own; None: all of them. drafts: most that a request
-    has in one step, for caches that keep a state behind each.
+    mesh: a ``OneRank`` only inside ``ModelStep._rank_by_rank``.
+    stage: the pipeline stage (a run of the model's layers with a separate configuration and mesh); None: all layers. drafts: maximum draft
+    tokens of a request in one step, for caches that keep a state after each.
     """
 
     config: ModelConfig
@@ -71,12 +71,12 @@ class StepDescription:
 
     @property
     def begins(self) -> bool:
-        """Whether tokens enter here: the step has the embedding and the first layers."""
+        """Whether this stage is the first: it has the embedding and the first layers."""
         return self.stage is None or self.stage.begins
 
     @property
     def ends(self) -> bool:
-        """Whether tokens are made here: the step has the last layers, the head and the MTP module."""
+        """Whether this stage produces tokens: it has the last layers, the LM head and the MTP module."""
         return self.stage is None or self.stage.ends
 
     @property
@@ -86,39 +86,39 @@ class StepDescription:
 
     @property
     def stored_placement(self) -> LayerPlacements:
-        """Which expert each slot of the parameters holds: ``placement``, and what ``stored`` adds to it."""
+        """Expert in each slot of the parameters: ``placement``, extended by ``stored``."""
         return self.stored(self.placement)
 
     def stored(self, placement: LayerPlacements) -> LayerPlacements:
-        """A placement of the routed experts, with the shared expert behind those of each rank where it is one of them."""
+        """Return a placement of the routed experts. With ``shared_experts_fusion`` each rank's last slot has the shared expert."""
         return placement.with_one_of_all(self.spec.ep_size) if self.shared_experts_fusion else placement
 
     @property
     def is_exact(self) -> bool:
-        """Whether a token's numbers are the same to the bit on every mesh, in every batch and chunk.
+        """Whether a token's values are bitwise equal on every mesh, in every batch and chunk.
 
-        True where all products are native: each sum has one order then (``docs/exactness.md``). MLA forms without native kernels are not.
+        True if all products are native: each sum then has a fixed order (``docs/exactness.md``). Other MLA forms are not exact.
         """
         return set(self.implementations.values()) == {"native"}
 
     @property
     def forms_by_kind(self) -> bool:
-        """Whether a token's MLA form depends on whether it is prompt or answer, and not on the row group that computes it.
+        """Whether a token's MLA form depends on its being prompt or output, not on the row group that computes it.
 
-        True where sums are exact and the two forms differ; attention without MLA has one, whatever the two are called.
+        True if sums are exact and the two forms differ. Attention other than MLA has only one form.
         """
         return self.is_exact and self.prefill_form != self.decode_form and self.config.v4 is None
 
     @property
     def implementations(self) -> dict[str, str]:
-        """Operation → what computes it: ``plain``, ``native`` or ``pallas``."""
+        """Operation → backend: ``plain``, ``native`` or ``pallas``."""
         forms, backend = (self.decode_form, self.prefill_form), self.attention.backend
         attention = dict(zip(("decode attention", "prefill attention"), map(backend, forms), strict=True))
         return {operation: self.kernels.name(operation) for operation in OPERATIONS} | attention
 
     @property
     def attention(self) -> AttentionFamily:
-        """Attention against this step's cache."""
+        """Attention family over this step's cache."""
         if self.config.v4 is not None:
             return Compressed(self.mesh, self.rules, self.config, self.cache_dtype, self.drafts, self.kernels)
         layout = common_layout(self.prefill_form, self.decode_form)
@@ -127,18 +127,18 @@ class StepDescription:
 
     @property
     def sharding(self) -> TokenSharding:
-        """How this step's tokens lie over the mesh."""
+        """Sharding of this step's tokens over the mesh."""
         return TokenSharding(self.spec, self.mesh)
 
     @property
     def in_place(self) -> MatricesInPlace:
-        """The products with a layer's matrices."""
+        """Products with a layer's matrices."""
         where = self.table.infos, self.spec, self.mesh, self.rules
         return MatricesInPlace(self.config, *where, self.kernels, self.scheme)
 
     @property
     def experts(self) -> ExpertDispatch:
-        """How this step's tokens find their routed experts."""
+        """Dispatch of this step's tokens to their routed experts."""
         return ExpertDispatch(
             self.placement,
             self.dispatch,
@@ -156,12 +156,12 @@ class StepDescription:
 
     @property
     def has_module(self) -> bool:
-        """Whether the parameters of an MTP module are among this step's."""
+        """Whether this step's parameters include an MTP module."""
         return any(path.startswith("mtp.") for path in self.table.infos)
 
     @property
     def cache_layers(self) -> int:
-        """Layers of the cache: the model's, and behind them the MTP module's where the step has one."""
+        """Number of cache layers: the model's, followed by the MTP module's if the step has one."""
         return self.config.num_hidden_layers + self.has_module
 
     @property
@@ -171,11 +171,11 @@ class StepDescription:
 
     @property
     def moe_layers_with_module(self) -> int:
-        """Layers that have routed experts: the model's, and behind them the MTP module's where the step has one."""
+        """Number of layers with routed experts: the model's, followed by the MTP module's if the step has one."""
         return self.config.num_moe_layers + (self.has_module and self.config.is_moe)
 
     def abstract_parameters(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Every parameter as a shape, its storage dtype and its sharding: what the engine's are made of."""
+        """Return each parameter's shape, storage dtype and sharding, as the engine allocates them."""
         return describe(self.table.infos, self.rules, self.mesh)
 
     @property
@@ -185,17 +185,17 @@ class StepDescription:
         return any(group.table == "window" and last in group.layers for group in self.cache_groups)
 
     def filled_slots(self, groups: Sequence[RowGroup]) -> Int[Array, "B T"]:
-        """Slot of each token's entry of the MTP module on its DP rank, −1 for padding."""
+        """Return the slot of each token's MTP entry on its DP rank, −1 for padding."""
         slots = RowGroup.window_slots if self.fills_windows else RowGroup.slots
         return self.sharding.whole(flatten([slots(group, self.page_size) for group in groups]))
 
     def logits_spec(self, positions: int) -> P:
-        """How logits ``[B, positions, V]`` are spread over ``tp``: by vocabulary, or by positions where it divides those."""
+        """Return the sharding of logits ``[B, positions, V]`` by the rules: over vocabulary, or over positions if ``tp`` divides them."""
         batch, tokens, vocab = self.rules.spec(("ranks", "head_tokens", "vocab"))
         return P(batch, tokens if positions % self.spec.tp_size == 0 else None, vocab)
 
     def tokens(self, groups: Sequence[RowGroup]) -> Tokens:
-        """What the layers need to know of these groups' token slots."""
+        """Return the layers' inputs for these groups' token slots."""
         parts = [
             [g.tokens for g in groups],
             [g.positions for g in groups],
@@ -210,18 +210,18 @@ class StepDescription:
 
     @property
     def rank_by_rank(self) -> bool:
-        """Whether each rank computes its layers in a region of its own, where it leaves out what it has no token for.
+        """Whether each rank runs its layers in a separate region, so that it skips work for which it has no tokens.
 
-        On the emulated devices of CPUs, which share a few cores, and where no sum goes over ``tp``.
+        True on emulated CPU devices, which share a few cores, if no sum spans ``tp``.
         """
         alone = self.spec.tp_size * self.spec.expert_width_shards == 1 and self.apart is None
         return self.in_place.native and alone and self.spec.num_devices > 1
 
     def split(self, stack: DecoderLayer, tokens: Tokens | None) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
-        """A stack's graph, what stays whole of it, and what is sliced layer by layer. tokens: of attention; None: it is left out."""
-        # Experts are not sliced by the scan: the product reads single experts out of the whole stack. A scan would
-        # first copy a layer's experts on CPU, all of them, for the few that have tokens.
-        # GPUs multiply with the other matrices in place as well, where a kernel can.
+        """Return a stack's graph, the state that stays unsliced, and the state sliced per layer. tokens: None to leave out attention."""
+        # The scan does not slice experts: the product reads single experts from the whole stack. On CPU, a scan would
+        # first copy all of a layer's experts for the few that have tokens.
+        # GPU kernels also multiply with other matrices in place if they support them.
         forms = [] if tokens is None else [group.shape.form for group in tokens.groups]
         in_place = self.in_place.names(self.attention.in_stack(forms))
 
@@ -231,13 +231,13 @@ class StepDescription:
         return nnx.split(stack, stays, ...)
 
     def in_halves(self, shapes: Sequence[GroupShape]) -> bool:
-        """Whether a step of these groups is computed in two halves (``dsjax/model/two_batch.py``): where it is wanted and rows travel."""
+        """Return whether a step of these groups runs in two halves (``dsjax/model/two_batch.py``): if enabled, and rows are exchanged."""
         away = self.apart is not None or self.spec.ep_size * self.spec.expert_width_shards > 1
         travels = self.config.is_moe and away
         return self.overlap is not None and travels and self.overlap.halves(shapes)
 
     def micro_batches(self, shapes: Sequence[GroupShape]) -> int:
-        """In how many parts the layers with experts compute a step of these groups."""
+        """Return the number of micro-batches in which layers with experts compute a step of these groups."""
         if not self.in_halves(shapes):
             return 1
         return count_micro_batches(shapes, 2 if self.apart is None else self.overlap.stages)

@@ -1,4 +1,4 @@
-"""How the tokens of a step lie over the mesh while they pass through the layers."""
+"""Sharding of a step's tokens over the mesh in the layers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from sharding.on_ranks import OneRank, constrain, if_any, on_ranks
 
 @dataclass(frozen=True, eq=False)
 class TokenSharding:
-    """Constraints on arrays ``[B, T, …]``, where ``B`` are the DP ranks and ``T`` the token slots of one."""
+    """Sharding constraints on arrays ``[B, T, …]``: ``B`` DP ranks with ``T`` token slots each."""
 
     spec: MeshSpec
     mesh: Mesh | OneRank
 
     def whole(self, array: Array) -> Array:
-        """Keep each DP rank's tokens whole on each of its ``tp`` devices.
+        """Replicate each DP rank's tokens on its ``tp`` devices.
 
-        Dispatch splits a rank's tokens over ``tp``. Without this constraint XLA would carry that split backwards, into everything
-        that is computed before, and add collectives there.
+        Dispatch splits a rank's tokens over ``tp``. Without this constraint XLA would propagate that sharding backwards to all
+        earlier computations and add collectives there.
         """
         return self.constrain(array, self.spec.batch_axes)
 
@@ -34,15 +34,15 @@ class TokenSharding:
         return self.constrain(array, self.spec.batch_axes, self.spec.head_axes)
 
     def constrain(self, array: Array, *axes) -> Array:
-        """Spread the array's leading axes over these mesh axes, each a name, some names, or None."""
+        """Shard the array's leading axes over mesh axes. axes: per array axis a name, several names, or None."""
         return constrain(array, self.mesh, P(*axes))
 
     def if_any(self, active: Bool[Array, "*n"], compute: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
-        """``sharding.on_ranks.if_any``."""
+        """Call ``sharding.on_ranks.if_any``."""
         return if_any(self.mesh, active, compute, otherwise)
 
     def on_each_rank(self, choose: Callable, *, by_data: bool = False) -> Callable:
-        """``choose(whole, logits, tokens)`` for each DP rank's tokens by itself. whole: what each device has all of. by_data: tokens are
+        """Return ``choose(whole, logits, tokens)``, mapped over the DP ranks' tokens. whole: replicated values. by_data: tokens are
         split over ``tp``."""
         tokens = P(self.spec.batch_axes, self.spec.head_axes if by_data else None)
         return on_ranks(choose, self.mesh, (P(), tokens, tokens), tokens)

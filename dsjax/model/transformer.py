@@ -1,7 +1,7 @@
-"""The model as its reports write it: MLA, the router, experts, decoder layers, MTP modules.
+"""The model as described in its reports: MLA, the router, experts, decoder layers, MTP modules.
 
 Each module declares its parameters, and its ``__call__`` is the plain forward pass: whole sequences, no cache, no mesh, differentiable.
-Training runs it, and every layout, MLA form and dispatch is held to it. Serving runs the same parameters by ``step.py``.
+Training runs it, and tests compare every layout, MLA form and dispatch with it. Serving runs the same parameters with ``step.py``.
 
 Sources: the reports of DeepSeek-V2 (arXiv 2405.04434, §2.1) and DeepSeek-V3 (2412.19437, §2.1, §2.2). Letters: ``docs/glossary.md``.
 """
@@ -35,13 +35,13 @@ from dsjax.model.sparse.choose import choose, index_scores
 from dsjax.model.sparse.indexer import Indexer, IndexProjections
 
 RESIDUALS: dict[str, type[Residual]] = {"addition": Residual, "streams": Streams}
-"""By ``ModelConfig.residual``."""
+"""Value of ``ModelConfig.residual`` → class."""
 AnyRotation = Rotation | Rotations
-QUERY_BLOCK = 128  # queries that attend together: few enough that a block skips most keys behind it
+QUERY_BLOCK = 128  # queries that attend together: few enough that a block skips most later keys
 
 
 class MLP(nnx.Module):
-    """The SwiGLU MLP of a dense layer, and of the shared experts. limit: as of ``gated``."""
+    """SwiGLU MLP of a dense layer or of the shared experts. limit: see ``gated``."""
 
     def __init__(self, declare: Declaration, width: int, hidden: int, width_axis: str, limit: float | None = None):
         self.limit = limit
@@ -49,7 +49,7 @@ class MLP(nnx.Module):
         self.down = Matrix(declare, (hidden, width), (width_axis, "embed"))
 
     def __call__(self, x: Float[Array, "*b D"], multiply: Multiply = multiply) -> Float[Array, "*b D"]:
-        """``down(silu(gate(x)) × up(x))``."""
+        """Return ``down(silu(gate(x)) × up(x))``."""
         with jax.named_scope("mlp"):
             gate_up = multiply(self.gate_up, x)
             return multiply(self.down, gated(gate_up[..., 0, :], gate_up[..., 1, :], self.limit))
@@ -61,12 +61,12 @@ class MLP(nnx.Module):
 @jax.tree_util.register_dataclass
 @dataclass
 class Projections:
-    """What attention needs of each token; leading dimensions ``*b`` are the caller's (``[B, T]`` in a step)."""
+    """Attention's projections of tokens; leading dimensions ``*b`` are the caller's (``[B, T]`` in a step)."""
 
     q_nope: Float[Array, "*b H N"]
     q_rope: Float[Array, "*b H O"]  # rotated
-    q_latent: Float[Array, "*b Q"]  # what the query heads are made from: the query latent, or x without compression
-    latent: Float[Array, "*b M"]  # normalised: what the cache keeps
+    q_latent: Float[Array, "*b Q"]  # input of the query heads: the query latent, or x without compression
+    latent: Float[Array, "*b M"]  # normalised, as cached
     k_rope: Float[Array, "*b O"]  # rotated, shared by all heads
     index: IndexProjections | None = None  # of models with sparse attention
 
@@ -101,7 +101,7 @@ class MLA(nnx.Module):
             self.value_output = declare.parameter((H, M, D), ("heads", "latent", "embed"), **derived)
 
     def __call__(self, x: Float[Array, "B S D"], given: Pass):
-        """Causal attention of sequences to themselves ``[B, S, D]``, and what ``XlaProducts.observe`` gives of it."""
+        """Apply causal self-attention. Also return the value of ``XlaProducts.observe``."""
         p = self.project(x, given.rotation, multiply=given.products.multiply, normalise=given.products.normalise)
         heads, observed = given.products.attend(self, p)
         return self.output(heads, given.products.multiply), observed
@@ -115,9 +115,9 @@ class MLA(nnx.Module):
         multiply: Multiply = multiply,
         normalise: Normalise = normalise,
     ) -> Projections:
-        """Queries, latent and rotary key of tokens at the positions of ``rotation``. multiply, normalise: for matrices and norms.
+        """Project tokens at the positions of ``rotation`` to queries, latent and rotary key. multiply, normalise: for matrices and norms.
 
-        query_heads: False leaves out ``q_nope`` (shape ``[..., H, 0]``), which the form with materialised products never makes.
+        query_heads: False omits ``q_nope`` (shape ``[..., H, 0]``), which the form with materialised products does not need.
         """
         N, M = self.config.mla.qk_nope_head_dim, self.config.mla.kv_lora_rank
         with jax.named_scope("mla_project"):
@@ -143,26 +143,26 @@ class MLA(nnx.Module):
         return self.q if self.config.mla.q_lora_rank is None else self.q_b
 
     def query_weight(self, dtype: jnp.dtype) -> Float[Array, "Q H width"]:
-        """``W^UQ`` and ``W^QR`` by head, N + O wide (``W^Q`` without compression, then Q is D)."""
+        """Return ``W^UQ`` and ``W^QR`` by head, N + O wide (without query compression ``W^Q``, where Q is D)."""
         return rearrange(self._query_matrix.value(dtype), "q (h n) -> q h n", h=self.config.num_attention_heads)
 
     def key_value_weight(self, dtype: jnp.dtype) -> tuple[Float[Array, "M H N"], Float[Array, "M H U"]]:
-        """``W^UK`` and ``W^UV`` by head."""
+        """Return ``W^UK`` and ``W^UV`` by head."""
         weight = rearrange(self.kv_b.value(dtype), "m (h n) -> m h n", h=self.config.num_attention_heads)
         N = self.config.mla.qk_nope_head_dim
         return weight[..., :N], weight[..., N:]
 
     def materialised(self, dtype: jnp.dtype) -> tuple[Float[Array, "Q H M"], Float[Array, "H M D"]]:
-        """``W^UQ·W^UK`` and ``W^UV·W^O`` by head, where they were declared."""
+        """Return ``W^UQ·W^UK`` and ``W^UV·W^O`` by head, which must be declared."""
         return value_of(self.query_key).astype(dtype), value_of(self.value_output).astype(dtype)
 
     def output(self, heads: Float[Array, "*b H U"], multiply: Multiply = multiply) -> Float[Array, "*b D"]:
-        """``W^O`` applied to the heads' values."""
+        """Apply ``W^O`` to the heads' values."""
         with jax.named_scope("mla_output"):
             return self.add_output_bias(multiply(self.o, rearrange(heads, "... h u -> ... (h u)")))
 
     def add_output_bias(self, out: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
-        """The output projection's bias, where the model has one."""
+        """Add the output projection's bias, if the model has one."""
         return _add_bias(out, self, "o_bias")
 
 
@@ -171,26 +171,26 @@ def _add_bias(out: Array, module: nnx.Module, name: str) -> Array:
 
 
 def expand(latent: Array, k_rope: Array, up_key: Array, up_value: Array) -> tuple[Array, Array]:
-    """Keys ``[..., H, N+O]`` and values ``[..., H, U]`` of all heads from latents ``[..., M]``, rotary keys ``[..., O]``."""
+    """Expand latents ``[..., M]`` and rotary keys ``[..., O]`` to all heads' keys ``[..., H, N+O]`` and values ``[..., H, U]``."""
     k_nope = jnp.einsum("...m,mhn->...hn", latent, up_key)
     return with_rotary(k_nope, k_rope), jnp.einsum("...m,mhu->...hu", latent, up_value)
 
 
 def with_rotary(k_nope: Float[Array, "*n H N"], k_rope: Float[Array, "*n O"]) -> Float[Array, "*n H N+O"]:
-    """Keys of all heads: their own part, and behind it the rotary one that they share."""
+    """Return keys of all heads: each head's own part, followed by the shared rotary part."""
     shared = jnp.broadcast_to(k_rope[..., None, :], (*k_nope.shape[:-1], k_rope.shape[-1]))
     return jnp.concatenate([k_nope, shared], axis=-1)
 
 
 Observe = Callable[[IndexProjections | None, slice, Bool[Array, "*B Q S"], Float[Array, "B H Q S"]], Float[Array, ""]]
-"""A number for a block of queries, summed over a layer's: of what the indexer made of all tokens, which queries these are, which of the
-first S positions each of them sees, and the probabilities of its heads."""
+"""Function of a block of queries, whose results are summed over a layer. Arguments: the indexer's projections of all tokens, the slice of
+queries, the mask of the first S positions that each query sees, and the attention probabilities of its heads."""
 
 
 def attend(
     config: ModelConfig, p: Projections, up_key: Float[Array, "M H N"], up_value: Float[Array, "M H U"], observe=None
 ) -> tuple[Float[Array, "B S H U"], Float[Array, ""] | None]:
-    """Causal attention of sequences to themselves with the keys and values of each head, and the sum of what ``observe`` gives."""
+    """Apply causal self-attention with the keys and values of each head. Also return the sum of ``observe``."""
     heads_first, length = partial(rearrange, pattern="b s h n -> b h s n"), p.latent.shape[1]
     queries = heads_first(jnp.concatenate([p.q_nope, p.q_rope], axis=-1))
     keys, values = map(heads_first, expand(p.latent, p.k_rope, up_key, up_value))
@@ -228,14 +228,14 @@ class RoutedExperts(nnx.Module):
     def __call__(
         self, x: Float[Array, "T D"], ids: Int[Array, "T K"], weights: Float[Array, "T K"]
     ) -> Float[Array, "T D"]:
-        """``Σ_k w_k Expert_k(x)``: every expert on every token, weighted by 0 where it was not chosen."""
+        """Return ``Σ_k w_k Expert_k(x)``. Every expert runs on every token, with weight 0 if it was not chosen."""
         return weighted_sum(x, ids, weights, self.gate_up.value(x.dtype), self.down.value(x.dtype), self.limit)
 
 
 def weighted_sum(
     x, ids, weights, gate_up: Float[Array, "E D 2 F"], down: Float[Array, "E F D"], limit: float | None = None
 ) -> Float[Array, "T D"]:
-    """What ``RoutedExperts`` computes, of its matrices."""
+    """Compute ``RoutedExperts`` with given matrices."""
     hidden = jnp.einsum("td,edgf->tegf", x, gate_up)
     out = jnp.einsum("tef,efd->ted", gated(hidden[:, :, 0], hidden[:, :, 1], limit), down)
     chosen = jax.nn.one_hot(ids, down.shape[0], dtype=jnp.float32) * weights[..., None]
@@ -253,7 +253,7 @@ class MoE(nnx.Module):
             self.shared = MLP(declare, config.hidden_size, hidden, "shared_width", config.swiglu_limit)
 
     def __call__(self, x: Float[Array, "B S D"], given: Pass) -> tuple[Float[Array, "B S D"], Routing]:
-        """Each token's experts with their weights, and the shared ones."""
+        """Return the weighted sum of each token's routed experts plus the shared experts, and the routing."""
         products, routing = given.products, self.router(x, given.tokens, given.products.multiply)
         with jax.named_scope("experts"):
             flat = (rearrange(a, "b s d -> (b s) d") for a in (x, routing.ids, routing.weights))
@@ -263,9 +263,9 @@ class MoE(nnx.Module):
 
 @dataclass(frozen=True)
 class XlaProducts:
-    """The sums of a forward pass as XLA makes them: products with matrices, norms, attention, experts, and the head.
+    """XLA's operations of a forward pass: products with matrices, norms, attention, experts, and the head.
 
-    experts: the product with routed experts. observe: what to sum over the queries of each layer.
+    experts: the product with routed experts. observe: function to sum over the queries of each layer.
     """
 
     experts: Callable[[RoutedExperts, Array, Array, Array], Array] = RoutedExperts.__call__
@@ -274,16 +274,16 @@ class XlaProducts:
     normalise = staticmethod(normalise)
 
     def attend(self, mla: MLA, p: Projections) -> tuple[Float[Array, "B S H U"], Float[Array, ""] | None]:
-        """``attend`` with the layer's weights."""
+        """Run ``attend`` with the layer's weights."""
         return attend(mla.config, p, *mla.key_value_weight(p.latent.dtype), self.observe)
 
     def project(self, model: Transformer, x: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
-        """Float32 logits."""
+        """Return float32 logits."""
         return jnp.einsum("bsd,dv->bsv", x, model.head_weight(x.dtype), preferred_element_type=jnp.float32)
 
 
 class Pass(NamedTuple):
-    """What all layers of a forward pass are given: token ids, the rotation of their positions, and how sums are made."""
+    """Inputs shared by all layers of a forward pass: token ids, the rotation of their positions, and the products."""
 
     tokens: Int[Array, "B S"]
     rotation: Rotation | Rotations
@@ -291,11 +291,11 @@ class Pass(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What a pass gives.
+    """Result of a forward pass.
 
-    hidden: after the final norm: what the head multiplies. routing: stacked over MoE layers, ids and weights
-    ``[L, B, S, K]``, scores ``[L, B, S, E]``; None without experts. observed: what ``XlaProducts.observe`` gave in each layer. passed: what
-    the MTP module takes: ``hidden``, or of V4 the streams that it was summed from.
+    hidden: input of the LM head, after the final norm. routing: stacked over MoE layers, ids and weights
+    ``[L, B, S, K]``, scores ``[L, B, S, E]``; None without experts. observed: sum of ``XlaProducts.observe`` in each layer. passed: input
+    of the MTP module: ``hidden``, or in V4 the streams before they are summed.
     """
 
     logits: Float[Array, "B S V"]
@@ -306,7 +306,7 @@ class Output(NamedTuple):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention, then an MLP or experts: each is given the normed input, and its output is added to the input (``residual.py``).
+    """Attention, then an MLP or experts. Each reads the normalised stream and adds its output to the stream (``residual.py``).
 
     Declared with a leading ``layers`` axis.
     """
@@ -325,7 +325,7 @@ class DecoderLayer(nnx.Module):
             self.mlp = MLP(declare, D, config.intermediate_size, "mlp_width")
 
     def __call__(self, x: Float[Array, "B S *n D"], given: Pass):
-        """The hidden states after the layer, its routing (None in a dense one) and what was observed."""
+        """Return the hidden states after the layer, its routing (None in a dense layer) and the observed value."""
         normalise = given.products.normalise
         read, mix = self.attn_residual.pre(x)
         y, observed = self.attn(normalise(self.attn_norm, read), given)
@@ -346,12 +346,12 @@ class Embedding(nnx.Module):
         self.weight = declare.parameter((config.vocab_size, config.hidden_size), ("embedded_vocab", "embed"))
 
     def __call__(self, tokens: Int[Array, "*b"], dtype: jnp.dtype) -> Float[Array, "*b D"]:
-        """Rows of the table, in the compute dtype."""
+        """Return rows of the table in ``dtype``."""
         return value_of(self.weight)[tokens].astype(dtype)
 
 
 class MTP(nnx.Module):
-    """Multi-token prediction modules (V3 report §2.2): what they own beside the shared embedding and head."""
+    """Multi-token prediction modules (V3 report §2.2), without the embedding and head that they share with the model."""
 
     def __init__(self, declare: Declaration, config: ModelConfig):
         D, stacked = config.hidden_size, declare.stacked(config.num_nextn_predict_layers)
@@ -366,9 +366,9 @@ class MTP(nnx.Module):
         self.final_norm = RMSNorm(stacked, D, config.rms_norm_eps)
 
     def __call__(self, hidden: Float[Array, "B S *n D"], embedded: Float[Array, "B S D"], given: Pass):
-        """One module, sliced from the stack: ``join``, a decoder layer, a norm of its own. given: of ``t_{i+1}``.
+        """Run one module, sliced from the stack: ``join``, a decoder layer, a final norm. given: for ``t_{i+1}``.
 
-        Returns hidden states for the head; what a further module takes in their place; and as of ``DecoderLayer``.
+        Returns hidden states for the LM head; ``hidden`` for the next module; and (routing, observed) as ``DecoderLayer`` does.
         """
         normalise = given.products.normalise
         x, seen = self.layers(self.join(hidden, embedded, given.products.multiply, normalise), given)
@@ -378,9 +378,9 @@ class MTP(nnx.Module):
     def join(
         self, hidden: Float[Array, "*b D"], embedded: Float[Array, "B T D"], multiply: Multiply, normalise: Normalise
     ) -> Float[Array, "B T *n D"]:
-        """The layer's input: ``M [RMSNorm(Emb(t_{i+1})) ; RMSNorm(h_i)]``, the halves in the order of the released weights (equation 21).
+        """Return the layer's input ``M [RMSNorm(Emb(t_{i+1})) ; RMSNorm(h_i)]``, in the order of the released weights (equation 21).
 
-        In V4 ``hidden`` are the main model's streams ``[B, T, n, D]``, before they are summed, and each half has a matrix of its own.
+        In V4 ``hidden`` is the main model's streams ``[B, T, n, D]`` before they are summed, and each half has a separate matrix.
         """
         embedded, hidden = normalise(self.embed_norm, embedded), normalise(self.hidden_norm, hidden)
         if hasattr(self, "hidden_proj"):
@@ -391,7 +391,7 @@ class MTP(nnx.Module):
 class Transformer(nnx.Module):
     """All parameters of a model, and its forward pass.
 
-    begins, ends: whether it has the model's first, its last layers; if not, it is a stage, without the embedding or the head.
+    begins, ends: whether it has the model's first and last layers. A pipeline stage without them has no embedding or no LM head.
     """
 
     def __init__(self, declare: Declaration, config: ModelConfig, *, mtp: bool, begins: bool = True, ends: bool = True):
@@ -411,10 +411,10 @@ class Transformer(nnx.Module):
             self.mtp = MTP(declare, config)
 
     def __call__(self, tokens: Int[Array, "B S"], dtype=jnp.float32, products=XlaProducts(), *, unroll=False) -> Output:
-        """Logits of every position.
+        """Return logits of every position.
 
-        products: how sums are made; ``NativeProducts`` for the engine's bits. unroll: compile every layer for itself, which
-        on a CPU saves copying what the backward pass needs.
+        products: implementation of products; ``NativeProducts`` gives the engine's bits. unroll: compile each layer separately, which
+        avoids copying the values saved for the backward pass on a CPU.
         """
         given = self._given(tokens, products)
         x, runs = self.residual.enter(self.embed(tokens, dtype)), []
@@ -437,9 +437,9 @@ class Transformer(nnx.Module):
     def predict_further(
         self, hidden: Float[Array, "B S *n D"], next_tokens: Int[Array, "B S"], products=XlaProducts(), *, depth=0
     ) -> Output:
-        """The MTP module ``depth``: from hidden states and the tokens after them, logits one token further.
+        """Run MTP module ``depth``. From hidden states and their next tokens, it predicts the tokens after those.
 
-        hidden: ``passed`` of ``__call__``, or of the module before; its positions are kept.
+        hidden: ``passed`` of ``__call__`` or of the previous module; positions are unchanged.
         """
         graph, weights = nnx.split(self.mtp)
         module = nnx.merge(graph, jax.tree.map(lambda a: a[depth], weights))
@@ -453,27 +453,27 @@ class Transformer(nnx.Module):
         return Pass(tokens, rotation_at(self.config, positions), products)
 
     def head_weight(self, dtype) -> Float[Array, "D V"]:
-        """The output projection ``[D, V]``, which is the embedding's transpose where the two are tied."""
+        """Return the output projection ``[D, V]``: the transposed embedding if the two are tied."""
         if self.config.tie_word_embeddings:
             return value_of(self.embed.weight).astype(dtype).T
         return self.head.value(dtype)
 
 
 def first_module(stack: MTP) -> MTP:
-    """The first of the stacked modules; its experts stay in their stack, as the expert product takes them."""
+    """Return the first of the stacked modules. Its experts stay stacked for the expert product."""
     graph, experts, weights = nnx.split(stack, lambda path, _: "experts" in path, ...)
     return nnx.merge(graph, experts, jax.tree.map(lambda array: array[0], weights))
 
 
 def rotation_at(config: ModelConfig, positions: Int[Array, "*b"]) -> AnyRotation:
-    """What a model's attention rotates tokens at ``positions`` with."""
+    """Return the rotation of tokens at ``positions`` for the model's attention."""
     if config.v4 is not None:
         return Rotations.at(positions, config)
     return Rotation.at(positions, config.rope, config.mla.qk_rope_head_dim)
 
 
 def by_layer(runs: Sequence[Sequence[Any]]) -> Any:
-    """Stack the arrays ``[count, ...]`` of each run's kinds over all layers, in the layers' order; None where there are none."""
+    """Stack the arrays ``[count, ...]`` of each run's kinds over all layers, in layer order. Return None if there are none."""
     merge = lambda *kinds: rearrange(list(kinds), "kind count ... -> (count kind) ...")  # noqa: E731
     merged = [jax.tree.map(merge, *kinds) for kinds in runs if kinds]
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *merged) if merged else None

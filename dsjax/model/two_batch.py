@@ -1,7 +1,7 @@
-"""Two-batch overlap: a step's tokens in two halves, of which one computes while the other's rows travel.
+"""Two-batch overlap: a step's tokens are split in two halves, and one half computes while the other's rows are exchanged.
 
-A layer has four exchanges then, two of each half. The loop over layers is rotated by one of them, so that each has something to run
-beside, the last also, across the boundary between two layers:
+A layer then has four exchanges, two per half. The loop over layers is rotated by one exchange, so that each exchange overlaps with
+computation, including the last one, which overlaps across the boundary between two layers:
 
     | window | travels                                | computes                          |
     |--------|----------------------------------------|-----------------------------------|
@@ -10,8 +10,8 @@ beside, the last also, across the boundary between two layers:
     | 3      | tokens of half b                       | experts of half a, shared experts |
     | 4      | sums of half a                         | experts of half b                 |
 
-Rows that go in two stages have two exchanges in each window. It is cut in two for them, since the scheduler would put all of the
-computation beside one of the two:
+If rows are sent in two stages, each window has two exchanges. The window is then split in two, since the scheduler would otherwise overlap
+all of the computation with only one of them:
 
     | window | travels, first and then                | computes, first and then                            |
     |--------|----------------------------------------|-----------------------------------------------------|
@@ -20,14 +20,14 @@ computation beside one of the two:
     | 3      | between hosts, inside hosts            | routed experts; shared experts                      |
     | 4      | inside hosts, between hosts            | shared experts; routed experts                      |
 
-What XLA's scheduler needs for it stands here, and as flags in ``sharding/scheduler_flags.py``. It starts a collective late and ends it
-early, or hides several behind one product, unless ``optimization_barrier`` holds both ends of each window: then it has nothing else to put
-between the two. The cache is among what the barriers hold, because a write that may move past them makes the scheduler copy the pool. A
-ragged exchange begins and ends with nothing between all the same, so ``auto`` takes none (``DispatchConfig.overlapped``).
+XLA's scheduler needs the barriers here and the flags in ``sharding/scheduler_flags.py``. Without an ``optimization_barrier`` at both ends
+of each window it starts collectives late and ends them early, or overlaps several with one product. With the barriers, only the window's
+computation can run during its exchange. The barriers include the cache, because a write that may move past them makes the scheduler copy
+the pool. Ragged exchanges do not overlap even so, so ``auto`` does not choose them (``DispatchConfig.overlapped``).
 
-Tokens over capacity go in further rounds, of both halves together, between the last window and the next layer's first: the host asks the
-device once a layer how many there are, and no window holds a collective beside its own. Matrices of attention and experts are read once
-for each half, which is what a step in halves costs.
+Tokens over capacity are sent in further rounds, for both halves together, between a layer's last window and the next layer's first. The
+host thus asks the device for their number once per layer, and no window has another collective. The cost of a step in halves is that
+matrices of attention and experts are read once per half.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def run_in_halves(
     tokens: Tokens,
     copies: CopyTables,
 ) -> tuple[Float[Array, "B T *n D"], Cache, dict[str, Array]]:
-    """Run a run of layers with routed experts: the tokens after it, the cache, and the counts of both halves, stacked over layers.
+    """Run a run of layers with routed experts. Return the tokens, the cache, and the counts of both halves, stacked over layers.
 
-    merges: of each kind of the run, what makes a layer of its slice of ``weights``. first: the first layer's number in the cache.
-    copies: with leading axes of the run's count and of its kinds.
+    merges: for each kind of the run, a function that builds a layer from its slice of ``weights``. first: the first layer's number in the
+    cache. copies: with leading axes for the run's count and its kinds.
     """
     step = replace(step, dispatch=replace(step.dispatch, overlapped=True))
     parts, halves = step.parts, MicroBatches.of(tokens.groups, 2)
@@ -77,7 +77,7 @@ def run_in_halves(
     x_a, x_b = jnp.split(x[:, halves.places], halves.borders, axis=1)
 
     def layers_of(slices: Sequence[Any], own_copies: CopyTables, index: Int[Array, ""]) -> list[tuple[Layer, Layer]]:
-        """One layer of each kind, the ``index``-th of its stack, for each half."""
+        """Return the ``index``-th layer of each kind's stack, for each half."""
         found = []
         for place, (merge, own) in enumerate(zip(merges, slices, strict=True)):
             block, layer = merge(own), first + index * len(merges) + place
@@ -86,11 +86,11 @@ def run_in_halves(
         return found
 
     def before(layers: Sequence[tuple[Layer, Layer]]) -> list[Layer]:
-        """The layer before these, for what needs its number alone: its experts are in the stack."""
+        """Return the previous layer with only its numbers correct, which suffices because its experts are in the stack."""
         return [replace(of, index=of.index - 1, layer=of.layer - len(layers)) for of in layers[-1]]
 
     def nothing(half: int, x: Array, part: Callable[[Layer, Array], Computed]) -> Computed:
-        """What ``part`` gives, with zeros in it: of the layer before the first, and adding nothing to ``x``."""
+        """Return zeros in the shape of ``part``'s result, for the layer before the first. They add nothing to ``x``."""
         slices, own_copies = jax.tree.map(lambda array: array[0], (tuple(weights), copies))
         of = layers_of(slices, own_copies, jnp.int32(0))[0][half]
         described = jax.eval_shape(lambda x: part(of, x), x)
@@ -145,7 +145,7 @@ def run_in_halves(
 
 
 def _further_rounds(dispatch: ExpertDispatch, halves: Sequence[tuple[Layer, Computed]]) -> list[Computed]:
-    """Run the further rounds of both halves together, so that ``add`` has none to run."""
+    """Run the further rounds of both halves together, so that ``add`` has none left to run."""
     exchanges = [dispatch.exchange(of, computed.x) for of, computed in halves]
     with jax.named_scope("experts"):
         transits = further_together(
@@ -158,13 +158,13 @@ def _further_rounds(dispatch: ExpertDispatch, halves: Sequence[tuple[Layer, Comp
 
 
 Work = Callable[[Any, Cache], tuple[Any, Cache]]
-"""A piece of what a half computes, and the cache before and after it."""
+"""Part of a half's computation: (value, cache) → (value, cache)."""
 
 
 def _beside(ways: Sequence[Callable[[Any], Any]], travels: Any, works: tuple[Work, Work], value: Any, cache: Cache):
-    """Bring what travels its one or two ways, and compute two works on a value: each beside a way, or both beside the one.
+    """Run one or two exchanges of ``travels``, overlapped with two works on ``value``: one work per exchange, or both with a single one.
 
-    Gives what travelled, the value and the cache.
+    Returns the exchanged ``travels``, the value and the cache.
     """
     turns = [(way, [work]) for way, work in zip(ways, works, strict=False)] if len(ways) > 1 else [(ways[0], works)]
     for way, beside in turns:
@@ -176,7 +176,7 @@ def _beside(ways: Sequence[Callable[[Any], Any]], travels: Any, works: tuple[Wor
 
 
 def _attention(parts: LayerParts, of: Layer, *, heads_first: bool) -> tuple[Work, Work]:
-    """Attention and routing of a half. heads_first: attention's heads are in the first work, beside its projections, else in the second."""
+    """Return attention and routing of a half as two works. heads_first: compute attention's heads in the first work, not the second."""
 
     def attend(projected: Projected, cache: Cache) -> tuple[tuple[Array, Any, list[Array]], Cache]:
         return (projected.x, projected.mix, parts.heads(of, projected.projections, cache)), cache
@@ -191,7 +191,7 @@ def _attention(parts: LayerParts, of: Layer, *, heads_first: bool) -> tuple[Work
 
 
 def _experts(parts: LayerParts, of: Layer, *, shared_first: bool) -> tuple[Work, Work]:
-    """The routed and the shared experts of a half, one after the other."""
+    """Return the routed and the shared experts of a half as two works."""
 
     def share(sent: Sent, cache: Cache) -> tuple[tuple[Sent, Array | None], Cache]:
         return (sent, parts.share(of, sent.normed)), cache
@@ -211,5 +211,5 @@ def _experts(parts: LayerParts, of: Layer, *, shared_first: bool) -> tuple[Work,
 
 
 def _hold(*values: Any) -> tuple[Any, ...]:
-    """Let nothing that makes these run behind this point, and nothing that reads them before it."""
+    """Schedule the producers of these values before this point, and their consumers after it."""
     return jax.lax.optimization_barrier(values)

@@ -1,7 +1,7 @@
-"""One layer's attention: its weights, its projections of tokens, and its plain forward pass over whole sequences.
+"""DeepSeek-V4's attention of one layer: weights, projections, and the plain forward pass over whole sequences.
 
-Source: DeepSeek-V4's report, section 2.3. A token's entry of width ``M`` is key and value of all heads. The last ``O`` values of queries
-and entries are rotated, and those of the output are rotated back by the query's position. Letters: ``docs/glossary.md``.
+Source: DeepSeek-V4's report, section 2.3. A token's entry of width ``M`` is both key and value of all heads. The last ``O`` values of
+queries and entries are rotated; the output's last ``O`` values are rotated back by the query's position. Letters: ``docs/glossary.md``.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ QUERY_BLOCK = 128  # queries that attend together
 class CompressedProjections:
     """Projections of tokens; leading dimensions ``*b`` are the caller's.
 
-    gates, values: inputs of the compressors, float32; gates include the bias of the token's place in its window. "hca" layers have one
-    series of M values. "csa" layers have two, for the next window's entry and for the token's own; the last A values are the indexer's.
-    index_query, index_weight: of "csa" layers; the weights are float32 and include the factor I^-1/2.
+    gates, values: inputs of the compressors, float32; gates include the bias of the token's position in its window. "hca" layers have one
+    series of M values. "csa" layers have two: for the next window's entry and for the token's own window; the last A values are the
+    indexer's. index_query, index_weight: only in "csa" layers; the weights are float32 and include the factor I^-1/2.
     """
 
     query: Float[Array, "*b H M"]  # normed and rotated
     entry: Float[Array, "*b M"]  # normed and rotated
-    rotation: Rotation  # of the tokens' positions, for the way back
+    rotation: Rotation  # of the tokens' positions, to rotate the output back
     gates: Float[Array, "*b series Y"] | None = None
     values: Float[Array, "*b series Y"] | None = None
     index_query: Float[Array, "*b I A"] | None = None  # rotated
@@ -46,7 +46,7 @@ class CompressedProjections:
 
 
 class Compressor(nnx.Module):
-    """Weights that make entries of width ``width`` of ``rate`` tokens each."""
+    """Weights that compress ``rate`` tokens to one entry of width ``width``."""
 
     def __init__(self, declare: Declaration, config: ModelConfig, width: int, rate: int, series: int):
         self.rate, self.series, columns = rate, series, series * width
@@ -66,7 +66,7 @@ class Compressor(nnx.Module):
 
 
 class EntryIndexer(nnx.Module):
-    """The indexer of a "csa" layer: ``I`` index queries of width ``A``, and keys that a compressor of its own makes."""
+    """Indexer of a "csa" layer: ``I`` index queries of width ``A``, and a separate compressor for the index keys."""
 
     def __init__(self, declare: Declaration, config: ModelConfig, rate: int):
         I, A = config.v4.indexer.n_heads, config.v4.indexer.head_dim
@@ -76,7 +76,7 @@ class EntryIndexer(nnx.Module):
 
 
 class CompressedAttention(nnx.Module):
-    """Attention of a kind of layer: ``attention`` is "window", "csa" or "hca" (``dsjax/config/deepseek_v4.py``)."""
+    """Attention of one layer. attention: "window", "csa" or "hca" (``dsjax/config/deepseek_v4.py``)."""
 
     def __init__(self, declare: Declaration, config: ModelConfig, attention: str):
         self.config, self.attention, v4 = config, attention, config.v4
@@ -102,7 +102,7 @@ class CompressedAttention(nnx.Module):
             self.indexer = EntryIndexer(declare, config, rate)
 
     def __call__(self, x: Float[Array, "B S D"], given) -> tuple[Float[Array, "B S D"], Float[Array, ""] | None]:
-        """Causal attention of sequences to themselves; and what is observed in "csa" layers. given: a ``transformer.Pass``."""
+        """Apply causal self-attention. Also return the observed value in "csa" layers. given: a ``transformer.Pass``."""
         products = {"multiply": given.products.multiply, "normalise": given.products.normalise}
         p = self.project(x, given.rotation, **products)
         heads, observed = self.attend_observed(p, given.products.observe)
@@ -116,7 +116,7 @@ class CompressedAttention(nnx.Module):
         multiply: Multiply = multiply,
         normalise: Normalise = normalise,
     ) -> CompressedProjections:
-        """Project tokens to queries, entries, and inputs of compressors and indexer."""
+        """Project tokens to queries, entries, and the inputs of the compressors and the indexer."""
         with jax.named_scope("compressed_project"):
             rotation, eps = rotations.of(self.attention), self.config.rms_norm_eps
             latent = normalise(self.q_a_norm, multiply(self.q_a, x))
@@ -138,18 +138,18 @@ class CompressedAttention(nnx.Module):
 
     @property
     def entry_norms(self) -> dict[str, Float[Array, "M"]]:
-        """Scales of the norms of compressed entries, and of index keys in "csa" layers."""
+        """Norm scales of compressed entries, and of index keys in "csa" layers."""
         norms = {"entry": value_of(self.compressor.norm.scale)} if self.attention != "window" else {}
         return norms | ({"index": value_of(self.indexer.compressor.norm.scale)} if self.attention == "csa" else {})
 
     def attend(self, p: CompressedProjections) -> Float[Array, "B S H M"]:
-        """Attention of sequences from position 0 on to their windows and entries, rotated back."""
+        """Attend to windows and compressed entries, for sequences that start at position 0. The result is rotated back."""
         return self.attend_observed(p, None)[0]
 
     def attend_observed(
         self, p: CompressedProjections, observe
     ) -> tuple[Float[Array, "B S H M"], Float[Array, ""] | None]:
-        """``attend``, and the sum of what a ``transformer.Observe`` gives of the compressed entries of a "csa" layer."""
+        """Run ``attend``. Also return the sum of a ``transformer.Observe`` over the compressed entries of a "csa" layer."""
         config, length, rate = self.config, p.entry.shape[1], self.config.v4.rate(self.attention)
         made = {}
         if rate is not None:
@@ -181,7 +181,7 @@ class CompressedAttention(nnx.Module):
     def _block(
         self, query: Float[Array, "B Q H M"], context: Float[Array, "B S M"], seen: Bool[Array, "B Q S"]
     ) -> tuple[Float[Array, "B Q H M"], Float[Array, "B Q H S"]]:
-        """Values of what is seen of a context, in one softmax with the heads' sinks, which have no value; and the probabilities."""
+        """Return attention's values and probabilities for a masked context. The softmax includes each head's sink, which has no value."""
         scores = jnp.einsum("bqhw,bsw->bqhs", query, context, preferred_element_type=jnp.float32)
         scores = jnp.where(seen[:, :, None], scores * self.config.softmax_scale, -jnp.inf)
         sink = jnp.broadcast_to(value_of(self.sink)[:, None], (*scores.shape[:-1], 1))
@@ -189,7 +189,7 @@ class CompressedAttention(nnx.Module):
         return jnp.einsum("bqhs,bsw->bqhw", probs.astype(context.dtype), context), probs
 
     def output(self, heads: Float[Array, "*b H M"], multiply: Multiply = multiply) -> Float[Array, "*b D"]:
-        """The heads' values by groups to ``o_lora_rank`` each, then all to D."""
+        """Project the heads' values to ``o_lora_rank`` per group of heads, then all groups to D."""
         with jax.named_scope("compressed_output"):
             G = self.config.v4.o_groups
             grouped = rearrange(heads, "... (g h) w -> ... g (h w)", g=G)
@@ -199,9 +199,9 @@ class CompressedAttention(nnx.Module):
 def compress(
     gates: Float[Array, "B S series Y"], values: Float[Array, "B S series Y"], rate: int
 ) -> Float[Array, "B windows Y"]:
-    """Weighted means of the values of each full window, by a softmax of the gates: equations 9 to 12, and 20 to 23.
+    """Return the mean of each full window's values, weighted by a softmax of the gates (equations 9 to 12 and 20 to 23).
 
-    With two series a window has the last of its own tokens, and the first of the window's before it.
+    With two series a window combines the last series of its own tokens with the first series of the preceding window.
     """
 
     def of_windows(array: Array, fill: float) -> Array:
@@ -222,9 +222,9 @@ def entries(
     dtype,
     normalise: Callable[[Array, float], Array] = unweighted,
 ) -> dict[str, Array]:
-    """Compressed entries ``[*b, M]``, and index keys ``[*b, A]`` in "csa" layers, as the cache keeps them.
+    """Return compressed entries ``[*b, M]``, and index keys ``[*b, A]`` in "csa" layers, as the cache stores them.
 
-    norms: ``entry_norms``. means: of each window, the index keys' behind the entries'. starts: the windows' first positions.
+    norms: ``entry_norms``. means: of each window; entries first, then index keys. starts: first position of each window.
     """
     M, rotation, made = config.v4.head_dim, entry_rotation(config, starts), {}
     for name, part in (("entry", means[..., :M]), ("index", means[..., M:])):

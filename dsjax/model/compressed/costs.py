@@ -1,8 +1,8 @@
-"""What one layer of DeepSeek-V4's attention costs: operations, and bytes moved. Plain arithmetic on `ModelConfig`, as `mla_costs`.
+"""Cost of one layer of DeepSeek-V4's attention: operations, and bytes moved. Plain arithmetic on `ModelConfig`, as in `mla_costs`.
 
-Letters as in `docs/glossary.md`. A query attends to its window, and to entries that stand for `rate` tokens each: all in "hca" layers, in
-"csa" layers to the `index_topk` with the highest index scores, each of which takes 2 · I · (A + 1) operations. A head's score and weighted
-sum take 2 · M multiply-adds, since what is cached is key and value.
+Letters as in `docs/glossary.md`. A query attends to its window and to compressed entries of `rate` tokens each: to all entries in "hca"
+layers, to the `index_topk` with the highest index scores in "csa" layers. An index score takes 2 · I · (A + 1) operations. A head's score
+and weighted sum take 2 · M multiply-adds, since a cached entry is both key and value.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from dsjax.model.parameter_counts import attention_matrices, compressor_columns
 
 
 class Seen(NamedTuple):
-    """What a query reads, averaged over a chunk: window tokens, compressed entries attended to, and entries scored by the indexer."""
+    """Context read by a query, averaged over a chunk: window tokens, compressed entries attended to, entries scored by the indexer."""
 
     window: float
     entries: float
@@ -25,7 +25,7 @@ class Seen(NamedTuple):
 
 
 def seen(config: ModelConfig, attention: str, before: float, chunk: float = 1) -> Seen:
-    """What ``chunk`` queries behind ``before`` positions see in a layer of this kind."""
+    """Return the context that ``chunk`` queries after ``before`` positions read in a layer of this kind."""
     rate, end = config.v4.rate(attention), before + chunk
     window = _mean(1, config.v4.sliding_window, before, chunk)
     if rate is None:
@@ -37,7 +37,7 @@ def seen(config: ModelConfig, attention: str, before: float, chunk: float = 1) -
 
 
 def _mean(rate: int, most: float, before: float, chunk: float) -> float:
-    """The mean of ``min(most, p // rate)`` over p = before + 1, …, before + chunk."""
+    """Return the mean of ``min(most, p // rate)`` over p = before + 1, …, before + chunk."""
 
     def total(end: float) -> float:
         below = min(end, most * rate - 1)
@@ -60,19 +60,19 @@ def compressed_cost(
     activation_itemsize: int = 2,
     tp: int = 1,
 ) -> AttentionCost:
-    """Cost of one layer of kind ``attention``; the arguments are those of `mla_cost`. The fold of gates and values is not counted."""
+    """Return the cost of one layer of kind ``attention``. Arguments as in `mla_cost`. The fold of gates and values is not counted."""
     heads, tokens, rate = config.num_attention_heads // tp, rows * chunk, config.v4.rate(attention)
     before, queries = (context - 1, 1) if attended is None else (max(0, attended - (chunk + 1) / 2), chunk)
     found, width = seen(config, attention, before, queries), config.v4.head_dim
     columns, index = compressor_columns(config, attention), config.v4.indexer.n_heads if attention == "csa" else 0
     matrices, _ = attention_matrices(config, tp, attention)
     weights = sum(rows * columns for rows, columns in matrices) + config.hidden_size * (columns + index)
-    # Each written by one product and read by the next: the layer's input, latents, gates and values in float32, the heads' queries and
-    # values, what the groups of heads give, and index queries.
+    # Values written by one product and read by the next: the layer's input, latents, gates and values in float32, the heads' queries and
+    # values, the output of each group of heads, and index queries.
     handed = config.hidden_size + config.v4.q_lora_rank + width + columns * 4 // activation_itemsize
     handed += heads * 2 * width + config.v4.o_groups * config.v4.o_lora_rank // tp
     handed += index * config.v4.indexer.head_dim
-    layer = (*config.v4.attention, "window").index(attention)  # the MTP module's stands behind the model's own
+    layer = (*config.v4.attention, "window").index(attention)  # the MTP module's layer follows the model's
     groups = compressed_groups(config, (layer,), np.dtype(cache_dtype), config.page_tokens)
     sizes = {group.name: group.entry_bytes for group in groups}
     window, state = sizes["window"], sizes.get("state4", 0) + sizes.get("state128", 0)

@@ -1,8 +1,8 @@
-"""DeepSeek-V4's attention over a paged cache: an ``AttentionFamily``. Compressed entries lie on context pages, a window on window pages.
+"""DeepSeek-V4's attention over a paged cache, an ``AttentionFamily``. Compressed entries are on context pages, windows on window pages.
 
-A token has the same bits in every chunk and batch on a CPU: native kernels (``native/compressed.h``) attend token by token. In JAX, which
-is the reference, each token is computed by itself too, in loops whose body has the same shape in every program; on accelerators tokens are
-computed side by side.
+On CPUs a token's result has the same bits in every chunk and batch: native kernels (``native/compressed.h``) attend token by token. The
+JAX reference also computes each token separately, in loops whose body has the same shape in every program. On accelerators it computes
+tokens in parallel.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from sharding.indices import take
 from sharding.on_ranks import constrain, on_ranks
 
 BLOCK = 128
-"""Compressed entries that a token attends to at once."""
+"""Number of compressed entries that a token attends to at once."""
 MATRICES = ("q_a", "q_b", "kv", "gate", "query", "head_weights", "o_b")
-"""Names of a layer's matrices that are not in groups, its compressors' and its indexer's among them."""
+"""Names of a layer's ungrouped matrices, including its compressors' and its indexer's."""
 GROUPS = {"csa": ("c4", "c4_index", "state4"), "hca": ("c128", None, "state128")}
-"""Entries, index keys and states of a kind of layer: names of cache groups, and of their arrays."""
+"""Kind of layer → cache groups of its entries, index keys and states. Arrays have the names of their groups."""
 
 
 @dataclass(frozen=True)
 class Compressed:
-    """Attention of the three kinds of layers, for a mesh. drafts: how many a request may have at once; none of their states is lost."""
+    """Attention of the three kinds of layers, for a mesh. drafts: maximum draft tokens of a request; the state after each is kept."""
 
     mesh: Mesh
     rules: Rules
@@ -61,30 +61,30 @@ class Compressed:
 
     @property
     def native(self) -> bool:
-        """Whether the native kernels attend: they read a cache in float32."""
+        """Whether the native kernels attend; they need a float32 cache."""
         return self.kernels.name("decode attention") == "native" and np.dtype(self.cache_dtype) == np.float32
 
     @property
     def batch(self) -> tuple[str, ...] | None:
-        """The mesh axes that DP ranks lie over."""
+        """Mesh axes of the DP ranks."""
         return self.rules.spec(("ranks",))[0]
 
     @property
     def heads(self) -> tuple[str, ...] | None:
-        """The mesh axes that heads are split over."""
+        """Mesh axes that heads are sharded over."""
         return self.rules.spec(("heads",))[0]
 
     def groups(self, layers: Iterable[int], entries: int = 1) -> tuple[CacheGroup, ...]:
-        """Cache groups of these layers, with ``entries`` tokens on a page."""
+        """Return the cache groups of these layers, with ``entries`` tokens on a page."""
         return compressed_groups(self.config, layers, np.dtype(self.cache_dtype), entries, drafts=self.drafts)
 
     @property
     def form_of_pages(self) -> dict[str, Any]:
-        """The rates, and how many states a window page has room for."""
+        """The compression rates, and the number of states on a window page."""
         return {"rates": list(self.config.v4.rates), "states": self.drafts + 1}
 
     def turns(self, groups: Sequence[GroupShape], context: int, page_size: int) -> dict[str, int]:
-        """Trip counts for one token: window pages (two, or one at a border), and blocks of entries to score and to attend to."""
+        """Return trip counts for one token: window pages (at most two), and blocks of entries to score and to attend to."""
         first, second = (context // rate for rate in self.config.v4.rates)
         entries = {"csa_scores": first, "csa_entries": min(first, self.config.v4.indexer.topk), "hca_entries": second}
         return {"window_pages": min(2, -(-context // page_size))} | {
@@ -92,18 +92,18 @@ class Compressed:
         }
 
     def backend(self, form: Form) -> str:
-        """The same for prompts and decodes."""
+        """Return the backend, which is the same for prefill and decode."""
         return "native" if self.native else "plain"
 
     def in_stack(self, forms: Sequence[Form]) -> frozenset[str]:
-        """``MATRICES``, where native kernels multiply: they read them there."""
+        """Return ``MATRICES`` if native kernels multiply, which read them from the stack."""
         return frozenset(MATRICES if self.kernels.name("other products") == "native" else ())
 
     def project(
         self, weights: CompressedAttention, x: Float[Array, "B T D"], rotation: Rotations, forms: Sequence[Form], *,
         multiply: Multiply, normalise: Normalise = normalise,
     ) -> CompressedProjections:  # fmt: skip
-        """Project tokens, with heads spread over ``tp`` and all else whole on each device."""
+        """Project tokens. Heads are sharded over ``tp``; all other values are replicated."""
         p = weights.project(x, rotation, multiply=multiply, normalise=normalise)
 
         def spread(path, array):
@@ -115,7 +115,7 @@ class Compressed:
     def output(
         self, weights: CompressedAttention, form: Form, found: Array, multiply: Multiply
     ) -> Float[Array, "*b D"]:
-        """The grouped output projection."""
+        """Apply the grouped output projection."""
         return weights.output(found, multiply)
 
     # Writing
@@ -128,7 +128,7 @@ class Compressed:
         tokens: Tokens,
         p: CompressedProjections,
     ) -> Cache:
-        """Write each token's own entry, the entries of windows that close, and the states of those that do not."""
+        """Write each token's own entry, the entries of completed windows, and the states of unfinished ones."""
         with jax.named_scope("cache_write"):
             kind, batch, groups = weights.attention, self.batch, [group.shape for group in tokens.groups]
             rows = [(group.start, group.length, group.tables) for group in tokens.groups]
@@ -155,20 +155,20 @@ class Compressed:
             return cache | write(own, self._at(names, layer), tokens.window_slots, rows, made, norms)
 
     def _compress(self, kind: str, own: Cache, at, shape: GroupShape, where, made, norms, dtype) -> Cache:
-        """The arrays of a compressor's groups after a row group. where: starts, lengths and tables of its rows on this rank. made: gates
-        and values ``[R, C, series, Y]``. dtype: computed in."""
+        """Return the arrays of a compressor's groups, updated with a row group. where: starts, lengths and tables of its rows on this
+        rank. made: gates and values ``[R, C, series, Y]``. dtype: compute dtype."""
         (start, length, tables), (gates, values) = where, made
         entry_name, index_name, state_name = GROUPS[kind]
         T, rate = own["window"].shape[2], self.config.v4.rate(kind)
         states, places = own[state_name], own[state_name].shape[2]
         series, C, ring = states.shape[3] // 3, shape.chunk, tables[:, shape.pages :]
-        # A row leaves its state behind each token if these are few enough, else at its end and where pages end.
+        # Store a row's state after each token if the page has room for all of them, else at page ends and at the row's end.
         of_each = places >= C
         count = C if of_each else (C - 2) // T + 2
         numbers = jnp.arange(C)
 
         def state_slots(rows, positions):
-            """Where the states after these positions of a row stand."""
+            """Return the slots of the states after these positions of a row."""
             page = take(ring, (rows, positions // T % shape.windows))
             return page * places + positions % places
 
@@ -183,7 +183,7 @@ class Compressed:
 
         rows = jnp.arange(shape.rows)
         folded, means = self._each(fold_one, rows, gates, values)
-        # States: of the last token in each place.
+        # States after the last token of each place.
         begin, end = start[:, None], (start + length)[:, None]
         last = begin + numbers if of_each else jnp.minimum((begin // T + jnp.arange(count) + 1) * T, end) - 1
         written = (last < end) & (last >= begin) & (of_each | (last // T - begin // T == jnp.arange(count)))
@@ -191,7 +191,7 @@ class Compressed:
         found = {
             state_name: paging.write(states, at[state_name], slots.reshape(-1), folded.reshape(-1, *folded.shape[2:]))
         }
-        # Entries of the windows that close.
+        # Entries of completed windows.
         window = begin // rate + jnp.arange((C + rate - 1) // rate)
         closes = window * rate + rate - 1
         token = jnp.clip(closes - begin, 0, C - 1)
@@ -215,7 +215,7 @@ class Compressed:
         self, weights: CompressedAttention, form: Form, cache: Cache, layer: Int[Array, ""], index, rows: Rows,
         p: CompressedProjections,
     ) -> Float[Array, "B R C H M"]:  # fmt: skip
-        """The heads' values, rotated back: in one softmax a head's sink, the window's pages and blocks of compressed entries, ascending."""
+        """Return the heads' values, rotated back. One softmax covers the sink, then window pages and entry blocks in ascending order."""
         with jax.named_scope(f"attend_{weights.attention}"):
             kind, batch, (_, R, C) = weights.attention, self.batch, rows.positions.shape
             names = [name for name in ("window", *GROUPS.get(kind, ())[:2]) if name is not None]
@@ -252,7 +252,7 @@ class Compressed:
         self, kind: str, own: Cache, at, sink: Float[Array, "H"], positions: Int[Array, "R C"], tables: Int[Array, "R Pr"],
         ring: Int[Array, "R Pw"], filled: Array | None, query: Float[Array, "R C H M"], *index: Array,
     ) -> Float[Array, "R C H M"]:  # fmt: skip
-        """A rank's heads' values by the native kernels; arguments as of ``_Attended``."""
+        """Return the heads' values on one rank, computed by the native kernels. Arguments as in ``_Attended``."""
         config, kernels, chosen, count = self.config, self.kernels.native, None, jnp.zeros_like(positions)
         name, keys, _ = GROUPS.get(kind, (None, None, None))
         if name is not None:
@@ -283,11 +283,11 @@ class Compressed:
         )
 
     def _normalise(self, x: Float[Array, "*b M"], eps: float) -> Float[Array, "*b M"]:
-        """``unweighted``, by the kernel where kernels attend."""
+        """Apply ``unweighted``, with the native kernel if native kernels attend."""
         return self.kernels.native.norm(x, jnp.ones(x.shape[-1:], x.dtype), eps) if self.native else unweighted(x, eps)
 
     def _at(self, names: Sequence[str], layer: Int[Array, ""]) -> dict[str, Int[Array, ""]]:
-        """The number in each group of a layer of the cache."""
+        """Return a cache layer's number in each group."""
         every = range(self.config.num_hidden_layers + self.config.num_nextn_predict_layers)
         groups, found = {group.name: group.layers for group in self.groups(every, self.config.page_tokens)}, {}
         for name in names:
@@ -297,11 +297,11 @@ class Compressed:
         return found
 
     def _each(self, function: Callable, *arrays: Array) -> Any:
-        """``function`` of each row of the arrays: on a CPU one after the other, elsewhere side by side."""
+        """Map ``function`` over the rows of the arrays: sequentially on CPUs, with ``vmap`` elsewhere."""
         if self.mesh.devices.flat[0].platform != "cpu":
             return jax.vmap(function)(*arrays)
         count = len(arrays[0])
-        if count == 1:  # XLA unrolls a loop of one, and may then contract other products and sums
+        if count == 1:  # XLA unrolls a loop of one iteration and may then fuse multiply-adds differently
             arrays = [jnp.concatenate([array, array]) for array in arrays]
         found = jax.lax.map(lambda row: function(*row), tuple(arrays))
         return jax.tree.map(lambda array: array[:count], found)
@@ -312,7 +312,7 @@ class Compressed:
 
 @dataclass(frozen=True)
 class _Attended:
-    """Attention of one token of a rank. at: the layer's number in each group; tables, ring: of all rows."""
+    """Attention of one token on one rank. at: the layer's number in each group. tables, ring: page tables of all rows."""
 
     config: ModelConfig
     cache_dtype: np.dtype
@@ -325,7 +325,7 @@ class _Attended:
     filled: Array | None
 
     def __call__(self, row, position, query: Float[Array, "H M"], *index: Array) -> Float[Array, "H M"]:
-        """The heads' values of a query at ``position``; −1 sees nothing. index: its index queries and their weights."""
+        """Return the heads' values of a query at ``position``; −1 sees nothing. index: its index queries and their weights."""
         T, dtype = self.cache["window"].shape[2], query.dtype
         ring, table = self.ring[row], self.tables[row]
 
@@ -363,7 +363,7 @@ class _Attended:
         return out / total[:, None]
 
     def _chosen(self, table, position, index: Sequence[Array]) -> tuple[Int[Array, "k"] | None, Int[Array, ""]]:
-        """Which entries the token attends to, ascending, and how many; None: the first so many, which are those that it sees."""
+        """Return the entries that the token attends to, ascending, and their number. None: all visible entries, which come first."""
         visible, topk = (position + 1) // self.config.v4.rate(self.kind), self.config.v4.indexer.topk
         entries = len(table) * self.cache[GROUPS[self.kind][0]].shape[2]
         if self.kind == "hca" or entries <= topk:
@@ -386,14 +386,14 @@ class _Attended:
         return jnp.pad(places, (0, -topk % BLOCK)), count
 
     def _read(self, name: str, table: Int[Array, "Pr"], at: Int[Array, "N"], dtype) -> Float[Array, "N M"]:
-        """Entries at places of a table's pages; past its end any."""
+        """Return the entries at positions ``at`` of a page table; positions past its end give arbitrary entries."""
         array = self.cache[name]
         found = paging.read_tokens(array, self.at[name], table[None], at[None])[0]
         return reinterpret(found, self.cache_dtype).astype(dtype)
 
 
 def _in_blocks(run: Callable, most: int, *queries: Shaped[Array, "R C ..."]) -> tuple[Array, ...]:
-    """Call ``run`` for at most ``most`` queries of each row at a time, which bounds the memory of their scores."""
+    """Call ``run`` on at most ``most`` queries of each row at a time, to limit the memory of their scores."""
     C = queries[0].shape[1]
     block = next(width for width in range(min(most, C), 0, -1) if C % width == 0)
     if block == C:

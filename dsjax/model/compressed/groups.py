@@ -1,4 +1,4 @@
-"""What a DeepSeek-V4 caches: entries of both rates, tokens' own entries, and the state of unfinished windows. Needs no JAX."""
+"""DeepSeek-V4's cache groups: entries of both rates, tokens' own entries, and states of unfinished windows. Needs no JAX."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from sharding import fp8
 
 FLOAT32 = np.dtype(np.float32)
 FP8_BLOCK = 64
-"""Unrotated values of an entry that share a scale of one byte in an FP8 cache."""
+"""Number of unrotated values of an entry that share a one-byte scale in an FP8 cache."""
 
 
 def compressed_groups(
     config: ModelConfig, layers: Iterable[int], dtype: np.dtype, tokens: int, *, drafts: int = 0
 ) -> tuple[CacheGroup, ...]:
-    """The groups of these layers, with ``tokens`` tokens on a page; those without a layer are left out.
+    """Return the cache groups of these layers, with ``tokens`` tokens on a page. Groups without layers are left out.
 
-    ``c4`` and ``c128`` are entries of the first and of the second rate, ``c4_index`` index keys, ``window`` tokens' own entries. ``state4``
-    and ``state128`` hold what compressors have summed up after a position, at place ``position mod (drafts + 1)`` of its page: the gates'
-    maximum, the sum of weights, and the weighted sum of each value, of two accumulators and of one (``fold``).
+    ``c4`` and ``c128`` hold entries of the first and the second rate, ``c4_index`` index keys, ``window`` tokens' own entries. ``state4``
+    and ``state128`` hold a compressor's state after a position, at place ``position mod (drafts + 1)`` of its page: the gates' maximum,
+    the sum of weights and the weighted sum of each value; two accumulators in ``state4``, one in ``state128`` (``fold``).
 
     Raises:
-        UserError: pages that do not hold whole windows.
+        UserError: A page does not hold whole windows.
     """
     if tokens % config.page_tokens:
         raise UserError(
@@ -49,7 +49,7 @@ def compressed_groups(
 
 
 def _entry(name: str, config: ModelConfig, dtype: np.dtype) -> Arrays:
-    """An entry: in FP8 its unrotated values with scales of a byte, in whole eights, and the rotated ones in bfloat16 (584 bytes)."""
+    """Return an entry's arrays. FP8: unrotated values, one-byte scales padded to a multiple of 8, bfloat16 rotated values (584 bytes)."""
     if dtype != fp8.E4M3:
         return {name: ((config.v4.head_dim,), dtype)}
     scales = -(-config.v4.qk_nope_head_dim // FP8_BLOCK // 8) * 8
@@ -61,7 +61,7 @@ def _entry(name: str, config: ModelConfig, dtype: np.dtype) -> Arrays:
 
 
 def _index(width: int, dtype: np.dtype) -> Arrays:
-    """An index key: beside FP8 entries in FP4, two values a byte, with a scale for 32 values (68 bytes)."""
+    """Return an index key's arrays. With FP8 entries the key is FP4: two values per byte, one scale per 32 values (68 bytes)."""
     if dtype != fp8.E4M3:
         return {"c4_index": ((width,), dtype)}
     byte = np.dtype(np.uint8)

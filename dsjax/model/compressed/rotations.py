@@ -1,4 +1,4 @@
-"""Rotation of the last values of queries and entries, and back: layers with a window alone have another base than those that compress."""
+"""Rotation of the last values of queries and entries, and its inverse. Window layers and compressing layers use different RoPE bases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsjax.model.rope import Rotation
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rotations:
-    """Some tokens' positions, and their rotations: computed once a step, applied in every layer."""
+    """Token positions and their rotations, computed once per step and applied in every layer."""
 
     positions: Int[Array, "*b"]
     window: Rotation
@@ -23,28 +23,28 @@ class Rotations:
 
     @classmethod
     def at(cls, positions: Int[Array, "*b"], config: ModelConfig) -> Rotations:
-        """The rotations of tokens at ``positions``."""
+        """Return the rotations of tokens at ``positions``."""
         width = config.v4.qk_rope_head_dim
         return cls(positions, Rotation.at(positions, config.rope, width), entry_rotation(config, positions))
 
     def of(self, attention: str) -> Rotation:
-        """That of a layer's queries and of its tokens' own entries."""
+        """Return the rotation of a layer's queries and of its tokens' own entries."""
         return self.window if attention == "window" else self.compressing
 
 
 def entry_rotation(config: ModelConfig, positions: Int[Array, "*b"]) -> Rotation:
-    """The rotation of compressed entries, each at its window's first position."""
+    """Return the rotation of compressed entries. positions: first position of each entry's window."""
     return Rotation.at(positions, config.v4.compress_rope, config.v4.qk_rope_head_dim)
 
 
 def rotate(rotation: Rotation, x: Float[Array, "*n M"]) -> Float[Array, "*n M"]:
-    """``x`` with its last values rotated; the first of all pairs then stand before the second ones."""
+    """Rotate the last values of ``x``. The first values of all pairs then precede the second ones."""
     fixed = x.shape[-1] - 2 * rotation.cos.shape[-1]
     return jnp.concatenate([x[..., :fixed], rotation(x[..., fixed:])], axis=-1)
 
 
 def rotate_back(rotation: Rotation, x: Float[Array, "*n M"]) -> Float[Array, "*n M"]:
-    """The inverse of ``rotate``, which also puts pairs side by side again."""
+    """Invert ``rotate``, and interleave the pairs again."""
     pairs = rotation.cos.shape[-1]
     back = Rotation(rotation.cos, -rotation.sin, interleave=False)(x[..., -2 * pairs :])
     joined = jnp.stack([back[..., :pairs], back[..., pairs:]], axis=-1).reshape(back.shape)

@@ -1,4 +1,4 @@
-"""Hyper-connections: a ``Residual`` of several streams, in JAX and by native kernels."""
+"""Hyper-connections: a ``Residual`` of several streams, in JAX and with native kernels."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from sharding.on_ranks import on_ranks
 
 
 class Streams(Residual):
-    """Hyper-connections (DeepSeek-V4's report, section 2.2): n streams, which a token's own values weigh and mix. All in float32.
+    """Hyper-connections (DeepSeek-V4's report, section 2.2): n streams with token-dependent weights, computed in float32.
 
-    A projection of all streams, normed together, gives a block n weights for what it reads, n for what each stream gets of its result, and
-    an n × n matrix by which the streams are mixed, made doubly stochastic (Sinkhorn and Knopp). Where tokens leave there are the first n.
+    A projection of all streams, normalised together, gives a block n weights for its input, n for adding its output to each stream, and
+    an n × n mixing matrix, made doubly stochastic by the Sinkhorn–Knopp algorithm. With ``ends`` there are only the first n weights.
     """
 
     def __init__(self, declare: Declaration, config: ModelConfig, *, ends: bool = False):
@@ -36,15 +36,15 @@ class Streams(Residual):
         self.scale = declare.parameter((scales,), (None,), init="ones", **own)
 
     def with_kernels(self, kernels: NativeKernels, mesh: Mesh, tokens: P) -> NativeStreams:
-        """By the kernels of ``native/streams.h``."""
+        """Return the connection with the kernels of ``native/streams.h``."""
         return NativeStreams(self, kernels, mesh, tokens)
 
     def enter(self, x: Float[Array, "B T D"]) -> Float[Array, "B T n D"]:
-        """The same in each stream."""
+        """Copy ``x`` to each stream."""
         return jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], self.v4.hc_mult, x.shape[-1]))
 
     def pre(self, x: Float[Array, "B T n D"]) -> tuple[Float[Array, "B T D"], tuple[Array, Array]]:
-        """A weighted sum of the streams; and how its result is spread ``[B, T, n]``, and the streams are mixed ``[B, T, n, n]``."""
+        """Return a weighted sum of the streams, and for ``post`` the output's weights ``[B, T, n]`` and the mixing ``[B, T, n, n]``."""
         n, eps, weights = self.v4.hc_mult, self.v4.hc_eps, self._weights(x)
         base, scale = value_of(self.base), value_of(self.scale)
         read = jax.nn.sigmoid(weights[..., :n] * scale[0] + base[:n]) + eps
@@ -60,18 +60,18 @@ class Streams(Residual):
         return _sum(read, x), (spread, jax.lax.fori_loop(1, self.v4.hc_sinkhorn_iters, balance, mixing))
 
     def post(self, x: Float[Array, "B T n D"], mix, y: Float[Array, "B T D"]) -> Float[Array, "B T n D"]:
-        """``spread ⊗ y + mixingᵀ x``."""
+        """Return ``spread ⊗ y + mixingᵀ x``."""
         spread, mixing = (weights.astype(x.dtype) for weights in mix)
         mixed = jnp.einsum("btjk,btjd->btkd", mixing, x, preferred_element_type=jnp.float32)
         return spread[..., None] * y[..., None, :] + mixed.astype(x.dtype)
 
     def unmixed(self, mix: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Every stream is mixed of itself alone."""
+        """Replace the mixing matrix by the identity."""
         spread, mixing = mix
         return spread, jnp.broadcast_to(jnp.eye(self.v4.hc_mult, dtype=mixing.dtype), mixing.shape)
 
     def leave(self, x: Float[Array, "B T n D"]) -> Float[Array, "B T D"]:
-        """A weighted sum of the streams."""
+        """Return a weighted sum of the streams."""
         return _sum(jax.nn.sigmoid(self._weights(x) * value_of(self.scale) + value_of(self.base)) + self.v4.hc_eps, x)
 
     def _weights(self, x: Float[Array, "B T n D"]) -> Float[Array, "B T w"]:
@@ -85,7 +85,7 @@ def _sum(weights: Float[Array, "B T n"], x: Float[Array, "B T n D"]) -> Float[Ar
 
 @dataclass(frozen=True)
 class NativeStreams:
-    """``Streams`` whose bits depend neither on the batch nor on the mesh. tokens: how their first two axes lie over the mesh."""
+    """``Streams`` with bits independent of the batch and the mesh. tokens: sharding of the first two axes."""
 
     streams: Streams
     kernels: NativeKernels
@@ -118,7 +118,7 @@ class NativeStreams:
     def _on_ranks(
         self, kernel: Callable[..., list[Array]], results: int, *arrays: Array, whole: Sequence[Array] = ()
     ) -> list[Array]:
-        """``kernel`` of each device's tokens as rows. whole: arrays that each device has."""
+        """Apply ``kernel`` to each device's tokens as rows. whole: replicated arrays."""
 
         def local(arrays, whole):
             lead = arrays[0].shape[:2]

@@ -1,7 +1,7 @@
-"""Attention of a row group to chosen tokens of a paged cache.
+"""Sparse attention of a row group to chosen tokens of a paged cache.
 
-Each DP rank scores its rows' contexts and chooses. Then it copies what a query has chosen, in the order of positions, into pages of the
-query's own, which dense attention reads with whichever kernel it has; or, for a form that ``masks``, dense attention masks the rest.
+Each DP rank scores its rows' contexts and chooses tokens for each query. It then copies the chosen entries in the order of positions to
+temporary pages per query, which dense attention reads with its usual kernel. For a form that ``masks``, dense attention masks the others.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from sharding import fp8
 from sharding.on_ranks import on_ranks
 
 INDEX_ARRAYS = ("index", "index_scale")
-"""The arrays of a cache that hold index keys; dense attention reads the others."""
+"""Cache arrays of index keys; dense attention reads the others."""
 
 CPU_BYTES, ACCELERATOR_BYTES = 8 * 2**20, 256 * 2**20
-"""About the most bytes on a device of each of these: a block of queries' scores over the context, the entries that they gather, and the
-products of all index heads with a block of the context."""
+"""Approximate limit on a device, in bytes, of each of: scores of a block of queries over the context, the entries that these queries
+gather, and the products of all index heads with a block of the context."""
 
 
 @dataclass(frozen=True)
 class Chosen(PagedMLA):
-    """MLA that attends to the ``index_topk`` tokens with the highest scores, and caches an index key of each token beside its latent."""
+    """MLA that attends to the ``index_topk`` tokens with the highest scores, and caches each token's index key with its latent."""
 
     index_scores: IndexScores = IndexScores()
 
     def groups(self, layers: Iterable[int], entries: int = 1) -> tuple[CacheGroup, ...]:
-        """Latents and index keys."""
+        """Return cache groups of latents and index keys."""
         return super().groups(layers, entries, fp8_index=self.index_scores.fp8)
 
     @property
     def form_of_pages(self) -> dict[str, Any]:
-        """The layout, and how index keys are made."""
+        """The layout, and the options of index keys."""
         return super().form_of_pages | {"index_scores": dataclasses.asdict(self.index_scores)}
 
     def _entries(self, mla: MLA, p: Projections) -> Cache:
@@ -69,15 +69,15 @@ class Chosen(PagedMLA):
     def attend(
         self, mla: MLA, form: Form, cache: Cache, layer: Int[Array, ""], index, rows: Rows, p: Projections
     ) -> Float[Array, "B R C D"] | Float[Array, "B R C H U"]:
-        """As ``PagedMLA.attend``, over the chosen tokens alone."""
+        """Run ``PagedMLA.attend`` over the chosen tokens only."""
         dense = partial(super().attend, mla, form)
         latents = {name: array for name, array in cache.items() if name not in INDEX_ARRAYS}
-        # Where a table has room for ``index_topk`` tokens at most, all are chosen, and nothing is scored.
+        # If a table holds at most ``index_topk`` tokens, choose all without scoring.
         if rows.tables.shape[-1] * cache["index"].shape[2] <= self.config.mla.indexer.topk:
             return dense(latents, layer, index, rows, p)
         with jax.named_scope(f"attend_{form}"):
             choice, plain = Choice(self, cache, layer, rows), dataclasses.replace(p, index=None)
-            # Pallas attends in latent space whatever the form, and reads no masks.
+            # Pallas kernels attend in latent space for every form, and do not support masks.
             if form.masks and self.backend(form) != "pallas":
                 words = _by_blocks(choice.words, (rows.positions, p.index), choice.queries_together(0))
                 return dense(latents, layer, index, rows, plain, words)
@@ -88,14 +88,14 @@ class Chosen(PagedMLA):
 
 
 def _by_blocks(function: Callable, arguments, together: int):
-    """``function`` of arguments ``[B, R, C, …]``, for ``together`` of C at a time."""
+    """Apply ``function`` to arguments ``[B, R, C, …]``, with blocks of ``together`` queries of C at a time."""
     C = jax.tree.leaves(arguments)[0].shape[2]
     if together == C:
         return function(*arguments)
     blocks = -(-C // together)
 
     def split(array):
-        # The last block is filled with the last query again: what it gets there is dropped.
+        # Pad the last block with copies of the last query; their results are dropped.
         filler = [(0, 0), (0, 0), (0, blocks * together - C)] + [(0, 0)] * (array.ndim - 3)
         padded = jnp.pad(array, filler, mode="edge")
         return rearrange(padded, "b r (block c) ... -> block b r c ...", c=together)
@@ -106,25 +106,25 @@ def _by_blocks(function: Callable, arguments, together: int):
 
 @dataclass(frozen=True)
 class _Marked:
-    """A choice as the plain form makes it: which positions are chosen, ``k`` at most."""
+    """Choice of the plain implementation: a mask with at most ``k`` chosen positions."""
 
     chosen: Bool[Array, "R C S"]
     k: int
 
     @property
     def words(self) -> UInt32[Array, "R C N"]:
-        """One bit for each position."""
+        """Bitmask of positions."""
         return pack(self.chosen)
 
     @property
     def positions(self) -> tuple[Int[Array, "R C k"], Int[Array, "R C"]]:
-        """The positions in ascending order, and how many they are."""
+        """Chosen positions in ascending order, and their number."""
         return positions_of(self.chosen, self.k)
 
 
 @dataclass(frozen=True)
 class _Listed:
-    """A choice as the native kernel makes it."""
+    """Choice of the native kernel: positions, their number, and a bitmask."""
 
     at: Int[Array, "R C k"]
     count: Int[Array, "R C"]
@@ -132,13 +132,13 @@ class _Listed:
 
     @property
     def positions(self) -> tuple[Int[Array, "R C k"], Int[Array, "R C"]]:
-        """Positions and their number, as ``_Marked.positions`` gives them."""
+        """Chosen positions and their number, like ``_Marked.positions``."""
         return self.at, self.count
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What queries of a row group choose of their contexts; ``layer`` is the cache's."""
+    """Choice of context tokens by the queries of a row group. layer: number in the cache."""
 
     dense: Chosen
     cache: Cache
@@ -147,17 +147,17 @@ class Choice:
 
     @property
     def page_size(self) -> int:
-        """Cache slots of a page."""
+        """Number of cache slots of a page."""
         return self.cache["index"].shape[2]
 
     @property
     def pages(self) -> int:
-        """Pages of a row's table."""
+        """Number of pages of a row's table."""
         return self.rows.tables.shape[2]
 
     @property
     def active(self) -> Bool[Array, "B R C"]:
-        """Which queries are no padding."""
+        """Mask of queries that are not padding."""
         rows, C = self.rows, self.rows.positions.shape[2]
         if rows.length is None:
             return jnp.ones(rows.positions.shape, bool)
@@ -165,10 +165,10 @@ class Choice:
 
     @property
     def list_pages(self) -> int:
-        """Pages that a query's chosen entries take.
+        """Number of pages of a query's chosen entries.
 
-        Whole blocks of dense attention, and two of them where that would read the context in several: one block is a plain softmax and
-        several are accumulated, and a context that is chosen whole shall give dense attention's bits.
+        A multiple of dense attention's block, and at least two blocks if dense attention reads the context in several. One block is a
+        plain softmax while several are accumulated, and choosing the whole context must give dense attention's bits.
         """
         block = max(1, min(self.pages, self.dense.block(self.rows.positions.shape[1], 1) // self.page_size))
         needed = -(-self.dense.config.mla.indexer.topk // (block * self.page_size))
@@ -183,23 +183,23 @@ class Choice:
         return CPU_BYTES if self._on_cpu else ACCELERATOR_BYTES
 
     def queries_together(self, gathered_bytes: int) -> int:
-        """Queries of each row that choose at once: as many as memory allows, in blocks of one size. gathered_bytes: of a query's list."""
+        """Return the queries of each row processed at once, limited by memory, in equal blocks. gathered_bytes: of one query's entries."""
         _, R, C = self.rows.positions.shape
         each = R * max(4 * self.pages * self.page_size, gathered_bytes)
         return -(-C // min(-(-C * each // self._most_bytes), C))
 
     def block(self, queries: int) -> int:
-        """Context positions that ``queries`` of a rank are scored against at once: whole pages, a power of two of them."""
+        """Return the context positions scored at once for ``queries`` queries of a rank: a power of two pages."""
         products = 4 * queries * self.dense.config.mla.indexer.n_heads * self.page_size
         most = max(1, min(self._most_bytes // products, self.pages))
         return self.page_size << (most.bit_length() - 1)
 
     def words(self, positions: Int[Array, "B R C"], index: IndexProjections) -> UInt32[Array, "B R C N"]:
-        """The choice of queries at ``positions`` as bits, one for each position of the context."""
+        """Return the choice of queries at ``positions`` as a bitmask of context positions."""
         return self._on_each_rank(lambda found, *_: found.words[None], P(self.dense.batch), positions, index)
 
     def gather(self, attend: Callable[..., Array], positions, active, index: IndexProjections, p: Projections) -> Array:
-        """Attention of queries to what they choose, copied to pages of their own: each is a row of dense attention."""
+        """Attend to the chosen entries, copied to separate pages per query. Each query is a row of dense attention."""
         B, R, C = positions.shape
         entries, count = self.entries(positions, index)
         by_query = partial(rearrange, pattern="b r c ... -> b (r c) ...")
@@ -214,7 +214,7 @@ class Choice:
     def entries(
         self, positions: Int[Array, "B R C"], index: IndexProjections
     ) -> tuple[dict[str, Array], Int[Array, "B R C"]]:
-        """A cache of one layer with the chosen entries of each query on ``list_pages`` pages of its own, and how many they are."""
+        """Return a one-layer cache with each query's chosen entries on ``list_pages`` separate pages, and the number of entries."""
         k, G = self.list_pages * self.page_size, self.page_size
 
         def copy(found, latents, layer, tables):
@@ -230,7 +230,7 @@ class Choice:
         return self._on_each_rank(copy, (specs, by_rank), positions, index)
 
     def _on_each_rank(self, finish: Callable, out_specs, positions: Int[Array, "B R C"], index: IndexProjections):
-        """``finish`` of what each DP rank finds, the other arrays of its cache, the layer, and its page tables."""
+        """Call ``finish`` on each DP rank with its choice, the latent arrays of its cache, the layer, and its page tables."""
         dense, rows = self.dense, self.rows
 
         def local(cache, layer, tables, filled, positions, index):
@@ -256,7 +256,7 @@ class Choice:
         return run(self.cache, self.layer, rows.tables, rows.filled, positions, index)
 
     def _scores(self, keys, layer, tables, filled, positions: Int[Array, "R C"], index) -> Float[Array, "R C S"]:
-        """Index scores over the whole context; −inf where a query sees nothing. S is whole blocks."""
+        """Return index scores over the whole context, −inf at positions that a query cannot see. S is a multiple of the block."""
         (R, C), arrays, kernels = positions.shape, self.dense.arrays, self.dense.kernels
         key_dtype = arrays["index"][1]
         in_pallas = kernels.name("index choice") == "pallas"

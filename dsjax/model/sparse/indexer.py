@@ -1,7 +1,7 @@
-"""The indexer's weights, and what it makes of each token: index queries, the heads' weights, and the index key.
+"""The indexer's weights, and its projections of each token: index queries, head weights, and the index key.
 
 Source: the report of DeepSeek-V3.2-Exp, equation 1, and ``Indexer`` of its published ``inference/model.py``. ``I`` index heads of width
-``A``; the first ``O`` values of each are rotated: in V3.2 in halves, and not in interleaved pairs as MLA's are; in GLM-5 in pairs, too.
+``A``; the first ``O`` values of each are rotated: in V3.2 in halves, unlike MLA's interleaved pairs; in GLM-5 in interleaved pairs, too.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from dsjax.model.parameters import Declaration, Matrix, Multiply
 from dsjax.model.rope import Rotation
 
 KEY_EPS = 1e-6
-"""Epsilon of the key's LayerNorm, whatever ``rms_norm_eps`` says."""
+"""Epsilon of the key's LayerNorm, independent of ``rms_norm_eps``."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass
 class IndexProjections:
-    """What the choice needs of each token; leading dimensions ``*b`` are the caller's (``[B, T]`` in a step)."""
+    """Index queries, weights and keys of tokens; leading dimensions ``*b`` are the caller's (``[B, T]`` in a step)."""
 
     query: Float[Array, "*b I A"]  # rotated
     weight: Float[Array, "*b I"]  # float32, with the factor I^-1/2
-    key: Float[Array, "*b A"]  # normed and rotated: what the cache keeps
+    key: Float[Array, "*b A"]  # normalised and rotated, as cached
 
 
 class Indexer(nnx.Module):
-    """The indexer of one attention layer. Its weights are whole on every device of a replica."""
+    """The indexer of one attention layer. Its weights are replicated on the devices of a replica."""
 
     def __init__(self, declare: Declaration, config: ModelConfig):
         self.config = config
@@ -53,11 +53,11 @@ class Indexer(nnx.Module):
         multiply: Multiply,
         normalise: Normalise = normalise,
     ) -> IndexProjections:
-        """Index queries, weights and keys of tokens.
+        """Return index queries, weights and keys of tokens.
 
-        rotation: MLA's, of the tokens' positions. multiply, normalise: for the matrices and the norm.
+        rotation: MLA's, at the tokens' positions. multiply, normalise: functions for the matrices and the norm.
 
-        No gradient goes back to ``x`` and ``q_latent``: the indexer is trained to follow attention, never the other way
+        Gradients do not flow to ``x`` and ``q_latent``: the indexer is trained to follow attention, not vice versa
         (arXiv 2512.02556, section 2.1.1).
         """
         x, q_latent = jax.lax.stop_gradient((x, q_latent))

@@ -1,6 +1,6 @@
-"""What index queries and keys go through before they are multiplied (``--index-scores``).
+"""Transformation of index queries and keys before their product (``--index-scores``).
 
-DeepSeek's published inference code rotates both by a Hadamard matrix, which leaves their products as they are and spreads outliers, and
+DeepSeek's published inference code multiplies both by a Hadamard matrix, which preserves their products and spreads outliers, and
 rounds both to FP8. Transformers does neither.
 """
 
@@ -18,7 +18,7 @@ from sharding import fp8
 
 @dataclass(frozen=True)
 class IndexScores:
-    """How index scores are computed. fp8: queries and keys are rotated, then rounded to FP8.
+    """Options of index scores. fp8: rotate queries and keys, then round them to FP8.
 
     powers: FP8 scales are powers of two (``scale_fmt`` "ue8m0" of the checkpoint).
     """
@@ -28,10 +28,10 @@ class IndexScores:
 
     @classmethod
     def parse(cls, name: str, width: int | None, powers: bool) -> IndexScores:
-        """The choice that ``--index-scores`` names, for index heads of ``width`` (None: the model has no indexer).
+        """Return the options for a value of ``--index-scores`` and index heads of ``width`` (None: the model has no indexer).
 
         Raises:
-            UserError: FP8 for a model without an indexer, or with index heads whose width is no power of two.
+            UserError: FP8 for a model without an indexer, or for index heads whose width is not a power of two.
         """
         if name == "float":
             return cls(powers=powers)
@@ -47,7 +47,7 @@ class IndexScores:
         return cls(True, powers)
 
     def rotate(self, x: Float[Array, "*b A"]) -> Float[Array, "*b A"]:
-        """``x`` times the Hadamard matrix ÷ √A, in float32 and returned in the dtype of ``x``; ``x`` itself without FP8."""
+        """Multiply ``x`` by the Hadamard matrix ÷ √A in float32. Returns the dtype of ``x``; without FP8, ``x`` unchanged."""
         if not self.fp8:
             return x
         width, out = x.shape[-1], x.astype(jnp.float32)
@@ -61,6 +61,6 @@ class IndexScores:
         return (out.reshape(x.shape) * np.float32(width**-0.5)).astype(x.dtype)
 
     def query(self, x: Float[Array, "*b I A"]) -> Float[Array, "*b I A"]:
-        """Index queries as they are multiplied; rounded to FP8 they are float32 numbers that FP8 times its scale has."""
+        """Return index queries as they enter the product. With FP8 they are float32 values dequantised from FP8."""
         x = self.rotate(x)
         return fp8.dequantise(*fp8.quantise(x, powers=self.powers)) if self.fp8 else x
