@@ -13,13 +13,13 @@ from dsjax.texts import filled
 
 
 def refusal(run: DryRun, asked: Asked) -> str | None:
-    """Why a plan cannot use a dry run: its model, device or precision is another. None if it can."""
+    """Return why a plan cannot use a dry run (another model, device or precision), or None if it can."""
     about = {"device": asked.cluster.hardware.key, "precision": asked.options.precision}
     return rules.refusal("dry_run", run=run, total=parameter_counts(asked.config)["main_model"], **about)
 
 
 def time_refusal(run: DryRun, options: PlanOptions) -> str | None:
-    """Why a plan cannot use the time of a dry run; None if it can."""
+    """Return why a plan cannot use the time of a dry run, or None if it can."""
     return rules.refusal("dry_run_time", run=run, o=options)
 
 
