@@ -46,7 +46,7 @@ class Candidate:
     prefill_tokens: float
     ttft: float
     tpot: float
-    throughput: float  # output tokens a second of the deployment
+    throughput: float  # output tokens per second of the deployment
     draws: Float64[np.ndarray, "D 3"] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -79,7 +79,7 @@ class Candidate:
 
     @property
     def cost(self) -> float | None:
-        """Price of a million output tokens in the currency of the devices' price an hour; None without such prices."""
+        """Price of a million output tokens, in the currency of the devices' hourly price; None if a device has no price."""
         an_hour = 0.0
         for instance, count in self.sides:
             price = instance.cluster.hardware.price_per_hour
@@ -238,7 +238,7 @@ class PrefillPool:
 
     instance: Instance
     tokens: float
-    rate: float  # requests a second with full steps
+    rate: float  # requests per second with full steps
     seconds: float  # of a prompt in full steps
     alone: float  # of a prompt with no other on its rank
     known: dict[float, float] = field(default_factory=dict, compare=False, repr=False)
@@ -365,7 +365,7 @@ def transfers_at_once(prefill: Instance, prefill_count: int, instance: Instance,
 
 
 def _arriving(pool: PrefillPool, prefill_count: int, instance: Instance, count: int) -> float:
-    """Requests a second that prefill and transfer sustain."""
+    """Return the requests per second that prefill and transfer sustain."""
     most = BUSY if instance.workload.concurrency is None else 1.0
     moved = transfers_at_once(pool.instance, prefill_count, instance, count) / transfer_seconds(instance, pool.instance)
     return most * min(pool.rate * prefill_count, moved)

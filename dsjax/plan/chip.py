@@ -215,7 +215,7 @@ class Chip:
         """Return (seconds of whole experts on the busiest of `ep` ranks without DeepEP, whether `tokens` is within the timed range).
 
         None if no engine without DeepEP was timed. Beyond the timed range, return the seconds of the largest timed size, a lower bound.
-        Each rank of such an engine has all tokens of the group; the timings include its work before and after the experts' products.
+        In such an engine, each rank has all tokens of the group; the timings include its work before and after the experts' matmuls.
         busiest: number of tokens → experts used on the rank that uses most; `of` is its cache key. The table's even routing uses fewer: the
         time of the missing weights is added. more: tokens → rows of the busiest rank ÷ mean, if time depends on rows, not weights.
         """

@@ -105,9 +105,9 @@ def _mlp(width: int, hidden: int, precision: Precision, itemsize: float) -> int:
 
 
 def cache_bytes_per_token(config: ModelConfig, precision: Precision, mtp: bool = False) -> int:
-    """Bytes of one token in all layers of the KV cache, the MTP module's included, on each device of a replica.
+    """Return the KV cache bytes of one token in all layers, including the MTP module's, on each device of a replica.
 
-    For DeepSeek-V4: bytes that one more token of context adds, without window pages.
+    For DeepSeek-V4: the bytes that one more token of context adds, without window pages.
     """
     layers = config.num_hidden_layers + (config.num_nextn_predict_layers if mtp else 0)
     groups = precision.cache_groups(config, range(layers))

@@ -25,7 +25,7 @@ def time_refusal(run: DryRun, options: PlanOptions) -> str | None:
 
 @dataclass(frozen=True)
 class DryRunUsage:
-    """What a plan took from a dry run. text: what it took, or why it took nothing."""
+    """Use of a dry run by a plan. text: the figures that the plan took, or the reason that it took none."""
 
     run: DryRun
     used: bool
@@ -39,7 +39,7 @@ class DryRunUsage:
 
 
 def usage(run: DryRun, question: Asked, weights: Mapping[InstanceLayout, int]) -> DryRunUsage:
-    """Return what a plan takes from a dry run. weights: bytes of weights of each layout of the plan, by `InstanceLayout.unit`."""
+    """Return how a plan uses a dry run. weights: `InstanceLayout.unit` of each layout of the plan → bytes of its weights."""
     reason, layout = refusal(run, question), run.layout(question.config)
     if reason is None and layout not in weights:
         reason = f"no layout of this plan is {layout} of {layout.devices} devices"
