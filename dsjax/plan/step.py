@@ -217,7 +217,7 @@ class StepModel(StepBasis):
         if moe:
             routed = self.routed(tokens, decode, work.busy, halved)
             parts |= {name: seconds * moe for name, seconds in routed.items()}
-            # They run on a second stream, in parallel with the routed experts.
+            # The shared experts run on a second stream, in parallel with the routed ones.
             beside = (
                 decode and self.engine.shared_beside and not self.overlap and self.cluster.hardware.platform == "cuda"
             )
@@ -286,7 +286,7 @@ class StepModel(StepBasis):
         rotation = 4 * heads * own.qk_head_dim
         keys = 0 if decode or kind in COMPRESSED else 2 * heads * (own.qk_head_dim + own.qk_nope_head_dim)
         output = 3 * heads * own.v_head_dim + 8 * compressor_columns(config, kind)
-        shared = 0 if self.layout.fused else config.n_shared_experts  # times of routed experts include theirs
+        shared = 0 if self.layout.fused else config.n_shared_experts  # routed experts: part of their matmul times
         return tokens * (norms + rotation + keys + output + 5 * config.moe_intermediate_size * shared / tp)
 
     def _mlp(self, tokens: float, hidden: int) -> float:
@@ -329,7 +329,7 @@ class StepModel(StepBasis):
         return self.chip.decode_attention(heads * each, rows, context, latent, mla.kv_lora_rank)
 
     def _prompt_attention(self, tokens: float, read: float, context: float, absorbed: bool) -> float:
-        """Return prompts' seconds in one layer, either form; read = tokens × cached ÷ prompt, context = cached + (prompt + 1) / 2."""
+        """Return the seconds of prompt attention in one layer. read = tokens × cached ÷ prompt, context = cached + (prompt + 1) / 2."""
         mla, heads = self.config.mla, self.config.num_attention_heads // self.layout.mesh.tp_size
         prompt, rank = mean_prompt(tokens, read, context), mla.kv_lora_rank
         if absorbed:
