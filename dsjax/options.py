@@ -1,4 +1,4 @@
-"""Options as dataclasses: fields that say what they are, which a command line shows and which are checked when one is made."""
+"""Options as dataclass fields with metadata, which the command line shows and `Checked` validates on construction."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from dsjax.errors import UserError
 
 
 class OptionError(UserError):
-    """An option that cannot be, or not beside another."""
+    """An option with an invalid value, or in conflict with another option."""
 
 
 class Group(StrEnum):
@@ -37,15 +37,15 @@ def option(default: Any, help: str, group: str | None = None, **metadata: Any) -
     """A field that is a command-line option.
 
     Args:
-        default: its value when it is not given.
+        default: value if the option is not given.
         help: a line for `--help`.
-        group: its heading in `--help`; None: its dataclass's.
-        metadata: `choices`; `flag`, where it is not the field's name; `alias`, another flag;
-            `switch`: a bool that has no `--no-` form; `envvar`; `metavar`, such as `JSON`; `classes`: Python callers may give a class in
-            place of a choice (without `choices` the option has no flag); `least`, `above`, `most`: bounds of numbers, checked when the
-            dataclass is made; `min`: the least number that the command line takes, which `--help` shows; `show_default`: the default that
-            `--help` shows, if it is not the field's; `of_host`: an engine's option that changes which commands an executor gets and not
-            what it makes of them, or that belongs to another engine; all of `Group.HOSTS` are such.
+        group: heading in `--help`; None: the dataclass's.
+        metadata: `choices`; `flag`, if it is not the field's name; `alias`, another flag;
+            `switch`: a bool without a `--no-` form; `envvar`; `metavar`, such as `JSON`; `classes`: Python callers may pass a class
+            instead of a choice (without `choices` the option has no flag); `least`, `above`, `most`: bounds of numbers, checked on
+            construction; `min`: the smallest number that the command line accepts, shown in `--help`; `show_default`: the default that
+            `--help` shows, if it is not the field's; `of_host`: an engine option that changes which commands an executor gets but not
+            how it runs them, or that belongs to another engine (true of all of `Group.HOSTS`).
     """
     return dataclasses.field(default=default, metadata={"help": help, "group": group, **metadata})
 
@@ -77,10 +77,10 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _check(field: dataclasses.Field, hint: Any, value: Any) -> None:
-    """Raise `OptionError` for a value that a field cannot have. hint: the field's annotation."""
+    """Raise `OptionError` if the value is invalid for the field. hint: the field's annotation."""
     facts = field.metadata
     kinds = set(get_args(hint)) if isinstance(hint, UnionType) else {hint}
-    is_class = facts.get("classes") and isinstance(value, type)  # what it must inherit is checked where it is used
+    is_class = facts.get("classes") and isinstance(value, type)  # its base class is checked where it is used
     if is_class or (value is None and NoneType in kinds):
         return
     [kind, *others] = kinds - {NoneType}
@@ -99,15 +99,15 @@ def _check(field: dataclasses.Field, hint: Any, value: Any) -> None:
 
 
 def flag_of(field: dataclasses.Field) -> str:
-    """`--name-of-the-field`."""
+    """Return the field's flag, by default `--name-of-the-field`."""
     return field.metadata.get("flag") or f"--{field.name.replace('_', '-')}"
 
 
 def check_place(flag: str, path: str | None) -> None:
-    """Make sure, before the work whose results it is to have, that a file can be written; None and `-` are none.
+    """Check that a results file can be written, before the work starts. None and `-` need no file.
 
     Raises:
-        OptionError: it has no name, its folder is not there, or it may not be written.
+        OptionError: the name is empty, the folder does not exist, or the file is not writable.
     """
     if path is None or path == "-":
         return
@@ -122,10 +122,10 @@ def check_place(flag: str, path: str | None) -> None:
 
 
 def check_url(flag: str, url: str, example: str = "http://HOST:PORT") -> None:
-    """Make sure that a URL can be the address of a server, which may not be there.
+    """Check that a URL is a valid server address, without connecting to the server.
 
     Raises:
-        OptionError: it is no http URL, it has no host, or its host or port cannot be.
+        OptionError: not an http URL, no host, or an invalid host or port.
     """
     why = _why_no_url(url)
     if why:

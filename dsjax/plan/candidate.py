@@ -46,7 +46,7 @@ class Candidate:
     prefill_tokens: float
     ttft: float
     tpot: float
-    throughput: float  # output tokens a second of the deployment
+    throughput: float  # output tokens per second of the deployment
     draws: Float64[np.ndarray, "D 3"] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -69,17 +69,17 @@ class Candidate:
 
     @property
     def per_device(self) -> float:
-        """Output tokens a second a device."""
+        """Output tokens per second per device."""
         return through(self.throughput, lambda rate: rate / self.devices)
 
     @property
     def per_user(self) -> float:
-        """Output tokens a second a user."""
+        """Output tokens per second per user."""
         return through(self.tpot, lambda seconds: 1.0 / seconds)
 
     @property
     def cost(self) -> float | None:
-        """Price of a million output tokens in the currency of the devices' price an hour; None without such prices."""
+        """Price of a million output tokens, in the currency of the devices' hourly price; None if a device has no price."""
         an_hour = 0.0
         for instance, count in self.sides:
             price = instance.cluster.hardware.price_per_hour
@@ -90,7 +90,7 @@ class Candidate:
 
     @property
     def concurrency(self) -> float:
-        """Requests that decode at the same time; disaggregated, the most that can, if prefill keeps up."""
+        """Requests that decode concurrently; if disaggregated, the maximum, reached when prefill keeps up."""
         return self.batch * self.decode.replicas * self.count
 
     def meets(self, objective: Objective, sure: bool = False) -> bool:
@@ -154,7 +154,7 @@ class Candidate:
 
 
 def frontier(candidates: list[Candidate]) -> list[Candidate]:
-    """Pareto front of tokens a second a device and tokens a second a user, by the latter, ascending."""
+    """Return the Pareto front of tokens/s per device against tokens/s per user, in ascending order of tokens/s per user."""
     front: list[Candidate] = []
     most = 0.0
     for candidate in sorted(candidates, key=lambda c: (-1.0 / c.tpot, -c.throughput / c.devices)):
@@ -196,7 +196,7 @@ def moved(
     batch: float | None = None,
     concurrency: float | None = None,
 ) -> Candidate:
-    """Compute a deployment again: on another cluster, with another batch or concurrency, or in the current draw.
+    """Recompute a deployment: on another cluster, with another batch or concurrency, or in the current draw.
 
     shared: common prices of deployments on that cluster; pass the same dict for all of them.
     """
@@ -238,16 +238,16 @@ class PrefillPool:
 
     instance: Instance
     tokens: float
-    rate: float  # requests a second with full steps
+    rate: float  # requests per second with full steps
     seconds: float  # of a prompt in full steps
     alone: float  # of a prompt with no other on its rank
     known: dict[float, float] = field(default_factory=dict, compare=False, repr=False)
 
     def seconds_at(self, rate: float) -> float:
-        """Seconds of a prompt at a rate of requests a second of the instance. A step takes the prompts that arrived during the last one.
+        """Return the seconds of a prompt at `rate` requests per second. Each step takes the prompts that arrived during the previous one.
 
-        The result is the fixed point of `seconds = f(fullest rank's share of rate × seconds)`, with f linear from one prompt a rank to a
-        full step.
+        The result is the fixed point of `seconds = f(fullest rank's share of rate × seconds)`, with f linear from one prompt per rank to
+        a full step.
         """
         if rate not in self.known:
             self.known[rate] = self._settled(rate)
@@ -275,7 +275,7 @@ class PrefillPool:
 
 
 def prefill_pool(instance: Instance, tokens: float) -> PrefillPool:
-    """The prefill pool of an instance with steps of `tokens` tokens."""
+    """Return the prefill pool of an instance with steps of `tokens` tokens."""
     rate = instance.replicas / instance.prompt_seconds(tokens)
     steps = max(1.0, instance.workload.computed / tokens)
     alone = instance.prefill_step(min(instance.workload.computed, tokens)) * steps
@@ -292,12 +292,12 @@ def separated(
     *,
     between: bool = True,
 ) -> Candidate:
-    """Disaggregated serving: prefill and decode on separate instances, between which the KV cache travels.
+    """Disaggregated serving: prefill and decode on separate instances, with KV cache transfer between them.
 
-    The rate is the smallest that prefill, transfer (both at 85 % at most) and decode sustain. If decode could do more, fewer than `batch`
-    requests of a rank decode at the same time. With a given concurrency the loop is closed: of `batch` requests a rank some decode and the
-    others prefill; by Little's law their number is the rate × their stay. seconds: of a decode step of a batch; None for the priced step.
-    between: interpolate the step of a batch that prefill limits, which is faster and up to 6 % off.
+    The rate is the lowest that prefill, transfer (each at most 85 % utilised) and decode sustain. If decode is not the bottleneck, fewer
+    than `batch` requests per rank decode concurrently. A given concurrency closes the loop: of `batch` requests per rank, some decode and
+    the others prefill; by Little's law, each number is the rate × the time spent there. seconds: batch → seconds of a decode step; None:
+    the priced step. between: interpolate the step if prefill limits the batch, which is faster and up to 6 % off.
     """
     seconds, work = seconds or instance.decode_step, instance.workload
     closed, slots = work.concurrency is not None, instance.replicas * count
@@ -308,8 +308,8 @@ def separated(
         step = seconds(batch)
         can_decode = batch * slots / (step * steps)
     if can_decode > arriving:
-        # Bisect the decoding requests: they leave at the rate that prefill and transfer sustain, or in a closed loop at the rate at which
-        # the other requests are just those that prefill.
+        # Bisect the number of decoding requests: they finish at the rate that prefill and transfer sustain, or in a closed loop at the
+        # rate at which exactly the other requests prefill.
         low, high, curve = 0.0, batch, instance.decode_curve
         for _ in range(_HALVINGS):
             running = (low + high) / 2
@@ -334,7 +334,7 @@ def separated(
 
 
 def first_token(pool: PrefillPool, prefill_count: int, instance: Instance, step: float, rate: float) -> float:
-    """TTFT in seconds at a rate of requests a second with decode steps of `step` seconds. It grows with both."""
+    """Return the TTFT in seconds at `rate` requests per second with decode steps of `step` seconds. The TTFT grows with both."""
     most = BUSY if instance.workload.concurrency is None else 0.95
     prompt, busy = pool.seconds_at(rate / prefill_count), min(most, rate / (pool.rate * prefill_count))
     exposed = exposed_transfer() * transfer_seconds(instance, pool.instance)
@@ -342,7 +342,7 @@ def first_token(pool: PrefillPool, prefill_count: int, instance: Instance, step:
 
 
 def transfer_seconds(instance: Instance, prefill: Instance) -> float:
-    """Seconds in which the KV cache of a request travels from its prefill instance to a DP rank that decodes."""
+    """Return the seconds to transfer a request's KV cache from its prefill instance to a decoding DP rank."""
     options, prompt = instance.options, instance.workload.input.mean
     sender = prefill.cluster if instance.cluster.prefill is not None else None
     # In dsjax one device of a DP rank pulls the pages and passes them on to the others.
@@ -358,14 +358,14 @@ def transfer_seconds(instance: Instance, prefill: Instance) -> float:
 
 
 def transfers_at_once(prefill: Instance, prefill_count: int, instance: Instance, count: int) -> float:
-    """KV caches that travel at the same time: one a DP rank of dsjax; else as many as the devices of the smaller side carry."""
+    """Return the number of concurrent KV cache transfers: one per DP rank in dsjax, else as many as the smaller side's devices carry."""
     own, tp = instance.options.engine.name == "dsjax", instance.layout.mesh.tp_size
     sides = ((prefill, prefill_count), (instance, count))
     return min(number * (one.replicas if own else one.layout.devices / tp) for one, number in sides)
 
 
 def _arriving(pool: PrefillPool, prefill_count: int, instance: Instance, count: int) -> float:
-    """Requests a second that prefill and transfer sustain."""
+    """Return the requests per second that prefill and transfer sustain."""
     most = BUSY if instance.workload.concurrency is None else 1.0
     moved = transfers_at_once(pool.instance, prefill_count, instance, count) / transfer_seconds(instance, pool.instance)
     return most * min(pool.rate * prefill_count, moved)

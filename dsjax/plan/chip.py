@@ -30,7 +30,7 @@ from dsjax.plan.precision import BF16, Precision, tabled
 _EXPERTS = "experts' products"
 _V3_WIDTH, _V3_INNER = 7168, 2048
 _FARTHEST = 2.0**22
-"""Most rows and tokens for which times are converted from another device; beyond that, seconds are proportional to them."""
+"""Largest number of rows or tokens whose times are converted from another device; beyond it, seconds are proportional to the number."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Chip:
     def experts(
         self, used: float, rows: float, received: float, slots: float, width: int, inner: int, decode: bool
     ) -> float:
-        """Seconds of a rank's routed experts: `received` tokens give `rows`, which use `used` of the rank's `slots`."""
+        """Return the seconds of a rank's routed experts: `received` tokens make `rows` rows, for `used` of the rank's `slots`."""
         if not decode and (timed := self._contiguous(width, inner)):
             terms, least, spread = timed
             seconds = sum(term * size for term, size in zip(terms, (rows, received, slots, 1.0), strict=True))
@@ -161,14 +161,14 @@ class Chip:
 
     @kept("known")
     def _masked(self, width: int, inner: int) -> tuple[Grid, float, str]:
-        """Decode's layout: (seconds over used experts and total rows, relative spread, source)."""
+        """Return (seconds over used experts and total rows, relative spread, source) of decode's masked layout."""
         curves, timed_on = self._table(self.operators.grouped_decode)
         curves, timed_on = curves or {}, timed_on or as_filed("h800")
         last = max(curves, default=1.0)
 
         def time(used: float, rows: float) -> float:
             if curves:
-                # Proportional to the experts beyond the last curve, where reading their weights takes the time.
+                # Beyond the last curve, proportional to the experts: reading their weights dominates.
                 seconds, fixed = curves[min(used, last)](rows / used) * max(1.0, used / last), 20e-6
             else:
                 seconds, fixed = grouped_seconds(used, rows), LAUNCH
@@ -180,8 +180,8 @@ class Chip:
 
     @kept("known")
     def _contiguous(self, width: int, inner: int) -> tuple[tuple[float, ...], float, float] | None:
-        """Prefill's layout: ((seconds of a row, a received token, a slot, a step), minimum seconds of the sum, relative spread). Each term
-        is converted separately, so that the sum grows with each of the sizes."""
+        """Return ((seconds of a row, a received token, a slot, a step), minimum seconds of the sum, relative spread) of prefill's
+        contiguous layout. Each term is converted separately, so that the sum grows with each size."""
         table, timed_on = self._table(self.operators.grouped_prefill)
         if not table:
             return None
@@ -212,10 +212,10 @@ class Chip:
         ep: int,
         more: Callable[[float], float] | None,
     ) -> tuple[float, bool] | None:
-        """(seconds of whole experts on the busiest of `ep` ranks, in an engine without DeepEP; whether `tokens` is within the timed range).
+        """Return (seconds of whole experts on the busiest of `ep` ranks without DeepEP, whether `tokens` is within the timed range).
 
-        None if no such engine was timed. Beyond the timed range, the seconds are those of the largest timed size, a lower bound.
-        Each rank of such an engine has all tokens of the group; the timings include its work before and after the experts' products.
+        None if no engine without DeepEP was timed. Beyond the timed range, return the seconds of the largest timed size, a lower bound.
+        In such an engine, each rank has all tokens of the group; the timings include its work before and after the experts' matmuls.
         busiest: number of tokens → experts used on the rank that uses most; `of` is its cache key. The table's even routing uses fewer: the
         time of the missing weights is added. more: tokens → rows of the busiest rank ÷ mean, if time depends on rows, not weights.
         """
@@ -225,14 +225,14 @@ class Chip:
         curve, even = found
         timed = min(tokens, curve.sizes[-1])
         seconds = curve(timed) * self._factor(0.1, "spread experts", AICONFIGURATOR)
-        # A table without even routing is already of the busiest rank.
+        # A table of uneven routing already has the busiest rank's time.
         return seconds * more(timed) if even and more is not None else seconds, tokens == timed
 
     def _adjusted(
         self, used: Callable[[float], float], of: object, ep: int, tp: int | None
     ) -> tuple[Curve, bool] | None:
-        """(seconds over tokens, adjusted from even routing to `used` experts; whether the timings had even routing), for V3's widths.
-        With `tp`: of the fused kernel, and `used` counts the experts of all `ep` ranks; without: of one rank of whole experts."""
+        """Return (seconds over tokens, adjusted from even routing to `used` experts; whether routing was even), for V3's widths.
+        With `tp`: the fused kernel, and `used` counts the experts of all `ep` ranks; without: one rank of whole experts."""
         key = ("kernel", of, ep, tp)
         if key in self.known:
             return self.known[key]
@@ -241,7 +241,7 @@ class Chip:
             table, even = found
             split, counted_ranks, first = (1, ep, 8) if tp else (ep, 1, 1)
             slots = 256 / split  # experts of the counted ranks
-            # From 1 token (`first` experts) to 32 tokens (all experts), the table's seconds grow by those of the experts' weights.
+            # From 1 token (`first` experts) to 32 tokens (all experts), the table grows by the time to read the experts' weights.
             seconds_each = (table(32) - table(1)) / (slots - first) if even and slots > first else 0.0
             points = []
             for tokens in sorted({*table.sizes, *doublings(1.0, _FARTHEST, 2)}) if tp else table.sizes:
@@ -255,7 +255,7 @@ class Chip:
 
     @property
     def _caches(self) -> list[str]:
-        """Dtypes in which an engine may compute with the cache. It may also convert an FP8 cache to bf16, at the read or the write."""
+        """Dtypes in which an engine may compute attention. An engine may also convert an FP8 cache to bf16, on read or on write."""
         return ["bfloat16", "fp8"] if self.precision.cache < BF16 else ["bfloat16"]
 
     def _bits(self, cache: str) -> int:
@@ -264,7 +264,7 @@ class Chip:
     @kept("priced")
     def decode_attention(self, heads: float, rows: float, context: float, latent: int, rank: int) -> float:
         """Seconds of absorbed attention in one layer: `rows` requests with `context` cached positions each, of `latent` values."""
-        heads = round(heads, 6)  # a quotient of rows, rounded: 32.0000001 heads are not 33
+        heads = round(heads, 6)  # a quotient; rounding keeps 32.0000001 from counting as 33
         grid, spread, source = self._decode_grid(heads, latent, rank, self.fp8_mla)
         return grid(rows, context) * self._factor(spread, "attention", source)
 
@@ -282,7 +282,7 @@ class Chip:
         return Grid(rows, contexts, lambda *at: min(time(*at) for time in times)), spread, source
 
     def _decode_times(self, cache: str, heads: float, latent: int, rank: int) -> tuple:
-        """(timed rows, timed contexts, function of both that returns seconds, relative spread, source) with an FP8 or bf16 cache."""
+        """Return (timed rows, timed contexts, function of both that returns seconds, relative spread, source) for an FP8 or bf16 cache."""
         itemsize = self.precision.cache if cache == "fp8" else BF16
         (curves, spread), timed_on = self._table(self.operators.decode_attention, cache, math.ceil(heads), last="h200")
         least = min(curve.seconds[0] for curve in curves.values())
@@ -301,8 +301,8 @@ class Chip:
         return sorted(curves), contexts, time, max(0.05, spread), AICONFIGURATOR
 
     def absorbed_prompts(self, heads: int, tokens: float, context: float, latent: int, rank: int) -> float:
-        """Seconds of absorbed attention in one layer of `tokens` prompt tokens, each attending to `context` positions on average, at 95 %
-        of FlashMLA's "up to" 660 TFLOP/s: its products bound it, and the decode tables end far below such sizes."""
+        """Return the seconds of absorbed attention in one layer of `tokens` prompt tokens with `context` positions each on average. Assumes
+        95 % of FlashMLA's "up to" 660 TFLOP/s: this attention is compute-bound, and the decode tables end far below such sizes."""
         work = OperationWork(2.0 * heads * (latent + rank) * tokens * context, 16, 0.0)
         seconds = carried(work.flops / (0.95 * FLASH_MLA_FLOPS), work, as_filed("h800"), self.hardware)
         return seconds * self._factor(0.2, "attention", FLASH_MLA)
@@ -320,8 +320,8 @@ class Chip:
 
     @kept("known")
     def _prefill_grid(self, cache: str, heads: int, per_pair: int) -> tuple[Grid, float]:
-        """(seconds of one token of each prompt, over the number of prompts in a step and their length; minimum seconds of a step). A token
-        takes longer in longer prompts and less beside more prompts; more prompts take longer in all."""
+        """Return (seconds of one token of each prompt, over the prompts in a step and their length; minimum seconds of a step). A token's
+        time grows with the prompt length and falls with the number of prompts; the total time grows with that number."""
         table, timed_on = self._table(self.operators.prefill_attention, cache, heads, last="h200")
         least = min(min(times.values()) for times in table.values())
 
@@ -341,5 +341,5 @@ class Chip:
 
     @cached_property
     def _streaming(self) -> float:
-        """Memory bytes a second of element-wise operations."""
+        """Memory bytes per second of element-wise operations."""
         return assumption("element-wise share of bandwidth") * self.carried_over * self.hardware.memory_bandwidth

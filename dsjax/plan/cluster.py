@@ -33,8 +33,8 @@ _Expected = dict[Literal[*COLLECTIVES, SEND_RECEIVE], Bounds]
 class Acceptance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The table `[acceptance]`: bounds for a measurement of the network (`dsjax bench network`).
 
-    warning, failing: multiples of the expected duration of a collective. inside_host, between_hosts: collective → bounds in place of the
-    expectation from the links.
+    warning, failing: multiples of the expected duration of a collective. inside_host, between_hosts: collective → bounds that replace the
+    duration expected from the links.
     """
 
     warning: float = 1.5
@@ -54,9 +54,9 @@ class Acceptance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Cluster:
     """`hosts` × `devices_per_host` devices of one kind.
 
-    scale_up_devices: devices that the fast link (NVLink, ICI) joins; a multiple or divisor of `devices_per_host`. storage: bytes a second
-    at which each host reads a checkpoint while all hosts read, or None if unknown. prefill: hosts of another kind for prefill, while these
-    decode; None if all hosts are alike. The network is one non-blocking switch.
+    scale_up_devices: devices connected by the fast link (NVLink, ICI); a multiple or divisor of `devices_per_host`. storage: checkpoint
+    bytes per second of each host while all hosts read; None: unknown. prefill: hosts of another kind that prefill, while these decode;
+    None: all hosts are alike. The network is one non-blocking switch.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Cluster:
     latency: float  # seconds one way; latency_low, latency_high: its range
     latency_low: float
     latency_high: float
-    sources: Mapping[str, str]  # field → where it is from
+    sources: Mapping[str, str]  # field → its source
     storage: float | None = None
     acceptance: Acceptance = Acceptance()
     measured: MeasuredNetwork | None = None  # replaces the figures of the links
@@ -89,11 +89,11 @@ class Cluster:
 
     @property
     def network_bandwidth(self) -> float:
-        """Bytes a second, each way, of one device's share of its host's cards."""
+        """Bytes per second, each way, of one device's share of its host's network cards."""
         return self.network_gbps * 1e9 / 8 * self.nics_per_host / self.devices_per_host
 
     def domains_of(self, devices: int) -> int:
-        """Scale-up domains of this many neighbouring devices."""
+        """Return the number of scale-up domains that this many neighbouring devices span."""
         return -(-devices // self.domain)
 
     def scaled(self, resource: str, factor: float) -> Cluster:
@@ -166,7 +166,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     """Load a bundled cluster (`h20-32`) or a TOML file with the same fields.
 
     Raises:
-        UserError: no such cluster, no TOML, or a field that is missing, unknown, of the wrong type or out of range.
+        UserError: unknown cluster, invalid TOML, or a field that is missing, unknown, of the wrong type or out of range.
     """
     where = f"cluster {str(name_or_path)!r}"
     return _made(where, convert(where, read_toml("cluster", "clusters", name_or_path), _Cluster))

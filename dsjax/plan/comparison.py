@@ -1,6 +1,6 @@
-"""`compare`: two or more layouts for one workload: their figures, the ratios with intervals, and the inputs that decide.
+"""`compare`: two or more layouts for one workload: figures, ratios with intervals, and the deciding inputs.
 
-Layouts share most unknowns: kernels, links, expert skew. With shared draws these cancel in the ratio, which can be certain although the
+Layouts share most unknowns: kernels, links, expert skew. Shared draws cancel them in the ratio, so a ratio can be certain although the
 intervals of both figures overlap. Errors of the model itself come from blind predictions: the measured ÷ predicted ratios of pairs of runs.
 """
 
@@ -36,7 +36,7 @@ from sharding.mesh import MeshSpec
 DRAWS = 96
 _LETTERS = string.ascii_uppercase
 METRICS = {"throughput": RATE, "tpot": TPOT, "ttft": None}
-"""Figure of a candidate → kind of blind predictions that calibrate its ratios; there are none for a TTFT in steady state."""
+"""Metric of a candidate → kind of blind predictions that calibrate its ratios; none exist for a steady-state TTFT."""
 _MODULES = "dsjax bench modules --model MODEL --json modules.json; then --measured modules.json"
 _NETWORK = "dsjax bench network --json network.json; then --network network.json"
 _SETTLED_BY = {
@@ -45,7 +45,7 @@ _SETTLED_BY = {
     "two recordings of expert loads; then --expert-skew FILE": ("busiest rank",),
     "dsjax bench serve with drafts; then --mtp-acceptance": ("tokens a step",),
 }
-"""Command that measures an input, and option that takes the measurement → words in the names of such inputs."""
+"""Command that measures inputs, with the option that takes the measurement → words in the names of these inputs."""
 
 
 @dataclass(frozen=True)
@@ -109,12 +109,12 @@ class Comparison:
 
 
 def estimate(question: Question, layout: str) -> Candidate:
-    """The best deployment of one layout for a question, without intervals.
+    """Return the best deployment of one layout for a question, without intervals.
 
     layout: a mesh (`dp=32`), a prefill and a decode mesh (`tp=8|dp=24`), or a file of `dsjax plan recipe`, with its batch.
 
     Raises:
-        UserError, MeshError: the layout is none of this cluster and model, or does not fit.
+        UserError, MeshError: the layout does not match the cluster and the model, or does not fit.
     """
     if layout.endswith(".json"):
         return _of_recipe(question, Path(layout))
@@ -147,7 +147,7 @@ def _of_recipe(question: Question, file: Path) -> Candidate:
 
 
 def compare(question: Question, layouts: Sequence[str], draws: int = DRAWS) -> Comparison:
-    """Compare the first layout with each of the others. Raises `UserError` or `MeshError`: those of `estimate`; fewer than two layouts."""
+    """Compare the first layout with each of the others. Raises `UserError` for fewer than two layouts, and the errors of `estimate`."""
     refuse("compare", layouts=layouts)
     candidates = tuple(with_intervals(estimate(question, layout), draws) for layout in layouts)
     first, *others = candidates
@@ -162,7 +162,7 @@ def _pair(first: Candidate, other: Candidate) -> Pair:
 
 
 def ratio_of(first: Candidate, other: Candidate, metric: str) -> Ratio:
-    """First ÷ other, with the wider of two intervals: that of shared draws and that of blind ratios."""
+    """Return first ÷ other with the wider of two intervals: from shared draws, and from ratios of blind predictions."""
     at, kind = list(METRICS).index(metric), METRICS[metric]
     value, ratios = getattr(first, metric) / getattr(other, metric), first.draws[:, at] / other.draws[:, at]
     low, high = np.quantile(ratios, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
@@ -176,16 +176,16 @@ def ratio_of(first: Candidate, other: Candidate, metric: str) -> Ratio:
 
 
 def settling(name: str) -> str:
-    """Command that measures an input, and the option that takes the measurement."""
+    """Return the command that measures an input, with the option that takes the measurement."""
     found = (command for command, words in _SETTLED_BY.items() if any(word in name for word in words))
     return next(found, "dsjax bench serve of both layouts: the ratio itself")
 
 
 def link_bytes(instance: Instance, batch: float) -> dict[str, float]:
-    """Bytes that a device sends in one decode step over its scale-up link and over its share of the network.
+    """Return the bytes that a device sends in one decode step over its scale-up link and over its share of the network.
 
-    Counts dispatch and combine of all layers with even routing, and the all-reduces over `tp`: as a ring within a scale-up domain, and
-    between domains as NCCL's trees, of which each device carries its part.
+    Counts dispatch and combine of all layers with even routing, and the all-reduces over `tp`: a ring within a scale-up domain, and NCCL's
+    trees between domains, split over the domain's devices.
     """
     config, mesh, cluster = instance.config, instance.layout.unit.mesh, instance.cluster
     model, tokens = instance.step_models()[0], batch * (1 + instance.options.drafts)

@@ -1,6 +1,6 @@
 """Times of DeepSeek-V4's attention and hyper-connections: operations of sparse attention over windows and compressed entries.
 
-Their kernels have no published times: attention is priced as FlashMLA's over as many positions as a query sees.
+The kernels have no published times: attention is priced as FlashMLA's over the positions that a query sees.
 """
 
 from dsjax.config import ModelConfig
@@ -16,7 +16,7 @@ COMPRESSED = tuple(KINDS)
 
 
 def compressed_projections(chip: Chip, config: ModelConfig, kind: str, tp: int, tokens: float) -> float:
-    """Seconds of one layer's projections. Those of compressors and indexer are made on every device of a replica."""
+    """Return the seconds of one layer's projections. Every device of a replica computes those of the compressors and the indexer."""
     matrices, _ = attention_matrices(config, tp, kind)
     time = sum(chip.product(tokens, columns, rows) for rows, columns in matrices)
     others = compressor_columns(config, kind), config.v4.indexer.n_heads if kind == "csa" else 0
@@ -33,7 +33,7 @@ def compressed_attention(
     context: float,
     prompt: float | None,
 ) -> float:
-    """Seconds in one layer; the arguments are those of `sparse_attention`."""
+    """Return the seconds of attention in one layer; arguments as in `sparse_attention`."""
     before, chunk = (context - 1, 1) if prompt is None else (context - (prompt + 1) / 2, prompt)
     found, width = seen(config, kind, max(before, 0), chunk), config.v4.head_dim
     positions, rows = found.window + found.entries, read / context if read else tokens
@@ -50,7 +50,7 @@ def compressed_attention(
         return chosen + (gathered_prefill(chip, heads, tokens, positions, width, width) if found.scored else dense)
     if found.scored:
         return chosen + gathered_decode(chip, heads, tokens, positions, width, width)
-    # Drafts of a request are further query rows on the same positions.
+    # A request's drafts are additional query rows over the same positions.
     return chip.decode_attention(heads * max(1.0, tokens / rows), rows, positions, width, width)
 
 

@@ -1,4 +1,4 @@
-"""`dsjax plan fit`: whether one layout starts and serves in its devices' memory, by the rule with which its engine divides it."""
+"""`dsjax plan fit`: whether a layout can start and serve within its devices' memory, by its engine's memory rule."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ RULES = {
     "sglang": (STATIC, 0.85),
     "tensorrt-llm": (FREE, 0.90),
 }
-"""Engine → (what its memory fraction is of, its default).
+"""Engine → (what its memory fraction applies to, its default).
 
-`profiled`: of the device, for everything but captured graphs, a step's peak among it (vLLM's `--gpu-memory-utilization`); the cache must
-hold the longest request. `static`: of what is free at the start, for weights and cache alone, so that a step and graphs take the rest
-(SGLang's `--mem-fraction-static`). `free`: of what is free beside weights and a step's peak, for the cache
+`profiled`: the whole device, for everything except captured graphs, including a step's peak (vLLM's `--gpu-memory-utilization`); the cache
+must hold the longest request. `static`: the memory that is free at startup, for weights and cache only; steps and graphs use the rest
+(SGLang's `--mem-fraction-static`). `free`: the memory that weights and a step's peak leave free, for the cache
 (TensorRT-LLM's `free_gpu_memory_fraction`)."""
 _MOST_EXPERT_TOKENS = 32768
-"""vLLM and SGLang compute the routed experts of at most so many tokens at once (vLLM: `VLLM_FUSED_MOE_CHUNK_SIZE`); TensorRT-LLM those of
-all replicas, unless it is given `moe_config.max_num_tokens` (its default is a step's tokens times the replicas)."""
+"""Most tokens whose routed experts vLLM and SGLang compute at once (vLLM: `VLLM_FUSED_MOE_CHUNK_SIZE`). TensorRT-LLM computes those of all
+replicas unless `moe_config.max_num_tokens` is set (default: a step's tokens × the replicas)."""
 _WHOLE_EXPERTS = ("vllm", "tensorrt-llm", "published", "dsjax")
-"""Engines whose attention replicas share whole experts, so that the arrays between both products are as wide as an expert (vLLM's
-`fused_experts`: `[tokens, top-k, 2 × width]`). SGLang's cut every expert over all devices unless DeepEP is asked for."""
+"""Engines whose DP ranks share whole experts, so that the arrays between the two matmuls are as wide as an expert (vLLM's
+`fused_experts`: `[tokens, top-k, 2 × width]`). SGLang splits every expert over all devices unless DeepEP is on."""
 _LOW_LATENCY_TOKENS = 128
-"""Tokens of a rank for which DeepEP's decode kernels keep buffers, as in its README."""
+"""Tokens per rank for which DeepEP's decode kernels keep buffers, as in its README."""
 _DRAWS = 64
 DOES_NOT_FIT = 3
-"""Exit status of `dsjax plan fit` where a launch does not fit."""
+"""Exit status of `dsjax plan fit` if a launch does not fit."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Launch:
     """How an engine is started."""
 
     engine: str
-    device_bytes: int  # of a device, as its driver reports
+    device_bytes: int  # memory of a device, as its driver reports it
     fraction: float | None = None  # None for the engine's default of `RULES`
     prefill_tokens: int = 8192  # most prompt tokens of a DP rank in a step
     longest: int = 4096  # tokens of the longest request
@@ -72,7 +72,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Condition:
-    """What must lie in a room. name: of what is needed. left: room that is left, below 0 where it does not fit. Bytes."""
+    """A need that must fit in a memory budget, in bytes. name: what is needed. left: room − needed, negative if it does not fit."""
 
     name: str
     needed: Figure
@@ -82,7 +82,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a launch fits. cache_tokens: of a DP rank. fractions: the least and the greatest memory fraction that would fit, or None."""
+    """Whether a launch fits. cache_tokens: per DP rank. fractions: the lowest and the highest memory fraction that would fit, or None."""
 
     launch: Launch
     layout: InstanceLayout
@@ -98,7 +98,7 @@ class Verdict:
 
     @property
     def sure(self) -> bool:
-        """Whether no end of the ranges would say otherwise."""
+        """Whether the whole interval leads to the same result as the estimate."""
         if self.fits:
             return all(condition.left.low >= 0 for condition in self.conditions)
         return any(condition.left.high < 0 for condition in self.conditions)
@@ -126,7 +126,7 @@ class Verdict:
 
 
 def fit(config: ModelConfig, layout: InstanceLayout, precision: Precision, launch: Launch) -> Verdict:
-    """Judge a launch."""
+    """Return whether a launch fits, with the figures."""
     parts = _parts(config, layout, precision, launch)
     per_token = max(share.cache_per_token for share in stage_shares(config, layout, precision, launch.mtp))
     tried = [n / 100 for n in range(30, 100)]
@@ -151,8 +151,8 @@ def asked(question: Asked, mesh: str, fraction: float | None = None, longest: in
     """Judge the layout that `dsjax plan fit` is asked about.
 
     Raises:
-        UserError: more devices than the cluster has, a fraction out of range, or what the engine or the model lacks.
-        MeshError: a mesh that does not parse, or does not fit the model.
+        UserError: more devices than the cluster has, a fraction out of range, or an option that the engine or the model lacks.
+        MeshError: the mesh does not parse, or does not fit the model.
     """
     config, cluster, options = question.config, question.cluster, question.options
     options.check_launch(config, question.workload)
@@ -166,7 +166,7 @@ def asked(question: Asked, mesh: str, fraction: float | None = None, longest: in
 def planned_launch(
     options: PlanOptions, device_bytes: int, layout: InstanceLayout, longest: int, fraction: float | None = None
 ) -> Launch:
-    """How a plan starts a layout."""
+    """Return the launch that a plan assumes for a layout."""
     return Launch(
         engine=options.engine.name,
         device_bytes=device_bytes,
@@ -180,7 +180,7 @@ def planned_launch(
 
 
 def set_aside(config: ModelConfig, layout: InstanceLayout, precision: Precision, launch: Launch) -> float:
-    """Bytes beside the loaded weights and the cache, at the greatest fraction that fits, where all of `RULES` leave the same."""
+    """Return the bytes besides loaded weights and cache, at the highest fraction that fits, where all `RULES` leave the same."""
     parts = _parts(config, layout, precision, launch)
     loaded = sum(weight_bytes(config, layout, precision, launch.mtp).values())
     return parts["weights"] - loaded + parts["step"] + parts["graphs"] + parts["outside"]
@@ -189,7 +189,7 @@ def set_aside(config: ModelConfig, layout: InstanceLayout, precision: Precision,
 def _judge(
     launch: Launch, share: float, parts: dict[str, float], per_token: int
 ) -> tuple[list[tuple[str, float, float]], float]:
-    """((what is needed, its bytes, bytes of its room), …), and the bytes of the cache."""
+    """Return ([(need, its bytes, bytes of its room), …], bytes of the cache)."""
     device, rule = launch.device_bytes, RULES[launch.engine][0]
     weights, step, graphs, outside = (parts[name] for name in ("weights", "step", "graphs", "outside"))
     captured = "captured graphs, in what the fraction leaves"
@@ -216,11 +216,11 @@ def _judge(
 
 
 def _parts(config: ModelConfig, layout: InstanceLayout, precision: Precision, launch: Launch) -> dict[str, float]:
-    """Weights, a step's peak, captured graphs, and what lies outside the framework: the driver's share, contexts, communication buffers.
+    """Return the bytes of weights, step peak, captured graphs, and memory outside the framework: driver, contexts, communication buffers.
 
-    DeepEP's decode kernels keep twice a sent and a received row of bf16 for each expert and token, as its
-    `get_low_latency_rdma_size_hint` counts. SGLang loads the draft model after it has given the main one its static share, so that the
-    draft's weights and graphs lie in what the fraction leaves (sgl-project/sglang issue 6875; builds of 2026 count them,
+    DeepEP's decode kernels keep two copies of a sent and a received bf16 row for each expert and token (its
+    `get_low_latency_rdma_size_hint`). SGLang loads the draft model after allocating the main model's static share, so the draft's weights
+    and graphs use the memory that the fraction leaves (sgl-project/sglang issue 6875; builds of 2026 count them,
     SemiAnalysisAI/InferenceX issue 2128).
     """
     several = "driver, contexts, communication of several devices"
@@ -240,7 +240,7 @@ def _parts(config: ModelConfig, layout: InstanceLayout, precision: Precision, la
 
 
 def _weights(config: ModelConfig, layout: InstanceLayout, precision: Precision, engine: str, mtp: bool) -> int:
-    """All weights of a device, and with other engines than dsjax the absorbed matrices, which they keep beside `kv_b_proj` in bf16."""
+    """Return all weight bytes of a device. Engines other than dsjax also keep the absorbed matrices in bf16, besides `kv_b_proj`."""
     total = sum(weight_bytes(config, layout, precision, mtp).values())
     mla = config.mla
     if engine == "dsjax" or mla is None:
@@ -252,18 +252,18 @@ def _weights(config: ModelConfig, layout: InstanceLayout, precision: Precision, 
 
 
 def _step(config: ModelConfig, layout: InstanceLayout, launch: Launch) -> float:
-    """The most that a prefill step holds at once, in bf16: queries, keys, values and outputs of one layer's attention, or each chosen
-    expert's row before and after; the residual stream and its copies; float32 logits of the rows that sample.
+    """Return the peak bytes of a prefill step: in bf16, queries, keys, values and outputs of one layer's attention, or each chosen
+    expert's rows before and after; the residual stream and its copies; float32 logits of the sampled rows.
 
     V3.2's indexer scores each token of the step against every position of the longest request (sgl-project/sglang issue 35201).
-    Without DeepEP, DP ranks gather each other's tokens, and each device has rows for all of them; with it, about as many as its own.
-    Where replicas share whole experts, an expert's inner width is not cut.
+    Without DeepEP, DP ranks gather all tokens, and each device has rows for all of them; with DeepEP, about as many as its own tokens.
+    If replicas share whole experts, an expert's inner width is not split.
     """
     mesh, tokens, width = layout.mesh.stage, launch.prefill_tokens, config.hidden_size
     own, heads = config.attention, config.num_attention_heads // mesh.tp_size
     each = 2 * own.qk_head_dim + 2 * own.v_head_dim + own.qk_nope_head_dim + own.v_head_dim
     scores = 0
-    if own.indexer is not None:  # absorbed, behind an indexer with a float32 score for each token and position
+    if own.indexer is not None:  # absorbed attention, and the indexer's float32 score for each token and position
         each = 2 * own.latent_dim + own.qk_rope_head_dim + own.qk_head_dim + own.v_head_dim
         scores = 2 * tokens * launch.longest
     most = math.inf if launch.engine == "tensorrt-llm" else _MOST_EXPERT_TOKENS
@@ -279,5 +279,5 @@ def _step(config: ModelConfig, layout: InstanceLayout, launch: Launch) -> float:
 
 
 def show(verdict: Verdict, name: str, device: str) -> str:
-    """The verdict for a reader."""
+    """Return the verdict as text."""
     return filled("texts", "fit.txt", verdict=verdict, launch=verdict.launch, name=name, device=device)

@@ -41,7 +41,7 @@ class PricedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Instance:
-    """A layout on a cluster with a workload. steps: prices of layouts with the same unit; `steps["shared"]`: of all on the cluster."""
+    """A layout on a cluster with a workload. steps: prices of layouts with the same unit, `steps["shared"]` of all on the cluster."""
 
     config: ModelConfig
     cluster: Cluster
@@ -51,7 +51,7 @@ class Instance:
     steps: dict = field(default_factory=dict, compare=False, repr=False)
 
     def on(self, cluster: Cluster, shared: dict, concurrency: float | None = None) -> Instance:
-        """Put the layout on a cluster without its prices; only what was read from operator tables is kept.
+        """Return the layout on a cluster without its prices. Only values read from operator tables are kept.
 
         shared: prices of all instances on that cluster. concurrency: requests in flight instead of the workload's.
         """
@@ -98,7 +98,7 @@ class Instance:
 
     @property
     def places_by_load(self) -> bool:
-        """Whether experts move with their load while serving. dsjax does not move them if pipeline stages are in several processes."""
+        """Whether experts are rebalanced by load while serving. dsjax does not rebalance if pipeline stages span several processes."""
         layout, engine = self.layout, self.options.engine
         apart = layout.mesh.pp_size > 1 and layout.devices > self.cluster.devices_per_host and engine.name == "dsjax"
         return engine.balances and not apart and layout.redundant > 0 and layout.expert_mesh.ep_size > 1
@@ -188,7 +188,7 @@ class Instance:
         return self._prefill(tokens, busy).seconds
 
     def launch_slack(self, tokens: float, busy: float = 1.0) -> float:
-        """Seconds of `prefill_step` in which the device waits for launches, and which decodes in the same program can use."""
+        """Seconds of `prefill_step` in which the device waits for launches. Decodes in the same program can use this time."""
         return self._prefill(tokens, busy).waiting
 
     def prefill_parts(self, tokens: float) -> dict[str, float]:
@@ -198,7 +198,7 @@ class Instance:
 
     @cached_property
     def _prompts(self) -> dict[str, float]:
-        """Arguments of a prefill step about its prompts. Their length is the one that a mean token sees: long prompts have more tokens."""
+        """Prompt arguments of a prefill step. The length is weighted by tokens, because long prompts have more of them."""
         work = self.workload
         weighted = work.computed * (1 + work.input.variation**2)
         return {"prompt": weighted, "cached": work.cached, "drafts": self.options.drafts}
@@ -217,9 +217,9 @@ class Instance:
 
     @kept_in("steps")
     def pace(self, decode: bool, halves: bool = False) -> float:
-        """Timeline of a dry run ÷ the estimate of the same step; 1 without a dry run, and for other engines than dsjax.
+        """Return a dry run's timeline ÷ the estimate of the same step; 1 without a dry run, and for engines other than dsjax.
 
-        halves: prefer dry runs of a step in two halves.
+        halves: prefer dry runs of a step with two-batch overlap.
         """
         known = (run for run in self.dry_runs if not time_refusal(run, self.options))
         runs = [run for run in known if (run.step == "decode") == decode]
@@ -244,7 +244,7 @@ class Instance:
         return getattr(model, "micro_batches", 1 + model.overlap) if self.config.is_moe else 1
 
     def halved_from(self, most: int) -> int | None:
-        """Fewest tokens of a DP rank from which decode steps of up to ``most`` requests are faster in two halves, or None."""
+        """Return the fewest tokens per DP rank from which two-batch overlap speeds up decode steps of up to ``most`` requests, or None."""
         least = None
         for batch in sorted({one for one in self.batches() if one < most} | {most}, reverse=True):
             if not self.overlapped(batch):
@@ -257,7 +257,7 @@ class Instance:
         return self._prefill(tokens).model.overlap and self.config.is_moe
 
     def tpot(self, batch: float) -> float:
-        """Seconds between two tokens of a request without prompts beside it (`static_gen`)."""
+        """Return the seconds between two tokens of a request while no prompts run (`static_gen`)."""
         return self.decode_step(batch) / self.options.tokens_a_step
 
     def staged(self, step: float, tokens: float, decode: bool) -> float:
@@ -266,7 +266,7 @@ class Instance:
         if mesh.pp_size == 1:
             return step
         moved = hand_over(self.cluster, mesh, tokens, config.hidden_size, own)
-        # A batch of decodes is scheduled when its results arrive; with one batch for each stage nothing hides the host.
+        # A decode batch is rescheduled when its results arrive. With one batch per stage, nothing hides the host's time.
         host = assumption("host, decode, not overlapped") if decode else 0.0
         return step * fullest_stage(config, mesh.pp_size, self.options.drafts > 0) + moved + host
 
@@ -281,14 +281,14 @@ class Instance:
 
     @kept_in("steps")
     def drafting(self, batch: float) -> float:
-        """Seconds of a decode step that its drafts take."""
+        """Return the seconds that drafting takes in a decode step."""
         if not self.options.drafts:
             return 0.0
         parts = self._decode_parts(self.step_models()[0], batch)
         return sum(parts.get(name, 0.0) for name in MODULE)
 
     def prefill_sizes(self, chunks: bool = False) -> list[float]:
-        """Prompt tokens of a DP rank in a step to try: one prompt or several within the limit of a step. chunks: also parts of a prompt."""
+        """Return the prompt tokens per DP rank and step to try: one or more prompts within a step's limit. chunks: also prompt chunks."""
         # Temporaries of larger steps than the compiled one are unknown.
         compiled = [run.step_tokens for run in self.dry_runs if run.step == "prefill"]
         most = min(self.options.prefill_tokens, max(compiled, default=math.inf))
@@ -299,11 +299,11 @@ class Instance:
         return sorted(sizes | {float(max(one, min(most, one * (most // one))))})
 
     def prompt_seconds(self, tokens: float) -> float:
-        """Seconds of the instance for one prompt of each DP rank, in steps of `tokens` a rank."""
+        """Return the seconds that the instance takes for one prompt per DP rank, in steps of `tokens` tokens per rank."""
         return self.prefill_step(tokens) * (self.workload.computed / tokens)
 
 
 def _with_rest(parts: dict[str, float], step: float) -> dict[str, float]:
-    """The parts of a step and the rest: pipeline stages, or the engine's time besides its operations."""
+    """Return the parts of a step plus the rest: pipeline stages, or engine time outside its operations."""
     rest = step - sum(parts.values())
     return parts if abs(rest) < 1e-9 * step else {**parts, "beyond single operations, and stages": rest}

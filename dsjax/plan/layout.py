@@ -1,4 +1,4 @@
-"""Layouts: every mesh of an instance, with the redundant experts that make it fit, checked as `MeshSpec` checks."""
+"""Layouts of an instance: every mesh with the redundant experts that make it fit, checked by `MeshSpec`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sharding.mesh import MeshSpec
 class InstanceLayout:
     """One instance of the engine: a mesh and its redundant experts.
 
-    experts: devices beside those of the mesh that have the routed experts, and nothing else; 0: those of the mesh have them.
+    experts: additional devices that hold only the routed experts (AFD); 0: the mesh's devices hold them.
     """
 
     mesh: MeshSpec
@@ -32,12 +32,12 @@ class InstanceLayout:
 
     @property
     def expert_mesh(self) -> MeshSpec:
-        """The mesh that has the routed experts."""
+        """The mesh that holds the routed experts."""
         return MeshSpec(dp_size=self.experts) if self.experts else self.mesh
 
     @property
     def kind(self) -> str:
-        """Dynamo's name: TP, TEP and DEP with their width, or the mixture."""
+        """Dynamo's name: TP, TEP or DEP with its width, or a combination."""
         mesh = self.mesh
         if self.experts:
             return f"attention on {mesh.num_devices}, experts on {self.experts}"
@@ -56,7 +56,7 @@ class InstanceLayout:
 
     @cached_property
     def unit(self) -> InstanceLayout:
-        """One copy of the experts, on one stage's devices: `expert_copies` of them are side by side, without communicating."""
+        """One copy of the experts, on one stage's devices. A stage has `expert_copies` of them, which do not communicate."""
         mesh = self.mesh
         one = MeshSpec(mesh.dp_size // mesh.expert_copies, mesh.tp_size, mesh.ep_size, mesh.etp_size)
         return self if self.experts else InstanceLayout(one, self.redundant, self.fused)
@@ -69,7 +69,7 @@ class InstanceLayout:
 def fits(
     config: ModelConfig, layout: InstanceLayout, block: int | None, expert_block: int | None = None
 ) -> MeshError | None:
-    """`MeshSpec.check_fits` on the model's numbers; None, or the error. block, expert_block: as `Precision.blocks` has them."""
+    """Return the error of `MeshSpec.check_fits` for the model, or None. block, expert_block: as in `Precision.blocks`."""
     if layout.mesh.pp_size > config.num_hidden_layers:
         return MeshError(f"mesh {layout.mesh} has more stages than the model has layers, {config.num_hidden_layers}")
     about = {"experts": config.n_routed_experts, "redundant": layout.redundant}
@@ -85,7 +85,7 @@ def fits(
 
 
 def instance_sizes(devices: int, per_host: int) -> list[int]:
-    """Sizes that an instance may have: divisors of a host, and whole hosts."""
+    """Return the possible sizes of an instance: divisors of a host, and whole hosts."""
     parts = [n for n in range(1, min(per_host, devices) + 1) if per_host % n == 0]
     return parts + list(range(2 * per_host, devices + 1, per_host))
 
@@ -100,11 +100,11 @@ def layouts(
     stages: Collection[int] = (1,),
     **blocks: int | None,
 ) -> Iterator[InstanceLayout]:
-    """Every layout of an instance of at most `devices` devices that fits the model.
+    """Yield every layout of an instance of at most `devices` devices that fits the model.
 
-    copies: also with several copies of the experts (`dp=32,ep=8`), which are so many smaller instances behind one front. stages: numbers
-    of them; like a stage, the whole instance is a divisor of a host or whole hosts. redundant, blocks: as in `with_redundancy`.
-    """
+    copies: also try several copies of the experts (`dp=32,ep=8`), which act as smaller instances behind one front end. stages: numbers of
+    pipeline stages to try; a stage and the whole instance are each a divisor of a host or whole hosts. redundant, blocks: as in
+    `with_redundancy`."""
     sizes = instance_sizes(devices, per_host)
     of_stages = ((pp, size) for pp in stages for size in instance_sizes(devices // pp, per_host) if pp * size in sizes)
     most = 2 * max(config.n_routed_experts, 1)
@@ -126,9 +126,9 @@ def with_redundancy(
     block: int | None,
     expert_block: int | None = None,
 ) -> Iterator[InstanceLayout]:
-    """Layouts of (mesh, devices beside it with the experts, or 0) that fit the model.
+    """Yield the layouts that fit the model. meshes: (mesh, additional devices that hold the experts, or 0).
 
-    redundant: physical minus logical experts; None tries the fewest that divide over the EP group and the fewest from 32 on.
+    redundant: physical minus logical experts; None: try the fewest that divide over the EP group, and the fewest of at least 32 that do.
     """
     for mesh, experts in meshes:
         for extra in _redundancies(config.n_routed_experts, experts or mesh.ep_size, redundant):
@@ -163,10 +163,10 @@ def _divisors(number: int) -> tuple[int, ...]:
 
 
 def parse_layout(mesh: str, redundant: int | None, config: ModelConfig) -> InstanceLayout:
-    """A mesh as the user writes it, with the fewest redundant experts that fit unless given.
+    """Parse a user's mesh. redundant: redundant experts; None: the fewest that fit.
 
     Raises:
-        MeshError: it does not parse, or does not fit the model.
+        MeshError: the mesh does not parse, or does not fit the model.
     """
     spec = MeshSpec.parse(mesh)
     layout = InstanceLayout(spec, -config.n_routed_experts % spec.ep_size if redundant is None else redundant)

@@ -28,7 +28,7 @@ _WIDTHS = (
 
 
 def widths(config: ModelConfig) -> dict[str, int | None]:
-    """The fields of a configuration that a module's time depends on. The number of layers is not one of them: times are of one layer."""
+    """Return the config fields that a module's time depends on. The number of layers is not among them: times are per layer."""
     return {name: getattr(config, name, getattr(config.attention, name, None)) for name in _WIDTHS}
 
 
@@ -47,7 +47,7 @@ class _Times(msgspec.Struct, frozen=True):
 
     @property
     def ends(self) -> tuple[float, float, float]:
-        """Middle, low, high."""
+        """Median, low, high."""
         return self.median_s, self.low_s, self.high_s
 
 
@@ -66,7 +66,7 @@ class _Ceilings(msgspec.Struct, frozen=True):
 
 
 class ModuleTimes(_Times, frozen=True):
-    """A row: one module at one size. once_s: seconds of a loop beside its applications."""
+    """A row: one module at one size. once_s: overhead of a loop in seconds, besides its applications."""
 
     module: str
     variant: str
@@ -91,7 +91,7 @@ class Measured(msgspec.Struct, frozen=True, eq=False):
     path: str = ""
 
     def of(self, module: str, variant: str = "", **sizes: float | str) -> list[ModuleTimes]:
-        """Rows of a module whose sizes have these values."""
+        """Return the rows of a module with these sizes."""
         rows = (row for row in self.rows if (row.module, row.variant) == (module, variant))
         return [row for row in rows if sizes.items() <= row.sizes.items()]
 
@@ -106,10 +106,10 @@ class Measured(msgspec.Struct, frozen=True, eq=False):
         scale: Callable[[float], float] = float,
         **sizes: float | str,
     ) -> float | None:
-        """Seconds of a module's applications in one program, interpolated in tokens; None if the file has no such rows.
+        """Return the seconds of a module's applications in one program, interpolated in tokens; None if the file lacks the module.
 
-        loops: loops of the program that apply the module; each costs `once_s`. scale: increasing function of the tokens by which seconds
-        are interpolated.
+        loops: loops of the program that apply the module; each costs `once_s`. scale: increasing function of the tokens; seconds are
+        interpolated over its values.
         """
         rows = sorted(self.of(module, variant, **sizes), key=lambda row: row.sizes["tokens"])
         if not rows:
@@ -128,10 +128,10 @@ class Measured(msgspec.Struct, frozen=True, eq=False):
         loops: int,
         verify: bool = False,
     ) -> float | None:
-        """Seconds of attention for `rows` of `chunk` tokens after `cached` positions, interpolated in contexts, then in rows.
+        """Return the seconds of attention for `rows` of `chunk` tokens after `cached` positions, interpolated in contexts, then in rows.
 
-        verify: decode rows with drafts, by rows with as many drafts if the file has them, else as rows of one token. Contexts count in
-        whole blocks, because the model reads whole ones. applications, loops: as in `seconds`.
+        verify: decode rows with drafts; uses rows with the same number of drafts if the file has them, else rows of one token. Contexts
+        are rounded up to whole blocks, as the model reads them. applications, loops: as in `seconds`.
         """
         decode = verify or chunk == 1
         found = self.of("attention", f"{form} verify", chunk=chunk) if verify else []
@@ -172,10 +172,10 @@ def _at(points: Mapping[float, Sequence[float]], size: float) -> tuple[np.ndarra
 
 
 def read_measured(path: str | Path, config: ModelConfig) -> Measured:
-    """A file of `dsjax bench modules --json`.
+    """Read a file of `dsjax bench modules --json`.
 
     Raises:
-        UserError: it cannot be read, is of another kind, or was taken at another model's widths.
+        UserError: the file cannot be read, is of another kind, or was measured at another model's widths.
     """
     found = read_json("--measured", path, Measured, "dsjax bench modules --json")
     there = found.widths
@@ -219,7 +219,7 @@ class _Network(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class MeasuredNetwork:
-    """The rows of a file as curves, for `Cluster.measured`.
+    """Collective times of a file as curves, for `Cluster.measured`.
 
     curves: (collective, whether its groups span hosts) → curves for each number of ranks. inside_host, between_hosts: factors on the
     measured bandwidth; latency: divisor of the measured latency (`Cluster.scaled`).
@@ -238,10 +238,10 @@ class MeasuredNetwork:
         return dataclasses.replace(self, **{name: getattr(self, name) * factor}) if name else self
 
     def seconds(self, collective: str, between_hosts: bool, ranks: int, sent: float) -> float | None:
-        """Seconds of one collective in which a device sends so many bytes; None if the file has no such collective.
+        """Return the seconds of one collective in which a device sends `sent` bytes; None if the file lacks the collective.
 
-        A group size that was not measured takes the nearest one; its interval extends to times in proportion to the ranks. Without
-        measurements of `ragged_all_to_all`, those of `all_to_all` apply.
+        An unmeasured group size takes the times of the nearest one, with an interval that includes times proportional to the ranks. An
+        unmeasured `ragged_all_to_all` takes the times of `all_to_all`.
         """
         if collective == "ragged_all_to_all" and (collective, between_hosts) not in self.curves:
             collective = "all_to_all"
@@ -265,10 +265,10 @@ class MeasuredNetwork:
 
 
 def read_network(path: str | Path, option: str = "--network") -> MeasuredNetwork:
-    """A file of `dsjax bench network --json`, which was given with `option`.
+    """Read a file of `dsjax bench network --json`, given with `option`.
 
     Raises:
-        UserError: it cannot be read, is of another kind, lacks fields, or was a run whose data arrived wrong.
+        UserError: the file cannot be read, is of another kind, lacks fields, or is from a run that received wrong data.
     """
     found = read_json(option, path, _Network, "dsjax bench network --json")
     if any(row.correct is False for row in found.rows):
@@ -276,7 +276,7 @@ def read_network(path: str | Path, option: str = "--network") -> MeasuredNetwork
     timed: dict[tuple[str, bool], dict[int, dict[float, tuple[float, float, float]]]] = {}
     for row in found.rows:
         sizes = timed.setdefault((row.collective, row.between_hosts), {}).setdefault(row.ranks, {})
-        # Two groups of as many ranks (every device of a host; one of each host in turn): the slower one is what a plan must bear.
+        # Two groups may have equally many ranks (all devices of a host, or one of each host): plan with the slower one.
         sizes[row.sent_bytes] = max(row.ends, sizes.get(row.sent_bytes, row.ends))
     curves = {
         key: [

@@ -11,7 +11,7 @@ DECODE_FORM, PREFILL_FORM = "A_CC_ME", "CC"
 _WITH_ATTENTION = ("projections", "attention", "small kernels", "element-wise")
 """Parts of a published step that the module `attention` includes: everything between the two norms of a layer."""
 _TILE = 16
-"""Rows of an expert that a product computes with one read of its weights."""
+"""Rows of an expert that a matmul computes per read of its weights."""
 _TIMED_SKEW = 0.3
 """Exponent of the `skewed` routing that was timed: popularity ∝ rank^-0.3."""
 
@@ -19,7 +19,7 @@ _TIMED_SKEW = 0.3
 class MeasuredStep(StepModel):
     """`StepModel` with measured modules.
 
-    Modules of the whole width of a replica apply to `tp=1` only; other layouts keep the published times.
+    Modules timed at the full width of a replica apply to `tp=1` only; other layouts keep the published times.
     """
 
     @property
@@ -28,12 +28,12 @@ class MeasuredStep(StepModel):
         return self.options.measured
 
     def decode_parts(self, batch: float, context: float, *, drafts: int = 0, uneven: float = 0.0) -> dict[str, float]:
-        """Seconds of the parts of a step. The model's loop over the context runs for all rows to the longest context of the batch."""
+        """Return the seconds of a step's parts. The loop over the context runs to the batch's longest context for all rows."""
         reach = min(math.sqrt(3), math.sqrt(2 * math.log(batch))) if batch > 1 else 0.0
         return super().decode_parts(batch, context * (1 + uneven * reach), drafts=drafts)
 
     def seconds(self, parts: dict[str, float]) -> float:
-        """The sum of the parts: measured modules include their launches."""
+        """Return the sum of the parts: measured modules include their launches."""
         return sum(parts.values())
 
     def launches(self, tokens: float) -> float:
@@ -41,7 +41,7 @@ class MeasuredStep(StepModel):
         return 0.0
 
     def host_of_drafts(self, drafts: int) -> dict[str, float]:
-        """Nothing: with greedy sampling dsjax makes the drafts in the step's own program, whose launch is measured."""
+        """Return no parts: with greedy sampling, dsjax makes the drafts in the step's own program, whose launch is measured."""
         return {}
 
     def attention(self, tokens: float, read: float, context: float, decode: bool, kind: str = "mla") -> float:
@@ -69,13 +69,13 @@ class MeasuredStep(StepModel):
         return parts | _known(**replaced)
 
     def _module(self, name: str, tokens: float, applications: int, loops: int = 1, **sizes) -> float | None:
-        """Seconds of a module's applications in so many loops of the program; None if it was not measured."""
+        """Return the seconds of a module's applications in `loops` loops of the program; None if the module was not measured."""
         return self.measured.seconds(name, tokens, applications=applications, loops=loops, **sizes)
 
     def _attention(
         self, tokens: float, read: float, context: float, decode: bool, layers: int, stacks: int
     ) -> float | None:
-        """Seconds of attention in so many layers of so many stacks. The other arguments are those of `attention`."""
+        """Return the seconds of attention in `layers` layers of `stacks` stacks; other arguments as in `attention`."""
         how = {"applications": layers, "loops": stacks}
         if decode:
             rows = read / context if context else tokens
@@ -89,7 +89,7 @@ class MeasuredStep(StepModel):
         return seconds if seconds is None or tokens == chunk else seconds * (tokens / chunk)
 
     def _experts(self, tokens: float, layers: int, busy: float) -> dict[str, float | None]:
-        """Seconds of router, shared experts, routed experts and their exchanges in so many layers."""
+        """Return the seconds of router, shared experts, routed experts, dispatch and combine in `layers` layers."""
         mesh = self.layout.mesh
         rank_tokens = tokens / mesh.tp_size
         measured = {"router": self._module("router", rank_tokens, layers)}
@@ -109,7 +109,7 @@ class MeasuredStep(StepModel):
         slots = (config.n_routed_experts + self.layout.redundant) // mesh.ep_size
 
         def reads(tokens: float) -> float:
-            """Reads of an expert's weights, by which times are interpolated: one for each expert with a token, and one for each tile."""
+            """Return the reads of expert weights, over which times are interpolated: one per expert with a token, and one per tile."""
             unused = (1 - top_k / config.n_routed_experts) ** (tokens * config.n_routed_experts / slots)
             return slots * (1 - unused) + tokens * top_k / _TILE
 
@@ -141,5 +141,5 @@ class MeasuredStep(StepModel):
 
 
 def _known(**seconds: float | None) -> dict[str, float]:
-    """The measured parts."""
+    """Return the parts that were measured."""
     return {name: time for name, time in seconds.items() if time}

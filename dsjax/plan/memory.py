@@ -22,10 +22,10 @@ from dsjax.plan.precision import Precision, bytes_of
 
 @dataclass(frozen=True)
 class StageShare:
-    """One device of a pipeline stage: its part of the model, weights by component, and bytes of a cached token and of a request.
+    """One device of a pipeline stage: its part of the model, bytes of weights by component, and cache bytes per token and per request.
 
-    In a model with window pages, `cache_per_request` has the pages that a request holds, and `cache_per_token` a token's share of the
-    pages that are kept for finished requests.
+    In a model with window pages, `cache_per_request` is the size of the window pages that a request holds, and `cache_per_token` includes
+    a token's share of the pages kept for finished requests.
     """
 
     config: ModelConfig
@@ -40,8 +40,8 @@ def stage_shares(
 ) -> Sequence[StageShare]:
     """Return the share of each stage, exactly: FP8 scales are counted block by block, partial blocks included.
 
-    `tp` divides the heads' matrices, the MLP and shared-expert widths and the vocabulary. Every device holds the latents' projections,
-    the router and the norms whole.
+    `tp` splits the per-head matrices, the MLP and shared-expert widths and the vocabulary. Every device holds the whole latent projections,
+    router and norms.
     """
     mesh, width, shares = layout.mesh, config.hidden_size, []
     tp, shards, counts = mesh.tp_size, mesh.expert_width_shards, parameter_counts(config)
@@ -83,7 +83,7 @@ def stage_shares(
 def weight_bytes(
     config: ModelConfig, layout: InstanceLayout, precision: Precision, mtp: bool = False
 ) -> dict[str, int]:
-    """Bytes of weights on one device by component; with several stages, of the stage that has most."""
+    """Return the bytes of weights on one device by component; with several stages, those of the largest stage."""
     shares = stage_shares(config, layout, precision, mtp)
     return max((share.weights for share in shares), key=lambda sizes: sum(sizes.values()))
 
@@ -105,9 +105,9 @@ def _mlp(width: int, hidden: int, precision: Precision, itemsize: float) -> int:
 
 
 def cache_bytes_per_token(config: ModelConfig, precision: Precision, mtp: bool = False) -> int:
-    """Bytes of one token in all layers of the KV cache, the MTP module's included, on each device of a replica.
+    """Return the KV cache bytes of one token in all layers, including the MTP module's, on each device of a replica.
 
-    For DeepSeek-V4: bytes that one more token of context adds, without window pages.
+    For DeepSeek-V4: the bytes that one more token of context adds, without window pages.
     """
     layers = config.num_hidden_layers + (config.num_nextn_predict_layers if mtp else 0)
     groups = precision.cache_groups(config, range(layers))
@@ -115,7 +115,7 @@ def cache_bytes_per_token(config: ModelConfig, precision: Precision, mtp: bool =
 
 
 def window_page_bytes(config: ModelConfig, precision: Precision, mtp: bool = False) -> int:
-    """Bytes of a window page of DeepSeek-V4, of which a request has two or more at any length; 0 for other models."""
+    """Return the bytes of a window page of DeepSeek-V4; 0 for other models. A request of any length holds two or more of these pages."""
     layers = config.num_hidden_layers + (config.num_nextn_predict_layers if mtp else 0)
     groups = precision.cache_groups(config, range(layers))
     return sum(group.page_bytes for group in groups if group.table == "window")
@@ -147,11 +147,11 @@ class Memory:
         return self.cache / self.cache_per_token
 
     def max_batch(self, tokens_each: float) -> int:
-        """Requests of so many tokens that a DP rank holds at once."""
+        """Return how many requests of `tokens_each` tokens a DP rank holds at once."""
         return max(0, int(self.cache // self.request_bytes(tokens_each)))
 
     def request_bytes(self, tokens: float) -> float:
-        """Bytes of the cache that a request of so many tokens holds."""
+        """Return the cache bytes of a request of `tokens` tokens."""
         return tokens * self.cache_per_token + self.cache_per_request
 
 
@@ -181,7 +181,7 @@ def memory(
     if balanced and not layout.experts:
         slots = (config.n_routed_experts + layout.redundant) // layout.mesh.ep_size
         staging = slots * expert_bytes(config, layout.mesh.expert_width_shards, precision)
-    # The cache of a stage holds one batch for each stage.
+    # A stage caches one batch for every stage.
     each = [
         Memory(
             share.weights,
@@ -196,9 +196,9 @@ def memory(
 
 
 def _set_aside(device_bytes: int, usual: float, dry_runs: tuple[DryRun, ...]) -> float:
-    """Bytes besides weights and cache: the assumption, or the compiled temporaries of the larger step plus what a compiler cannot see.
+    """Return the bytes besides weights and cache: the assumption, or the larger step's compiled temporaries plus what XLA cannot see.
 
-    With a dry run of only one of the two steps, at least the assumption.
+    If only one of the two steps has a dry run, return at least the assumption.
     """
     if not dry_runs:
         return usual

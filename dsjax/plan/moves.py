@@ -1,13 +1,13 @@
-"""Seconds of the exchanges of attention–FFN disaggregation, and of what pipeline stages add to a step.
+"""Times of exchanges in attention–FFN disaggregation (AFD), and the time that pipeline stages add to a step.
 
-AFD within one process: the host copies each attention device's rows for an expert device by ``jax.device_put``, and the answers back, one
-copy for each pair of devices. Between processes: rows and answers go through the hosts' memory, over one connection from each attention
-process to each expert process; attention processes wait for each other in each layer. `docs/attention-ffn-disaggregation.md` describes the
-exchange, `sharding/dispatch/between.py` its bytes.
+AFD in one process: the host copies rows from attention to expert devices with ``jax.device_put``, and the answers back, one copy for each
+pair of devices. AFD between processes: rows and answers pass through host memory, over one connection from each attention process to each
+expert process; the attention processes wait for each other in each layer. `docs/attention-ffn-disaggregation.md` describes the exchange,
+`sharding/dispatch/between.py` its bytes.
 
-Pipeline stages (docs/pipeline.md): each stage computes a step of other requests at the same time. That is as many engines as stages, which
-share all devices: each has the time of a step of the whole model on one stage's devices, its own requests, and its part of the cache. So a
-DP rank counts once for each stage.
+Pipeline stages (docs/pipeline.md) compute steps of different requests at the same time. They are priced as one engine per stage, all
+sharing the devices: each has its own requests and its part of the cache, and its step takes as long as a step of the whole model on one
+stage's devices. So a DP rank counts once per stage.
 """
 
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ from sharding.mesh import MeshSpec
 
 @dataclass(frozen=True)
 class Moves:
-    """One exchange. Seconds on the links each way; of the host beginning the copies each way; of the host starting a program.
+    """Seconds of one exchange: on the links each way, of the host starting the copies each way, and of the host launching a program.
 
-    begin_back includes the wait for the answers of other attention processes. one_call: rows and answers are one call over a connection,
-    which carries one call at a time.
+    begin_back includes the wait for other attention processes' answers. one_call: rows and answers are one call over a connection, which
+    carries one call at a time.
     """
 
     there: float
@@ -38,12 +38,12 @@ class Moves:
 
 
 def in_one_process(attention: Cluster, experts: Cluster, devices: int) -> bool:
-    """Whether one process can have both sides: devices of one kind on one host."""
+    """Return whether one process can run both sides: devices of one kind on one host."""
     return attention.hardware.key == experts.hardware.key and devices <= attention.devices_per_host
 
 
 def processes_of(side: Cluster, devices: int) -> int:
-    """Processes of a side with this many devices: the fewest equal parts that fit a host."""
+    """Return the number of processes of a side: the fewest equal parts of its devices that each fit a host."""
     return next(n for n in range(-(-devices // side.devices_per_host), devices + 1) if devices % n == 0)
 
 
@@ -58,8 +58,8 @@ def moves(
 ) -> Moves:
     """Price one exchange of a layer, or of a micro-batch of it.
 
-    cells: capacity of rows from one attention device to one expert device; within a process all of them travel. rows: needed rows, which
-    travel between processes. row_bytes: there and back.
+    cells: row capacity from one attention device to one expert device, all of which is copied within a process. rows: the rows needed;
+    between processes only these are sent. row_bytes: bytes of a row, there and back.
     """
     launch = assumption("starting a program from the host")
     if in_one_process(attention, experts, senders + receivers):
@@ -80,13 +80,13 @@ def moves(
 
 
 def connection(here: Cluster, there: Cluster) -> tuple[float, float]:
-    """``(bytes a second, fixed seconds of a message)`` of a connection between processes of two hosts, through their memory."""
+    """Return ``(bytes per second, fixed seconds of a message)`` of a connection between processes of two hosts, through host memory."""
     rate = min(assumption("bytes a second of the connection"), *(one.network_gbps * 1e9 / 8 for one in (here, there)))
     return rate, assumption("a message, fixed part") + network_latency(here)
 
 
 def agreement(attention: Cluster, processes: int) -> float:
-    """Seconds in which attention processes tell each other that they have the answers of a layer."""
+    """Return the seconds of the layer barrier, in which attention processes tell each other that they have a layer's answers."""
     if processes == 1:
         return 0.0
     return assumption("a word to and from another process with attention") * (processes - 1) + network_latency(
@@ -105,9 +105,9 @@ def fullest_stage(config: ModelConfig, stages: int, mtp: bool = False) -> float:
 
 
 def hand_over(cluster: Cluster, mesh: MeshSpec, tokens: float, width: int, own: bool = False) -> float:
-    """Seconds in which a step's hidden states travel from the first stage to the last; each device sends those of its DP rank.
+    """Return the seconds to pass a step's hidden states from the first stage to the last; each device sends those of its DP rank.
 
-    own: as dsjax does between processes, of which each sends those of all DP ranks over one connection.
+    own: as in dsjax, where each process sends the hidden states of all DP ranks to the next process over one connection.
     """
     size, hops, between, crossing = tokens * width * BF16, mesh.pp_size - 1, 0, 0.0
     share = assumption("copies between stages, share of a link")

@@ -19,7 +19,7 @@ _CACHES = {"bfloat16": "bf16", "float8_e4m3fn": "fp8"}
 
 
 def find_cluster(name: str | None, measured: Measured | None) -> Cluster:
-    """The cluster of a plan. name: None for the measured devices, or for the default cluster if nothing was measured.
+    """Return the cluster of a plan. name: None selects the measured devices, or the default cluster if nothing was measured.
 
     Raises:
         UserError: the file was measured on other devices than the cluster's, or `this-machine` is given without a file.
@@ -30,10 +30,10 @@ def find_cluster(name: str | None, measured: Measured | None) -> Cluster:
 
 
 def with_tables(cluster: Cluster, tables: OperatorTables) -> tuple[Cluster, OperatorTables]:
-    """Resolve the cluster's devices in the operator tables; return both, the tables with the user's devices that they name.
+    """Resolve the cluster's devices in the operator tables. Return both, with the user's devices added to tables that name them.
 
-    A device with the die, units, memory bandwidth and link of a bundled one is that device, whatever its file is called. A device without
-    `operators` has its own tables if there are any, and else those of the H200, scaled.
+    A device with a bundled device's die, units, memory bandwidth and link counts as that device, whatever its file is called. A device
+    without `operators` uses its own tables if they exist, else the H200's, scaled.
 
     Raises:
         UserError: `operators` names a device without tables.
@@ -55,13 +55,13 @@ def with_tables(cluster: Cluster, tables: OperatorTables) -> tuple[Cluster, Oper
 
 
 def _timed_alike(chip: Hardware) -> tuple:
-    """The figures of a device that operator times depend on."""
+    """Return the properties of a device that operator times depend on."""
     units = (chip.platform, chip.die, chip.operators, *chip.peaks.items())
     return (*units, chip.memory_bandwidth, chip.scale_up_bandwidth)
 
 
 def _of_device(measured: Measured) -> Cluster:
-    """One host with the measured devices. An unknown device has the ceilings of the file."""
+    """Return a cluster of one host with the measured devices. An unknown device gets the file's ceilings."""
     device, count = measured.device, measured.device.count
     if device.hardware:
         chip = load_hardware(device.hardware)
@@ -101,11 +101,11 @@ def _of_device(measured: Measured) -> Cluster:
 
 
 def choose_precision(name: str, cache: str, config: ModelConfig, measured: Measured | None) -> Precision:
-    """Resolve `--precision` and `--kv-cache-dtype`. `auto`: fp8; for a model with packed experts their format with a bf16 cache; with a
-    file, the formats that were measured.
+    """Resolve `--precision` and `--kv-cache-dtype`. `auto` selects the measured formats if there is a file; the experts' format with a bf16
+    cache for a model with packed experts; else fp8.
 
     Raises:
-        UserError: an unknown name, or another format than the file's.
+        UserError: an unknown name, or a format other than the file's.
     """
     if measured is None:
         packed = config.quantization is not None and config.quantization.weights in PACKED

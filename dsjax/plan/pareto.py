@@ -10,7 +10,7 @@ _BLUE, _RED, _GREY = "#1f5fa8", "#c0392b", "#9aa5b1"
 
 
 def draw_front(plan: Plan, path: Path) -> None:
-    """The front with its intervals, and the best of each layout; `UserError` where matplotlib is not installed."""
+    """Draw the front with its intervals, and the best of each layout. Raises `UserError` if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError as error:
@@ -44,7 +44,7 @@ def draw_front(plan: Plan, path: Path) -> None:
         label = f"TPOT {objective.tpot * 1e3:g} ms: met to the right"
         axes.axvline(1 / objective.tpot, color="black", linewidth=0.8, linestyle="--", label=label)
     axes.set(xscale="log", yscale="log", xlabel="tokens a second a user", ylabel="output tokens a second a device")
-    # Room for the labels that lean out of the last points.
+    # Leave room for the slanted labels of the last points.
     axes.set_xlim(right=axes.get_xlim()[1] * 1.35)
     axes.set_ylim(top=axes.get_ylim()[1] * 2.2)
     for axis in (axes.xaxis, axes.yaxis):

@@ -1,4 +1,4 @@
-"""`Precision`: bytes of each kind of number, and which of a device's units multiply it."""
+"""`Precision`: bytes per value of weights, cache and dispatch, and the device units that multiply them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ FP8_BLOCK = 1 + 4 / (128 * 128)
 """Bytes of an FP8 weight with its share of the block's float32 scale."""
 BF16 = 2.0
 FP8_CACHE = 656 / 576
-"""Bytes a value of dsjax's FP8 cache, V3's widths: 512 e4m3 latents, their four float32 scales, 64 rotary values in bf16, as
-FlashMLA has them. Other engines' FP8 caches are taken as one byte a value with one scale for all, as vLLM's and TensorRT-LLM's are."""
+"""Bytes per value of dsjax's FP8 cache at V3's widths: 512 e4m3 latents, their four float32 scales, 64 RoPE values in bf16, as in
+FlashMLA. Other engines' FP8 caches count one byte per value with a single scale, as in vLLM and TensorRT-LLM."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes a value of expert and dense-MLP weights, of the other linear weights, of the cache, and of a dispatched value.
+    """Bytes per value of expert and dense-MLP weights, of the other linear weights, of the cache, and of dispatched rows.
 
-    Embedding, head, router and norms are bf16; the way back from the experts is bf16.
+    Embedding, head, router and norms are bf16; combine is bf16.
     """
 
     name: str
@@ -40,11 +40,11 @@ class Precision:
     wire: float = FP8_BLOCK
     mlp_bytes: float | None = None  # of dense-MLP and shared-expert weights; None: as the routed experts'
     packed: PackedFormat | None = None  # the format of expert weights of four bits
-    widens_fp4: bool = False  # FP4 weights are multiplied in bf16, which every device can
+    widens_fp4: bool = False  # FP4 weights are multiplied in bf16, on any device
 
     @property
     def weights(self) -> str | None:
-        """What a dry run calls these weights; None where none has such."""
+        """Name of these weights in a dry run; None if dry runs do not have them."""
         if self.widens_fp4 and self.packed is not None:
             return self.name
         return {FP8_BLOCK: "fp8", BF16: "bfloat16"}.get(self.linear) if self.expert == self.linear else None
@@ -65,25 +65,25 @@ class Precision:
 
     @property
     def blocks(self) -> dict[str, int | None]:
-        """Blocks that no device may have a part of: of FP8 matrices, and of routed experts where these are packed."""
+        """Block sizes that sharding must not split: of FP8 matrices, and of packed routed experts."""
         packed = None if self.packed is None else self.packed.block
         return {"block": 128 if self.linear == FP8_BLOCK else None, "expert_block": packed}
 
     @property
     def expert_bits(self) -> int:
-        """Bits of the numbers that a device's unit multiplies by the experts' weights."""
+        """Bits of the operands that a device multiplies by the experts' weights."""
         if self.expert < 1:
             return 16 if self.widens_fp4 else 4
         return 8 if self.expert < BF16 else 16
 
     def only_experts_packed(self) -> Precision:
-        """With four bits as dsjax has them (docs/fp4.md): of routed experts only, widened to bf16, and rows sent to them in FP8."""
+        """Return dsjax's form of a four-bit precision (docs/fp4.md): only routed experts packed, widened to bf16, and dispatch in FP8."""
         if self.packed is None:
             return self
         return dataclasses.replace(self, wire=_WIRE_FP8, mlp_bytes=self.linear, widens_fp4=True)
 
     def check_units(self, chip: Hardware) -> None:
-        """Make sure that a device multiplies by such weights.
+        """Check that a device can multiply by these weights.
 
         Raises:
             UserError: FP4 on a device that has no FP4 unit, or INT8 on one that has none as fast as its FP8 one.
@@ -92,17 +92,17 @@ class Precision:
 
 
 TABLED = {"nvfp4": (4, 0.5625), "fp8_block": (8, 1.0), "bfloat16": (16, BF16)}
-"""Weights as tables of operations name them: bits of the unit that multiplies by them, and bytes of one."""
+"""Name of a weight format in operator tables → (bits of the unit that multiplies it, bytes per weight)."""
 
 
 def tabled(itemsize: float) -> str:
-    """The one of `TABLED` that weights of so many bytes are."""
+    """Return the name in `TABLED` of weights of `itemsize` bytes."""
     return "nvfp4" if itemsize < 1 else "fp8_block" if itemsize < BF16 else "bfloat16"
 
 
 def of_files(config: ModelConfig, chosen: Precision) -> Precision:
-    """What a model's own checkpoint is kept in, which dsjax reads and quantises or widens while it loads. Files whose configuration does
-    not say which format of four bits they have are taken to be of the chosen precision."""
+    """Return the precision of a model's checkpoint, which dsjax quantises or widens while loading. A checkpoint whose config does not name
+    its four-bit format counts as the chosen precision."""
     if config.quantization is None:
         return PRECISIONS["bf16"]
     kept = config.quantization.weights
@@ -110,7 +110,7 @@ def of_files(config: ModelConfig, chosen: Precision) -> Precision:
 
 
 def bytes_of(matrices: Sequence[tuple[int, int]], itemsize: float, packed: PackedFormat | None = None) -> int:
-    """Bytes of matrices of these shapes, of which a value takes `itemsize`, with the scales of blocks that are not whole and of tensors.
+    """Return the bytes of matrices of these shapes at `itemsize` bytes per value, including the scales of partial blocks and of tensors.
 
     packed: their format, if a value takes less than a byte.
     """
@@ -124,7 +124,7 @@ _WIRE_FP8 = 1 + 4 / 128
 
 
 def _packed(form: PackedFormat, wire: float = _WIRE_FP8, cache: float = BF16) -> dict[str, Precision]:
-    """The two rows of a packed format, by name: linear weights in FP8, and in bf16. Dense MLPs are packed, too, but in INT4."""
+    """Return both precisions of a packed format by name: linear weights in FP8, and in bf16. Dense MLPs are packed too, except in INT4."""
     rows = {form.name: FP8_BLOCK, form.name + UNQUANTISED: BF16}
     return {
         name: Precision(
@@ -143,13 +143,13 @@ PRECISIONS = {
     "int8": Precision("int8", FP8_BLOCK, FP8_BLOCK, wire=BF16),
 }
 """`fp8`: DeepSeek's own checkpoint. `nvfp4`: experts and dense MLP in FP4, attention FP8, FP8 cache, FP4 dispatch; `nvfp4-bf16`: the same
-with attention in bf16, as NVIDIA's DeepSeek-R1-0528-FP4 is. `mxfp4`, `mxfp4-bf16`: MXFP4 in their place, dispatched in FP8; `int4`,
+with attention in bf16, as NVIDIA's DeepSeek-R1-0528-FP4. `mxfp4`, `mxfp4-bf16`: the same with MXFP4, dispatched in FP8; `int4`,
 `int4-bf16`: INT4, as Kimi-K2.5's checkpoint. dsjax itself packs only routed experts (`Precision.only_experts_packed`). `int8`: block-wise
-INT8 as meituan/DeepSeek-R1-Block-INT8, at FP8's speed: their units are as fast on Hopper, Ada and B200, and bf16 is dispatched."""
+INT8 as meituan/DeepSeek-R1-Block-INT8, dispatched in bf16, at FP8's speed: both units are equally fast on Hopper, Ada and B200."""
 
 
 def precision(name: str, cache: str = "auto") -> Precision:
-    """One of `PRECISIONS`, with the cache in `bf16` or `fp8` if not as it comes. Raises `UserError`: an unknown name of either."""
+    """Return one of `PRECISIONS`, with its default cache or one in `bf16` or `fp8`. Raises `UserError` for an unknown name of either."""
     refuse("precision", name=name, cache=cache, known=list(PRECISIONS))
     chosen = PRECISIONS[name]
     if cache == "auto":

@@ -13,19 +13,19 @@ from dsjax.texts import filled
 
 
 def refusal(run: DryRun, asked: Asked) -> str | None:
-    """Why a plan cannot use a dry run: its model, device or precision is another. None if it can."""
+    """Return why a plan cannot use a dry run (another model, device or precision), or None if it can."""
     about = {"device": asked.cluster.hardware.key, "precision": asked.options.precision}
     return rules.refusal("dry_run", run=run, total=parameter_counts(asked.config)["main_model"], **about)
 
 
 def time_refusal(run: DryRun, options: PlanOptions) -> str | None:
-    """Why a plan cannot use the time of a dry run; None if it can."""
+    """Return why a plan cannot use the time of a dry run, or None if it can."""
     return rules.refusal("dry_run_time", run=run, o=options)
 
 
 @dataclass(frozen=True)
 class DryRunUsage:
-    """What a plan took from a dry run. text: what it took, or why it took nothing."""
+    """Use of a dry run by a plan. text: the figures that the plan took, or the reason that it took none."""
 
     run: DryRun
     used: bool
@@ -39,7 +39,7 @@ class DryRunUsage:
 
 
 def usage(run: DryRun, question: Asked, weights: Mapping[InstanceLayout, int]) -> DryRunUsage:
-    """Return what a plan takes from a dry run. weights: bytes of weights of each layout of the plan, by `InstanceLayout.unit`."""
+    """Return how a plan uses a dry run. weights: `InstanceLayout.unit` of each layout of the plan → bytes of its weights."""
     reason, layout = refusal(run, question), run.layout(question.config)
     if reason is None and layout not in weights:
         reason = f"no layout of this plan is {layout} of {layout.devices} devices"

@@ -1,4 +1,4 @@
-"""Prompts in the decode steps of aggregated serving: the time that they add, with DP ranks that wait for the fullest one."""
+"""Time that prompts add to decode steps in aggregated serving, where all DP ranks wait for the fullest one."""
 
 import bisect
 import functools
@@ -19,9 +19,9 @@ def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> t
     """Return (seconds that prompts add to each token of a running request, seconds that they add to a decode step with prompts).
 
     Each request gets a token in a step, so `batch × ranks ÷ output` requests end and as many prompts replace them: a Poisson number, spread
-    evenly by the router. A step with prompts lasts as long as its fullest DP rank, which has `⌈prompts ÷ ranks⌉`. The low end is an engine
-    that holds prompts back until every rank has a full step of them; for such an engine (`Engine.holds_prompts`) it is the value. tokens:
-    most prompt tokens of a rank in a step; longer prompts are chunked.
+    evenly by the router. A step with prompts lasts as long as its fullest DP rank, which has `⌈prompts ÷ ranks⌉`. The low end assumes an
+    engine that holds prompts back until every rank has a full step of them; for such an engine (`Engine.holds_prompts`), the low end is the
+    estimate. tokens: most prompt tokens of a rank in a step; longer prompts are chunked.
     """
     ranks = instance.layout.unit.mesh.dp_size
     size, most, arriving = _chunks(instance, batch, tokens, ranks)
@@ -46,10 +46,10 @@ def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> t
 
 
 def own_step(instance: Instance, batch: float, tokens: float) -> float:
-    """Seconds of the prompts in the step that has a request's own prompt, in a closed loop.
+    """Return the seconds of all prompts in the step that computes a request's own prompt, in a closed loop.
 
-    The prompt arrives at the end of a step, with those of all requests that replace finished ones. Together they are 1 plus a Poisson
-    number n, so that the fullest DP rank has `⌈(1 + n) ÷ ranks⌉`.
+    The prompt arrives at the end of a step, with the prompts of all requests that replace finished ones: 1 + n prompts with a Poisson
+    number n, so the fullest DP rank has `⌈(1 + n) ÷ ranks⌉`.
     """
     ranks = instance.layout.unit.mesh.dp_size
     size, most, arriving = _chunks(instance, batch, tokens, ranks)
@@ -59,13 +59,13 @@ def own_step(instance: Instance, batch: float, tokens: float) -> float:
 
 
 def own_load(instance: Instance, batch: float, tokens: float) -> float:
-    """Prefill utilisation of a DP rank: its prompt tokens in a step ÷ the most of a step."""
+    """Return the prefill utilisation of a DP rank: its prompt tokens in a step ÷ the maximum of a step."""
     _, most, arriving = _chunks(instance, batch, tokens, 1)
     return arriving / most
 
 
 def best_step(instance: Instance, batch: float, sizes: Sequence[float]) -> float:
-    """The number of prompt tokens in a step, of `sizes`, with which they delay decoded tokens least."""
+    """Return the size in `sizes` (prompt tokens in a step) that delays decoded tokens least."""
     return min(sizes, key=lambda size: prompts_beside_decodes(instance, batch, size)[0])
 
 
@@ -81,9 +81,9 @@ def _chunks(instance: Instance, batch: float, tokens: float, ranks: int) -> tupl
 def _added(instance: Instance, batch: float, tokens: float, busy: float) -> float:
     """Seconds that `tokens` prompt tokens add to a decode step of a DP rank, on `busy` of the ranks.
 
-    One program computes both: its decodes share the reading of weights, cost as much as prompt tokens, attend to their contexts, and use
-    the time in which prompts alone would wait for launches. It takes at most as long as two separate steps, which an engine without mixed
-    steps (`Engine.mixes`) runs.
+    One program computes both: decodes share the weight reads, cost as much as prompt tokens, attend to their contexts, and use the time in
+    which prompts alone would wait for launches. The program takes at most as long as two separate steps; an engine without mixed steps
+    (`Engine.mixes`) runs these.
     """
     alone = _prefill(instance, tokens, busy)
     if not instance.options.engine.mixes:
@@ -95,8 +95,8 @@ def _added(instance: Instance, batch: float, tokens: float, busy: float) -> floa
 def _saved(instance: Instance, batch: float, tokens: float, busy: float) -> float:
     """Seconds that a mixed step saves compared with separate steps; below zero if it saves nothing.
 
-    Verified tokens cost as much as prompt tokens, and drafts are made in any case. If programs take longer than their operations
-    (`Instance.pace`), common work is saved at the pace of the faster program.
+    Verified tokens cost as much as prompt tokens, and mixing does not change the cost of drafting. If programs take longer than their
+    operations (`Instance.pace`), shared work is saved at the pace of the faster program.
     """
     batch = instance.rows(batch)
     paces = [instance.pace(False, instance.halved(tokens)), instance.pace(True, instance.overlapped(batch))]
@@ -107,7 +107,7 @@ def _saved(instance: Instance, batch: float, tokens: float, busy: float) -> floa
 
 
 def _seconds_of_more(instance: Instance, tokens: float, others: float) -> float:
-    """Seconds that `others` more tokens add to a prefill step of `tokens`, without launches and the reading of weights.
+    """Return the seconds that `others` more tokens add to a prefill step of `tokens` tokens, without launches and weight reads.
 
     Interpolated linearly between steps of `tokens`, twice and four times as many, and so on.
     """
@@ -149,10 +149,10 @@ def _between_whole(depth: float, seconds: Callable[[int], float]) -> float:
 
 @functools.cache
 def _fullest(mean: float, ranks: int, own: int = 0) -> float:
-    """Expected `⌈(own + n) ÷ ranks⌉` of a Poisson number n, with own of 0 or 1."""
+    """Return the expected `⌈(own + n) ÷ ranks⌉` for a Poisson number n. own: 0 or 1."""
     if mean > 30:  # rounding up adds half a prompt on average, less half a rank's share
         return (own + mean) / ranks + (ranks - 1) / (2 * ranks)
     counts = np.arange(1, int(mean + 12 * math.sqrt(mean) + 20) + 1)
     below = np.cumsum(np.cumprod([math.exp(-mean), *(mean / counts)]))
-    # The sum over j of P(own + n > j · ranks), of which with `own` the first is 1.
+    # The sum over j of P(own + n > j · ranks). With `own`, the first term is 1.
     return own + sum(np.maximum(0.0, 1 - below[own * (ranks - 1) :: ranks]).tolist())

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from dsjax.plan.candidate import Candidate
 
 _FEW = 64
-"""Devices up to which the search pairs every size of a prefill instance and tries every batch; beyond, only the best."""
+"""Most devices for which the search pairs every prefill instance size and tries every batch; beyond, only the best."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """All inputs of a plan. Devices from files of the user are resolved in the operator tables, so that they are priced like bundled ones.
+    """All inputs of a plan. Devices from user files are resolved in the operator tables, so that they are priced like bundled ones.
 
     Raises:
         UserError: a device names operator tables that do not exist.
@@ -56,7 +56,7 @@ class Question:
 
     @cached_property
     def bounds(self) -> Objective:
-        """The objectives, with the throughput for the request rate."""
+        """The objectives, including the throughput that a given request rate needs."""
         rate, wanted = self.workload.rate, self.objective.throughput
         if rate is None:
             return self.objective
@@ -75,22 +75,22 @@ class Question:
 
     @property
     def order(self) -> Callable[[Candidate], tuple[float, ...]]:
-        """Sort key of candidates, best first: by tokens a second; with a given rate, which all of them serve, by devices, then TPOT."""
+        """Sort key of candidates, best first: by tokens per second, or by devices and TPOT if a rate is given, which all serve."""
         if self.workload.rate is not None:
             return lambda c: (c.devices, c.tpot, c.ttft)
         return lambda c: (-c.throughput, c.devices, c.tpot, c.batch)
 
     def instance(self, layout: InstanceLayout, steps: dict) -> Instance:
-        """An instance of a layout for this workload. steps: a dict that all layouts with the same unit share."""
+        """Return an instance of a layout for this workload. steps: a dict that all layouts with the same unit share."""
         return Instance(self.config, self.cluster, layout, self.options, self.workload, steps)
 
     def rungs(self, instance: Instance) -> list[int]:
-        """Batches to try; on many devices only powers of two and the largest, between which the search bisects."""
+        """Return the batches to try. On many devices, these are powers of two and the largest; the search bisects between them."""
         tried = instance.batches()
         return tried if self.few else [b for b in tried if b & (b - 1) == 0 or b == tried[-1]]
 
     def most_instances(self, layout: InstanceLayout) -> int:
-        """Instances that the devices hold. Instances that fit a host share it; each side of a larger one has whole hosts."""
+        """Return how many instances the devices hold. Instances that fit a host share it; each side of a larger one takes whole hosts."""
         here, attention, experts = self.cluster.devices_per_host, layout.mesh.num_devices, layout.experts
         if layout.devices <= here:
             return _room(self.devices, here, layout.devices)
@@ -105,12 +105,12 @@ class Question:
 
 
 def users_told_apart(instance: Instance, count: int) -> int:
-    """Resolution of a bisected batch: one user of the whole service, at most 64 parts."""
+    """Return the parts into which bisection divides a batch of 1: one per user of the whole service, at most 64."""
     return min(64, instance.replicas * count)
 
 
 def _room(devices: int, per_host: int, size: int) -> int:
-    """Instances of `size` devices that fit `devices`, of which the last host may be a part."""
+    """Return how many instances of `size` devices fit in `devices` devices. The last host may be partial."""
     if size > per_host:
         return devices // _whole_hosts(size, per_host)
     hosts, rest = divmod(devices, per_host)

@@ -1,4 +1,4 @@
-"""The winner as something to run: commands and a recipe file."""
+"""Commands and a recipe file that run the winner."""
 
 import dataclasses
 import json
@@ -23,31 +23,31 @@ from dsjax.plan.question import Question
 from dsjax.plan.rules import documented, refuse, said, written
 
 REPOSITORIES: Mapping[str, str] = documented("any")["repositories"]
-"""Where the weights of bundled configurations are; a service has to load some."""
+"""Bundled configuration → repository of its weights, for services that load weights."""
 _MOST = 0.98
-"""Share of a device's memory that an engine may be given: about 2 % are a CUDA context and communication buffers."""
+"""Largest share of a device's memory for an engine: the CUDA context and communication buffers take about 2 %."""
 _EXPERTS_AT = "EXPERTS"
-"""In a recipe: the host of a process with experts, with a number behind it where there are several."""
+"""Placeholder in a recipe for the host of an expert process, followed by a number if there are several."""
 _BESIDE_DECODES = PREFILL_CHUNK
-"""Prompt tokens that a step of a decode worker has room for: the end of a prompt, at most a page, or a chunk where prefill is lost. What a
-larger one needs while it runs would be missing from the cache, and was not priced."""
+"""Prompt tokens that a decode worker's step has room for: the end of a prompt (at most a page), or a chunk if the prefill is lost. The
+temporaries of a larger step would take memory from the cache, and were not priced."""
 
 _ONE_PROCESS, _FRONT_END, _MOST_FRONT_ENDS = 15_000.0, 15_750.0, 66_600.0
-"""Events a second of `dsjax serve`: of one process that does all; of each front end beside an engine process (two: 31,500); and of the
-engine process behind any number of them. By arithmetic from processor times: docs/measurements/2026-11-22-epyc-2-cores.csv."""
+"""Events per second of `dsjax serve`: of a single process; of each front end of an engine process (two: 31,500); and of the engine process
+behind any number of front ends. Calculated from CPU times: docs/measurements/2026-11-22-epyc-2-cores.csv."""
 
 
 def front_ends(rate: float) -> int:
-    """Processes that speak HTTP which so many output tokens a second of one server need; 1 is the engine's own."""
+    """Return the number of HTTP processes that a server needs for `rate` output tokens per second; 1: the engine's own process."""
     return 1 if rate <= _ONE_PROCESS else math.ceil(min(rate, _MOST_FRONT_ENDS) / _FRONT_END)
 
 
 def serve_options(
     model: str, instance: Instance, batch: float, prefill_tokens: float, prefill_only: bool = False
 ) -> dict[str, str]:
-    """Options of `dsjax serve` for one instance, as it names them: a step may hold what was priced.
+    """Return the `dsjax serve` options of one instance, with steps as large as the priced ones.
 
-    prefill_only: an instance that makes no more than first tokens, of as many prompts at once as fill its step.
+    prefill_only: the instance generates only first tokens, for as many prompts at once as fill its step.
     """
     work, layout = instance.workload, instance.layout
     facts = facts_of(instance, batch, prefill_tokens, "prefill" if prefill_only else "prefill and decode")
@@ -71,7 +71,7 @@ def serve_options(
 
 
 def _meshes(instance: Instance) -> dict[str, str]:
-    """The options that name an instance's devices, and where these are two processes the role of the one with attention."""
+    """Return the mesh options of an instance and, if AFD needs separate processes, the role of the attention process."""
     layout, cluster = instance.layout, instance.cluster
     if not layout.experts:
         return {"--mesh": str(layout.mesh)}
@@ -84,9 +84,9 @@ def _meshes(instance: Instance) -> dict[str, str]:
 
 
 def memory_share(instance: Instance, requests: float, tokens: float) -> float:
-    """Share of a device's memory that weights, the cache of requests of so many tokens and a step's temporaries take, rounded up.
+    """Return the share of a device's memory for weights, the cache of requests of `tokens` tokens, and a step's temporaries, rounded up.
 
-    It is at most 0.98: the rest of what is set aside is the runtime's."""
+    The share is at most 0.98: the rest of the reserve belongs to the runtime."""
     memory = instance.memory
     temporaries = max(0.0, memory.reserve - (1 - _MOST) * memory.device)
     needed = memory.weights_total + requests * memory.request_bytes(tokens) + temporaries
@@ -94,13 +94,13 @@ def memory_share(instance: Instance, requests: float, tokens: float) -> float:
 
 
 def command(options: dict[str, str]) -> str:
-    """One line for a shell; an option without a value is a flag. Sides of a separated service are workers of NVIDIA Dynamo."""
+    """Return a shell command line; an option without a value is a flag. Sides of a disaggregated service are NVIDIA Dynamo workers."""
     program = "dynamo" if "--disaggregation-mode" in options else "serve"
     return shlex.join(["dsjax", program, *(word for pair in options.items() for word in pair if word)])
 
 
 def notes(candidate: Candidate) -> list[str]:
-    """What the estimate counts on that the commands do not switch on."""
+    """Return notes on what the estimate assumes but the commands do not enable."""
     facts = {
         "options": candidate.decode.options,
         "one_phase": candidate.mode == "separated",
@@ -114,12 +114,12 @@ def notes(candidate: Candidate) -> list[str]:
 
 
 def launches(engine: str, model: str, candidate: Candidate) -> list[LaunchCommand]:
-    """The services of a plan as another engine starts them, prefill first."""
+    """Return another engine's launch commands for the services of a plan, prefill first."""
     return [launch(engine, REPOSITORIES.get(model, model), *service) for service in _roles(candidate)]
 
 
 def _roles(candidate: Candidate) -> list[tuple[Instance, float, float, str, int]]:
-    """(instance, batch, prompt tokens of a step, role, how many) of each service."""
+    """Return (instance, batch, prompt tokens of a step, role, number of instances) of each service."""
     apart = candidate.mode == "separated"
     role = "decode" if apart else "prefill and decode"
     roles = [(candidate.decode, candidate.batch, candidate.prefill_tokens, role, candidate.count)]
@@ -129,13 +129,13 @@ def _roles(candidate: Candidate) -> list[tuple[Instance, float, float, str, int]
 
 
 def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, Any]:
-    """Everything needed to run and to check the winner again: the question, the services, the expected figures.
+    """Return everything needed to run and recheck the winner: the question, the services, the expected figures.
 
-    Commands are dsjax's, or those of the engine that was planned for; of `published` each service has those of all engines beside them.
+    Commands are those of dsjax or of the planned engine; with `published`, each service also has the commands of all engines.
 
     - `services`: `role`, `instances`, `command` and `options` of each; `weight_bytes_per_host`, `cold_start_s` (without compiling) and
-      `recovery` (`Recovery`, null where the loss of a host ends the instance); of other engines `launches`
-    - `one_process`: a `dsjax serve` that runs a separated winner on one host, or null
+      `recovery` (`Recovery`, null if the loss of a host ends the instance); for other engines `launches`
+    - `one_process`: a `dsjax serve` that runs a disaggregated winner on one host, or null
     - `expected`: `Candidate.to_json`; `calibrated`: as `calibration.calibrated`
     - `notes`: what the commands cannot express
     """
@@ -183,13 +183,13 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
 
 
 def write_json_recipe(file: Path, model: str, question: Question, candidate: Candidate, command: str = "") -> None:
-    """The winner's recipe as JSON, which has no place for the command."""
+    """Write the winner's recipe as JSON. `command` is ignored: the format has no place for it."""
     text = json.dumps(recipe(model, question, candidate), indent=2, allow_nan=False)
     file.write_text(text + "\n", encoding="utf-8")
 
 
 def read_recipe(file: Path) -> dict[str, Any]:
-    """A recipe that `write_json_recipe` wrote. Raises `UserError`: it is no file, or no recipe."""
+    """Read a recipe that `write_json_recipe` wrote. Raises `UserError` if the file cannot be read or is not a recipe."""
     try:
         made = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -220,7 +220,7 @@ def _started(role: str, instances: int, devices: int, options: dict[str, str]) -
 
 
 def _expert_services(attention: Mapping[str, Any], instance: Instance) -> list[dict[str, Any]]:
-    """The processes with experts that one with attention calls: the same options, another role, and a rank where there are several."""
+    """Return the expert processes that an attention process calls: same options, other role, and a rank if there are several."""
     layout, cluster = instance.layout, instance.cluster
     parts = attention["options"]["--afd-address"].count(",") + 1
     size = expert_side_bytes(instance.config, layout, files_precision(instance), instance.options.drafts > 0)
@@ -232,7 +232,7 @@ def _expert_services(attention: Mapping[str, Any], instance: Instance) -> list[d
 
 
 def _exchange_alike(services: list[dict[str, Any]]) -> None:
-    """Have both sides send tokens to their experts in the same form, also one that sends none: they take no pages of one another else."""
+    """Give all services the same `--dispatch-wire`, even one that dispatches nothing: otherwise they reject each other's KV pages."""
     flag = "--dispatch-wire"
     value = next((one["options"][flag] for one in services if flag in one["options"]), None)
     for service in services if value else ():
@@ -241,8 +241,8 @@ def _exchange_alike(services: list[dict[str, Any]]) -> None:
 
 
 def one_process(services: Sequence[Mapping[str, Any]], candidate: Candidate) -> dict[str, Any] | None:
-    """Both sides of a separated plan as one service, one process of `dsjax serve` on a host. None where the plan is aggregated, has more
-    than one engine of a kind or wants more devices than a host has, or the sides differ in what such a process has one value of.
+    """Return both sides of a disaggregated plan as one `dsjax serve` process on a host. None if the plan is aggregated, has more than one
+    engine of a kind or needs more devices than a host has, or if the sides differ in an option that applies to the whole process.
     """
     cluster, sides = candidate.decode.cluster, (candidate.prefill, candidate.decode)
     if candidate.mode != "separated" or cluster.prefill is not None or candidate.devices > cluster.devices_per_host:
@@ -253,7 +253,7 @@ def one_process(services: Sequence[Mapping[str, Any]], candidate: Candidate) -> 
     together = {"--model": decode["--model"]}
     together |= {"--prefill-mesh": prefill.pop("--mesh"), "--decode-mesh": decode.pop("--mesh")}
     copies = [side.layout.redundant for side in sides]
-    if "--enable-eplb" in prefill | decode:  # then both sides' experts follow the load, also those that have no copies
+    if "--enable-eplb" in prefill | decode:  # then both sides rebalance experts by load, even without redundant ones
         together["--enable-eplb"] = ""
     if copies[1]:
         together["--redundant-experts"] = str(copies[1])
@@ -268,7 +268,7 @@ def one_process(services: Sequence[Mapping[str, Any]], candidate: Candidate) -> 
             prefill[flag] = decode[flag]
     if own:
         together["--prefill-config"] = json.dumps(own)
-    share = "--gpu-memory-utilization"  # JAX takes the same of every device of a process
+    share = "--gpu-memory-utilization"  # JAX takes the same share of every device of a process
     shares = [options[share] for options in (prefill, decode) if share in options]
     if shares:
         prefill[share] = decode[share] = max(shares, key=float)
@@ -279,12 +279,12 @@ def one_process(services: Sequence[Mapping[str, Any]], candidate: Candidate) -> 
 
 
 def check_recipe(file: Path, engine: str) -> None:
-    """Whether a recipe of that kind can be written for an engine. Raises `UserError`: it cannot."""
+    """Check that a recipe of this file type can be written for an engine. Raises `UserError` if it cannot."""
     refuse("recipe", file=file, suffix=file.suffix, engine=engine, launched=LAUNCHED)
 
 
 def write_script(file: Path, model: str, question: Question, candidate: Candidate, command: str) -> None:
-    """The winner as a shell script of the engine that it was planned for. command: what it was planned with."""
+    """Write the winner as a shell script for the planned engine. command: the command that made the plan."""
     engine = question.options.engine.name
     made, services = recipe(model, question, candidate), launches(engine, model, candidate)
     file.write_text(script(made, engine, services, command), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Rules that are data: files of `configs/engines`, whose conditions, values and texts are Jinja over facts."""
+"""Rules as data: files of `configs/engines`, with conditions, values and texts as Jinja templates over facts."""
 
 import functools
 import json
@@ -13,7 +13,7 @@ from dsjax.toml_files import read_toml
 
 
 def comment(text: str) -> str:
-    """A text as lines of comment in YAML or a shell; what a user has named may have several."""
+    """Return a text as comment lines for YAML or a shell. User-given names may contain line breaks."""
     return "\n".join(f"# {line}".rstrip() for line in text.splitlines() or [""])
 
 
@@ -34,19 +34,19 @@ def _holds(rule: Mapping[str, str], facts: Mapping[str, Any]) -> bool:
 
 
 def written(engine: str, table: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Name → value of the options of `configs/engines/ENGINE.toml` whose condition holds."""
+    """Return name → value of the options in `configs/engines/ENGINE.toml` whose condition holds."""
     rules = documented(engine).get(table, {})
     return {name: _expression(r.get("value", "''"))(**facts) for name, r in rules.items() if _holds(r, facts)}
 
 
 def said(engine: str, table: str, facts: Mapping[str, Any]) -> list[str]:
-    """Texts of the rules of `configs/engines/ENGINE.toml` whose condition holds."""
+    """Return the texts of the rules in `configs/engines/ENGINE.toml` whose condition holds."""
     rules = documented(engine).get(table, ())
     return [template(rule["text"]).render(facts) for rule in rules if _holds(rule, facts)]
 
 
 def refusal(table: str, **facts: Any) -> str | None:
-    """Text of the first rule of a table of `configs/engines/refusals.toml` whose condition holds, or None."""
+    """Return the text of the first rule in a table of `configs/engines/refusals.toml` whose condition holds, or None."""
     return next(iter(said("refusals", table, {"infinity": math.inf, **facts})), None)
 
 

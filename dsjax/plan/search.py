@@ -26,7 +26,7 @@ NO_LAYOUT = (
     "that were given, allow none"
 )
 _SHOWN = 60
-"""Rows of a list."""
+"""Most rows of a list."""
 _TYPICAL_BATCH = 64
 """Batch for which the prompt tokens of a step are chosen on many devices."""
 
@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def usages(self) -> list[DryRunUsage]:
-        """What the plan took from each dry run."""
+        """How the plan uses each dry run."""
         return usages(self.question, self.fitting + self.too_large)
 
     @property
@@ -109,7 +109,7 @@ def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance],
 
 
 def _of_one_mesh(question: Question, widest: float) -> list[InstanceLayout]:
-    """Layouts with one mesh that fit the model and that the engine can run. Raises `UserError`: the given mesh is not one of them."""
+    """Return the layouts with one mesh that fit the model and the engine. Raises `UserError` if the given mesh is not one of them."""
     options, config, cluster = question.options, question.config, question.cluster
     named = {options.mesh, options.pins.prefill_mesh, options.pins.decode_mesh} - {None}
     per_host, alike = min(cluster.devices_per_host, question.devices), options.precision.blocks
@@ -130,7 +130,7 @@ def _of_one_mesh(question: Question, widest: float) -> list[InstanceLayout]:
 
 
 def _runnable(question: Question, found: list[InstanceLayout], named: set[MeshSpec]) -> list[InstanceLayout]:
-    """Leave out layouts that the engine cannot run. Raises `UserError`: a given mesh is one of them."""
+    """Leave out layouts that the engine cannot run. Raises `UserError` if a given mesh is one of them."""
     options, cluster, engine = question.options, question.cluster, question.options.engine.name
     reasons: dict[InstanceLayout, str | None] = dict.fromkeys(found)
     if engine in LAUNCHED:
@@ -150,13 +150,13 @@ def _runnable(question: Question, found: list[InstanceLayout], named: set[MeshSp
 
 
 def usages(question: Question, among: Sequence[Instance]) -> list[DryRunUsage]:
-    """What a plan over these instances takes from each dry run."""
+    """Return how a plan over these instances uses each dry run."""
     weights = {i.layout.unit: i.memory.weights_total for i in among if i.layout.mesh.pp_size == 1}
     return [usage(run, question, weights) for run in question.options.compiled]
 
 
 def search(question: Question) -> Plan:
-    """Answer a question. Deterministic; no JAX."""
+    """Return the plan for a question. Deterministic; does not use JAX."""
     # Prices are millions of small objects without cycles; collecting garbage would take longer than making them.
     collecting = gc.isenabled()
     gc.disable()
@@ -174,7 +174,7 @@ def _search(question: Question) -> Plan:
     if "aggregated" in modes:
         candidates += _aggregated(question, fitting)
     if "separated" in modes:
-        # Engines with pipeline stages or AFD do not hand over KV pages.
+        # Engines with pipeline stages or AFD do not transfer KV pages.
         decoding = [one for one in fitting if one.layout.mesh.pp_size == 1 and not one.layout.experts]
         if "aggregated" not in modes:
             refuse("pages", fitting=fitting, decoding=decoding)
@@ -239,7 +239,7 @@ def _aggregated(question: Question, fitting: list[Instance]) -> list[Candidate]:
 
 
 def _fullest(question: Question, instance: Instance, sizes: Sequence[float]) -> list[Candidate]:
-    """For each prefill size, one instance at the largest batch that meets TTFT and TPOT, if there is one."""
+    """Return one instance for each prefill size, at the largest batch that meets TTFT and TPOT, if there is one."""
     found, parts = [], users_told_apart(instance, question.most_instances(instance.layout))
     bounds = dataclasses.replace(question.objective, throughput=None)
     users = range(1, question.rungs(instance)[-1] * parts + 1)
@@ -253,7 +253,7 @@ def _fullest(question: Question, instance: Instance, sizes: Sequence[float]) -> 
 
 
 def _sizes(question: Question, instance: Instance) -> list[float]:
-    """Prompt tokens of a step to try with decodes; on many devices only the best size at a typical batch."""
+    """Return the prompt tokens per mixed step to try; on many devices only the best size at a typical batch."""
     sizes = instance.prefill_sizes(chunks=True)
     if question.few:
         return sizes

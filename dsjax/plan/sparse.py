@@ -1,6 +1,6 @@
-"""Times of sparse attention (docs/sparse-attention.md): the indexer's projections, index scores, the choice, attention to what is chosen.
+"""Times of sparse attention (docs/sparse-attention.md): indexer projections, index scores, top-k selection, attention to the selection.
 
-Published are the rates of the attention kernels only; those of scores and choice are assumptions with wide ranges.
+Only the rates of the attention kernels are published; those of scores and selection are assumptions with wide ranges.
 """
 
 from dsjax.config import ModelConfig
@@ -12,11 +12,11 @@ from dsjax.plan.precision import BF16
 SOURCE = "FlashMLA README (H800): sparse decode 410 TFLOP/s with an FP8 cache, sparse prefill 640, dense decode 660"
 SPARSE_DECODE_FLOPS, SPARSE_PREFILL_FLOPS = 410e12, 640e12
 SCORE_PASSES = 3
-"""How often a float32 score goes through memory: written once, and read twice to choose."""
+"""Memory passes of a float32 score: one write, and two reads by the top-k selection."""
 
 
 def index_projections(chip: Chip, config: ModelConfig, tokens: float) -> float:
-    """Seconds of one layer's index queries, keys and weights of heads; every device of a replica makes them for all its tokens."""
+    """Return the seconds of a layer's index queries, keys and head weights, which each device of a replica computes for all its tokens."""
     indexer = config.mla.indexer
     query = chip.product(tokens, indexer.n_heads * indexer.head_dim, config.mla.q_lora_rank)
     key = chip.product(tokens, indexer.head_dim, config.hidden_size)
@@ -26,10 +26,10 @@ def index_projections(chip: Chip, config: ModelConfig, tokens: float) -> float:
 def sparse_attention(
     chip: Chip, config: ModelConfig, heads: int, tokens: float, read: float, context: float, prompt: float | None
 ) -> float:
-    """Seconds in one layer of `tokens` that see `context` positions each, as `StepModel.attention` has them. heads: of a device.
+    """Return the seconds in one layer of `tokens` that see `context` positions each (see `StepModel.attention`). heads: per device.
 
-    prompt: new tokens of a prompt; None in decode. Prefill takes the faster of masked attention to all positions and absorbed attention to
-    the chosen ones.
+    prompt: new tokens of a prompt; None in decode. Prefill uses the faster of masked attention to all positions and absorbed attention to
+    the selected ones.
     """
     _, key = chip.precision.cache_groups(config, (0,))
     chosen = choice(chip, config, tokens, context, (read if prompt is None else read + tokens) * key.page_bytes)
@@ -43,9 +43,9 @@ def sparse_attention(
 
 
 def choice(chip: Chip, config: ModelConfig, tokens: float, seen: float, key_bytes: float) -> float:
-    """Seconds of one layer's index scores of `tokens` over `seen` keys each, and of choosing by them. key_bytes: of all keys, read once.
+    """Return the seconds of one layer's index scores of `tokens` over `seen` keys each, and of the top-k selection.
 
-    Scores are products of all index heads with the keys, in FP8 with an FP8 cache.
+    Scores are products of all index heads with the keys, in FP8 with an FP8 cache. key_bytes: bytes of all keys, which are read once.
     """
     fp8 = chip.precision.cache < BF16
     peak = chip.hardware.fp8_flops if fp8 else chip.hardware.bf16_flops
@@ -56,20 +56,20 @@ def choice(chip: Chip, config: ModelConfig, tokens: float, seen: float, key_byte
 
 
 def gathered_decode(chip: Chip, heads: int, tokens: float, positions: float, latent: int, rank: int) -> float:
-    """Seconds of one layer's attention to so many chosen positions in decode."""
+    """Return the seconds of one layer's attention to `positions` selected positions in decode."""
     slower = FLASH_MLA_FLOPS / SPARSE_DECODE_FLOPS
     gathered = assumed((1 + slower) / 2, 1.0, slower, "sparse ÷ dense decode attention", SOURCE)
     return chip.decode_attention(heads, tokens, positions, latent, rank) * gathered
 
 
 def gathered_prefill(chip: Chip, heads: int, tokens: float, positions: float, latent: int, rank: int) -> float:
-    """Seconds of one layer's attention to so many chosen positions in prefill."""
+    """Return the seconds of one layer's attention to `positions` selected positions in prefill."""
     best = SPARSE_PREFILL_FLOPS / as_filed("h800").bf16_flops
     share = assumed(0.9 * best, 0.6 * best, best, "sparse prefill attention, share of peak", SOURCE)
     return 2.0 * heads * (latent + rank) * tokens * positions / (share * chip.hardware.bf16_flops)
 
 
 def mean_chosen(topk: int, cached: float, prompt: float) -> float:
-    """Positions that the mean token of a prompt attends to, behind `cached` others: those up to its own, `topk` at most."""
+    """Return the mean positions that a prompt token attends to after `cached` ones: all up to its own, at most `topk`."""
     below = min(max(topk - cached, 0.0), prompt)
     return (below * (cached + (below + 1) / 2) + (prompt - below) * topk) / prompt

@@ -1,4 +1,4 @@
-"""`StepModel.step`: the time of a step of any work on the DP ranks of an instance, part by part. Every plan and simulation asks it."""
+"""`StepModel.step`: time of each part of a step, for any work on an instance's DP ranks. Every plan and simulation uses it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dsjax.plan.sparse import index_projections, sparse_attention
 from dsjax.plan.step_basis import HALVES, StepBasis, overlapped_layers, routed_experts, windowed_layers
 
 WAITING = "waiting for launches"
-"""The part of a step with prompts in which the device waits for its kernels to be started."""
+"""The part of a step with prompts in which the device waits for kernel launches."""
 MODULE = ("MTP module", "host, drafts")
-"""The parts of a step in which drafts are made; prompts beside them do not shorten it."""
+"""The parts of a step that make drafts. Prompts in the same step do not shorten them."""
 
 
 class RankWork(NamedTuple):
@@ -29,16 +29,16 @@ class RankWork(NamedTuple):
     decodes: float = 0  # requests that get a token
     context: float = 0  # positions that all of them attend to
     prompts: float = 0  # prompt tokens computed
-    pairs: float = 0  # of a prompt token and a position that it attends to
-    cached: float = 0  # positions of those prompts that were there before
-    ended: float = 0  # prompts of which the last token is computed
+    pairs: float = 0  # pairs of a prompt token and a position that it attends to
+    cached: float = 0  # positions of these prompts that were already cached
+    ended: float = 0  # prompts whose last token is computed
 
     def times(self, factor: float) -> RankWork:
-        """So many times the requests and prompt tokens, as they are."""
+        """Return the work of `factor` times as many requests and prompt tokens."""
         return RankWork(*(number * factor for number in self))
 
     def attending(self, verified: int) -> Iterator[tuple[float, float, float, bool]]:
-        """What `StepModel.attention` is asked: the decodes at their mean context, and the prompts as their mean token sees it."""
+        """Yield arguments of `StepModel.attention`: decodes at their mean context, and prompts at the context of their mean token."""
         if self.decodes:
             yield self.decodes * verified, self.context, self.context / self.decodes, True
         if self.prompts:
@@ -46,8 +46,8 @@ class RankWork(NamedTuple):
 
 
 class LayersWork(NamedTuple):
-    """What some layers compute. ranks: of which attention waits for the one with most; tokens: of the fullest rank; busy: the mean of all
-    ranks ÷ these, whose experts see everyone's tokens. verified: tokens of a decode. kinds: of layers, each with their number."""
+    """Work of some layers. ranks: attention waits for the one with most work. tokens: of the fullest rank. busy: mean tokens of all ranks ÷
+    `tokens`, for the experts, which see all ranks' tokens. verified: tokens of a decode. kinds: kinds of layers with their numbers."""
 
     ranks: tuple[RankWork, ...]
     tokens: float
@@ -58,37 +58,37 @@ class LayersWork(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """How many they are."""
+        """Number of layers."""
         return sum(count for _, count in self.kinds)
 
     @property
     def dense(self) -> int:
-        """Those without experts."""
+        """Number of layers without experts."""
         return sum(count for kind, count in self.kinds if not kind.routed)
 
     @property
     def attentions(self) -> Counter[str]:
-        """Their kinds of attention, each with its number."""
+        """Number of layers of each kind of attention."""
         return sum((Counter({kind.attention: count}) for kind, count in self.kinds), Counter())
 
     def share(self, parts: int, routed: bool | None = None) -> LayersWork:
-        """One of so many equal batches; in the layers with experts alone, or in those without."""
+        """Return one of `parts` equal batches. routed: only layers with experts (True), only those without (False), or all (None)."""
         ranks = self.ranks if parts == 1 else tuple(rank.times(1 / parts) for rank in self.ranks)
         kinds = tuple(one for one in self.kinds if routed in (None, one[0].routed))
         return self._replace(ranks=ranks, tokens=self.tokens / parts, kinds=kinds)
 
 
 class StepModel(StepBasis):
-    """What a step of one instance costs. All sizes are of one DP rank, all times seconds."""
+    """Cost model of a step of one instance. Sizes are per DP rank; times are in seconds."""
 
     def step(
         self, ranks: Sequence[RankWork], *, drafts=0, busy: float | None = None, wait=1.0, uneven=1.0
     ) -> dict[str, float]:
-        """Seconds of the parts of a step with this work on each DP rank, of which there is some.
+        """Return the seconds of the parts of a step with this work on each DP rank. At least one rank must have work.
 
-        All ranks wait for the fullest. A step with prompts is one program: its products are over all tokens, at prefill's efficiencies.
-        drafts: tokens verified beside the next one of each decode, and made anew. Work that all ranks have may be given once, with `busy`
-        where only that share of them has it. wait: factor on attention, for the rank with the longest contexts; uneven: on all layers.
+        All ranks wait for the fullest. A step with prompts is one program: its matmuls are over all tokens, at prefill's efficiencies.
+        drafts: draft tokens that each decode verifies and makes anew. ranks: one entry suffices if all ranks, or a share `busy` of them,
+        have the same work. wait: factor on attention, for the rank with the longest contexts; uneven: factor on all layers.
         """
         work = self._work(ranks, 1 + drafts, busy, wait, kinds_of(self.config.layer_runs))
         parts = self.layers(work)
@@ -103,23 +103,23 @@ class StepModel(StepBasis):
         return parts | waiting | self.beside(work.tokens, rows, work.decode)
 
     def seconds(self, parts: dict[str, float]) -> float:
-        """The step that these parts make: their sum, times what operations that are timed alone leave out."""
+        """Return the seconds of a step: the sum of its parts × a factor for what times of single operations leave out."""
         return sum(parts.values()) * assumption("whole engine ÷ its operations")
 
     def decode(self, batch: float, context: float, **how: float) -> float:
-        """Seconds of one decode step, as `decode_parts` has it."""
+        """Return the seconds of one decode step; arguments as in `decode_parts`."""
         return self.seconds(self.decode_parts(batch, context, **how))
 
     def decode_parts(self, batch: float, context: float, *, drafts: int = 0, uneven: float = 0.0) -> dict[str, float]:
         """Seconds of the parts of one decode step of `batch` requests at `context` cached positions on each rank.
 
-        uneven: coefficient of variation of the requests' contexts; the rank whose mean context is expected longest is waited for.
+        uneven: coefficient of variation of the requests' contexts; the step waits for the rank with the longest expected mean context.
         """
         wait = 1 + uneven * math.sqrt(2 * math.log(self.layout.mesh.dp_size) / max(batch, 1))
         return self.step([RankWork(batch, batch * context)], drafts=drafts, wait=wait)
 
     def prefill(self, tokens: float, **how: float) -> float:
-        """Seconds of one prefill step, as `prefill_parts` has it."""
+        """Return the seconds of one prefill step; arguments as in `prefill_parts`."""
         return self.seconds(self.prefill_parts(tokens, **how))
 
     def prefill_parts(
@@ -127,7 +127,7 @@ class StepModel(StepBasis):
     ) -> dict[str, float]:
         """Seconds of the parts of a prefill step of `tokens` new tokens from prompts with `prompt` new tokens each, after `cached` ones.
 
-        A prompt longer than the step counts as its mean chunk. busy: the share of DP ranks that have so many tokens; the others have none.
+        A prompt longer than the step counts as its mean chunk. busy: share of the DP ranks with `tokens` tokens; the others have none.
         """
         attended, ended = cached + (prompt + 1) / 2, max(1.0, tokens / prompt)
         rank = RankWork(prompts=tokens, pairs=tokens * attended, cached=tokens * cached / prompt, ended=ended)
@@ -148,9 +148,9 @@ class StepModel(StepBasis):
         return LayersWork(ranks, most, busy, decode, verified, kinds)
 
     def _drafts(self, ranks: Sequence[RankWork], drafts: int, busy: float | None, wait: float) -> dict[str, float]:
-        """The MTP module's passes: one over all computed tokens, whose entries its cache needs, and further ones over a token of a request.
+        """Return the seconds of the MTP module's passes: one over all computed tokens to fill its cache, others over one token per request.
 
-        SGLang: `forward_draft_extend` of its srt/speculative/eagle_worker.py; TensorRT-LLM: its worker's context requests.
+        As in SGLang's `forward_draft_extend` (srt/speculative/eagle_worker.py), and for context requests in TensorRT-LLM's worker.
         """
         seconds, host, module = 0.0, {}, ((self.config.mtp_kind, 1),)
         if any(rank.prompts for rank in ranks):
@@ -165,18 +165,18 @@ class StepModel(StepBasis):
         return {"MTP module": seconds, **host}
 
     def _pass(self, work: LayersWork, rows: float) -> float:
-        """One pass of the MTP module: a layer with experts, its projection of two widths, the head for so many rows."""
+        """Return the seconds of one pass of the MTP module: an MoE layer, its projection from two widths, and the head for `rows` rows."""
         width = self.config.hidden_size
         joined = self.chip.bf16_product(work.tokens, width, 2 * width)
         return sum(self.layers(work).values()) + joined + self.head(max(1.0, rows))
 
     def host_of_drafts(self, drafts: int) -> dict[str, float]:
-        """What launching the module's passes takes: each of them, or the one program that makes all drafts."""
+        """Return the host seconds to launch each of the MTP module's passes, or the one program that makes all drafts."""
         passes = assumption("host, a pass of the MTP module") * drafts
         return {"host, drafts": passes if self.engine.eager else assumption("host, the program of the drafts")}
 
     def launches(self, tokens: float) -> float:
-        """Seconds in which a prefill step's kernels are started one by one: a graph holds none but those of few tokens, if any."""
+        """Return the seconds to launch a prefill step's kernels one by one: CUDA graphs cover only steps of few tokens, if any."""
         if self.cluster.hardware.platform != "cuda":
             return 0.0
         config, way = self.config, "a layer, eager" if self.engine.eager else "a layer, compiled"
@@ -188,7 +188,7 @@ class StepModel(StepBasis):
         return time
 
     def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
-        """What a step of so many tokens and requests takes beside its layers and head."""
+        """Return the seconds of a step of `tokens` tokens and `rows` requests besides its layers and head."""
         return {"host": assumption(f"host, {'decode' if decode else 'prefill'}")}
 
     # Layers -------------------------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class StepModel(StepBasis):
         return whole | {HALVES: windowed_layers(self, work.tokens, work.decode, moe, half)}
 
     def parts(self, work: LayersWork, halved: bool = False) -> dict[str, float]:
-        """Seconds of layers' parts one after the other. halved: the work is one of two half batches."""
+        """Return the seconds of the layers' parts without overlap. halved: the work is one of two half batches."""
         attention, rank = max((self.attentions(work, rank), rank) for rank in work.ranks)
         tokens, decode = work.tokens, work.decode
         absorbed = decode or (rank.prompts > 0 and self.absorbs(rank.prompts, rank.cached, rank.pairs / rank.prompts))
@@ -217,7 +217,7 @@ class StepModel(StepBasis):
         if moe:
             routed = self.routed(tokens, decode, work.busy, halved)
             parts |= {name: seconds * moe for name, seconds in routed.items()}
-            # On a second stream, beside the routed ones.
+            # The shared experts run on a second stream, in parallel with the routed ones.
             beside = (
                 decode and self.engine.shared_beside and not self.overlap and self.cluster.hardware.platform == "cuda"
             )
@@ -226,11 +226,11 @@ class StepModel(StepBasis):
         return parts
 
     def routed(self, tokens: float, decode: bool, busy: float, halved: bool) -> dict[str, float]:
-        """One layer's routed experts, and the way there and back."""
+        """Return the seconds of one layer's routed experts, dispatch and combine."""
         return routed_experts(self, tokens, decode, busy, halved)
 
     def _dense(self, work: LayersWork, read: float, absorbed: bool) -> dict[str, float]:
-        """The parts, without attention, that are the same in all layouts of a replica's width, made once for them."""
+        """Return the parts, without attention, that all layouts with the same `tp` share. They are computed once."""
         config, chip, tp = self.config, self.chip, self.layout.mesh.tp_size
         tokens, decode, layers, dense, attentions = work.tokens, work.decode, work.layers, work.dense, work.attentions
         moe, fused = layers - dense, self.layout.fused
@@ -241,7 +241,7 @@ class StepModel(StepBasis):
             projections = sum(seconds * count for seconds, count in each)
             seconds_of = {"projections": projections, "element-wise": chip.stream(streamed)}
             if decode:
-                # On Blackwell the sums over tp were timed with the two norms that follow them.
+                # On Blackwell the all-reduces over tp were timed together with the two norms that follow them.
                 count = (6 if fused else 8) + (4 if config.streams else 0)
                 count -= 2 if tp > 1 and self.cluster.hardware.is_blackwell else 0
                 seconds_of["small kernels"] = assumption("small kernels of a layer") * count * layers
@@ -263,7 +263,7 @@ class StepModel(StepBasis):
         return self.once((tp, tokens, read, decode, absorbed, work.kinds, streamed, fused), make)
 
     def _projections(self, tokens: float, read: float, absorbed: bool, kind: str = "mla") -> float:
-        """Query and latent projections and the output, and the absorbed products, or the expansion of keys and values."""
+        """Return the seconds of query, latent and output projections, and of the absorbed products or the expansion of keys and values."""
         config, chip, tp = self.config, self.chip, self.layout.mesh.tp_size
         if kind in COMPRESSED:
             return compressed_projections(chip, config, kind, tp, tokens)
@@ -278,7 +278,7 @@ class StepModel(StepBasis):
         return time + (chip.bf16_product(tokens, both, rank) if absorbed else chip.product(tokens + read, both, rank))
 
     def _streamed(self, tokens: float, decode: bool, kind: str = "mla") -> float:
-        """Bytes that a layer's small operations read and write: a count of their operands, each once."""
+        """Return the bytes that a layer's small operations read and write, counting each operand once."""
         config, tp = self.config, self.layout.mesh.tp_size
         own, heads = config.attention, config.num_attention_heads // tp
         norms = 2 * 7 * config.hidden_size
@@ -286,7 +286,7 @@ class StepModel(StepBasis):
         rotation = 4 * heads * own.qk_head_dim
         keys = 0 if decode or kind in COMPRESSED else 2 * heads * (own.qk_head_dim + own.qk_nope_head_dim)
         output = 3 * heads * own.v_head_dim + 8 * compressor_columns(config, kind)
-        shared = 0 if self.layout.fused else config.n_shared_experts  # the routed experts' are in their products' times
+        shared = 0 if self.layout.fused else config.n_shared_experts  # routed experts: part of their matmul times
         return tokens * (norms + rotation + keys + output + 5 * config.moe_intermediate_size * shared / tp)
 
     def _mlp(self, tokens: float, hidden: int) -> float:
@@ -295,7 +295,7 @@ class StepModel(StepBasis):
         return up + self.chip.product(tokens, width, hidden, expert=True)
 
     def head(self, tokens: float) -> float:
-        """Seconds for the logits of so many tokens."""
+        """Return the seconds for the logits of `tokens` tokens."""
         config, tp = self.config, self.layout.mesh.tp_size
         logits = self.chip.stream(3 * 4 * tokens * config.vocab_size / tp)
         return self.chip.bf16_product(tokens, config.vocab_size // tp, config.hidden_size) + logits
@@ -303,20 +303,20 @@ class StepModel(StepBasis):
     # Attention ----------------------------------------------------------------------------------------------------------------
 
     def attentions(self, work: LayersWork, rank: RankWork) -> float:
-        """Seconds in all layers of what one DP rank attends to."""
+        """Return the seconds of one DP rank's attention in all layers."""
         asked = list(rank.attending(work.verified))
         kinds = work.attentions.items()
         return sum(sum(self.attention(*one, kind) for one in asked) * count for kind, count in kinds)
 
     def attention(self, tokens: float, read: float, context: float, decode: bool, kind: str = "mla") -> float:
-        """Seconds in one layer of `tokens` that attend to `context` positions each, with `read` cached positions of them all."""
+        """Return the seconds in one layer of `tokens` that attend to `context` positions each. read: cached positions of all of them."""
         config = self.config
         heads = config.num_attention_heads // self.layout.mesh.tp_size
         if kind in COMPRESSED:
             prompt = None if decode else mean_prompt(tokens, read, context)
             return compressed_attention(self.chip, config, kind, heads, tokens, read, context, prompt)
         mla = config.mla
-        # Of a prompt's tokens, whose mean is `context`, half see more.
+        # `context` is the mean over a prompt's tokens; half of them see more.
         if mla.indexer is not None and context * (1 if decode else 2) > mla.indexer.topk:
             prompt = None if decode else mean_prompt(tokens, read, context)
             return sparse_attention(self.chip, config, heads, tokens, read, context, prompt)
@@ -329,7 +329,7 @@ class StepModel(StepBasis):
         return self.chip.decode_attention(heads * each, rows, context, latent, mla.kv_lora_rank)
 
     def _prompt_attention(self, tokens: float, read: float, context: float, absorbed: bool) -> float:
-        """Seconds in one layer of prompts, in either form. read = tokens × cached ÷ prompt, context = cached + (prompt + 1) / 2."""
+        """Return the seconds of prompt attention in one layer. read = tokens × cached ÷ prompt, context = cached + (prompt + 1) / 2."""
         mla, heads = self.config.mla, self.config.num_attention_heads // self.layout.mesh.tp_size
         prompt, rank = mean_prompt(tokens, read, context), mla.kv_lora_rank
         if absorbed:
@@ -338,17 +338,17 @@ class StepModel(StepBasis):
         return self.chip.prefill_attention(heads, tokens, tokens / prompt, context, mla.qk_head_dim + mla.v_head_dim)
 
     def absorbs(self, tokens: float, read: float, context: float) -> bool:
-        """Whether prompts behind cached positions use absorbed attention instead of expanding every cached latent.
+        """Return whether prompts after cached positions use absorbed attention instead of expanding every cached latent.
 
-        The form that is faster by published kernel times counts, which for a few tokens behind many is the absorbed one; the recipe passes
-        it to the engine. read, context: as in `attention`.
+        The faster form by published kernel times wins: the absorbed one for a few tokens after many. The recipe passes the choice to the
+        engine. read, context: as in `attention`.
         """
         mla = self.config.mla
         if read <= 0 or mla is None or mla.indexer is not None:
             return False
         more = 2 * mla.kv_lora_rank + mla.qk_rope_head_dim - mla.qk_head_dim - mla.v_head_dim
         expanded = (mla.qk_nope_head_dim + mla.v_head_dim) * mla.kv_lora_rank
-        if tokens * context * more > read * expanded:  # more operations, at no more of them a second
+        if tokens * context * more > read * expanded:  # more FLOPs, at no higher rate
             return False
 
         def faster() -> bool:
@@ -362,5 +362,5 @@ class StepModel(StepBasis):
 
 
 def mean_prompt(tokens: float, read: float, context: float) -> float:
-    """New tokens of the mean prompt of a step: read = tokens × cached ÷ prompt, context = cached + (prompt + 1) / 2."""
+    """Return the new tokens of a step's mean prompt, from read = tokens × cached ÷ prompt and context = cached + (prompt + 1) / 2."""
     return max(1.0, (context - 0.5) / (read / tokens + 0.5))

@@ -74,7 +74,7 @@ def read_sweep(text: str) -> tuple[str, tuple[Point, ...]]:
     """Read `latency`, or `latency=1,10,100` with points in the quantity's unit; `hosts=8:400` has 400 requests in flight.
 
     Raises:
-        UserError: an unknown quantity, or points that are no numbers or out of range.
+        UserError: an unknown quantity, or points that are not numbers or out of range.
     """
     quantity, given, numbers = text.partition("=")
     if quantity not in _QUANTITIES:
@@ -104,7 +104,7 @@ def sweep(question: Question, winner: Candidate, quantity: str, points: Sequence
     """Vary a quantity around a plan's winner, at the given or default points and (except for hosts) at the cluster's own value.
 
     Raises:
-        UserError: more lost hosts than the cluster has, or other numbers of hosts with a bound on the devices.
+        UserError: more lost hosts than the cluster has, or other numbers of hosts together with a bound on the devices.
     """
     cluster, bound, output = question.cluster, question.options.max_devices, winner.decode.workload.output.mean
     # Requests in flight by Little's law; a winner that prefill limits could hold more.
@@ -139,14 +139,14 @@ def _point(question: Question, winner: Candidate, value: float, users: float | N
     try:
         plan = search(there)
     except UserError:
-        # The question itself has an answer, so it is the given mesh that does not fit fewer hosts.
+        # The original question has an answer, so the given mesh does not fit fewer hosts.
         return SweepPoint(value, same, None, False, users)
     return SweepPoint(value, same, plan.best, plan.winner is not None, users)
 
 
 def _same(question: Question, winner: Candidate, there: Question) -> Candidate | None:
-    """The winner's deployment: on fewer hosts with the instances that still fit, whose requests are kept; on a multiple of the hosts with
-    as many times the instances."""
+    """Return the winner's deployment at a swept point, or None if it does not fit. Fewer hosts keep the instances that still fit, with
+    their requests; a multiple of the hosts has the same multiple of the instances."""
     cluster, users = there.cluster, there.workload.concurrency
     times = 1 if cluster.prefill is not None else max(1, there.devices // question.devices)
     count, first = winner.count * times, winner.prefill_count * times

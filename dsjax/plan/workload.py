@@ -86,7 +86,7 @@ class RequestClass:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests and their load: `concurrency` (requests in flight) or `rate` (requests a second), or neither for as many as possible.
+    """Requests and their load: `concurrency` (requests in flight), `rate` (requests per second), or neither for as many as possible.
 
     prefix_hit: share of a prompt's tokens that the prefix cache holds. classes: classes of the mixture; estimates use its mean and
     variation, the simulation draws each request from a class. decoding_at: cached positions of every request, for decode steps alone;
@@ -153,7 +153,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Objective:
-    """Service-level objectives; None: no bound. Seconds, and output tokens a second of the whole deployment."""
+    """Service-level objectives; None: no bound. Seconds, and output tokens per second of the whole deployment."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -182,7 +182,7 @@ class Pins:
 
 
 class Asked(Protocol):
-    """The common fields of a `Question` and an `Instance`, which is one layout of it."""
+    """Common fields of a `Question` and of an `Instance`, which is one layout of a question."""
 
     config: ModelConfig
     cluster: Cluster
@@ -195,14 +195,14 @@ class PlanOptions:
     """Options of a plan that are not layouts. Raises `UserError` for a value out of range, and for options that exclude each other."""
 
     precision: Precision = PRECISIONS["fp8"]
-    drafts: int = 0  # of the MTP module, a step
+    drafts: int = 0  # MTP drafts per step
     acceptance: float | tuple[float, ...] = FIRST  # acceptance rate of the first draft, or of each position
-    redundant: int | None = None  # experts; None: tried
+    redundant: int | None = None  # redundant experts; None: search
     skew: Skew = DEFAULT_SKEW
     overlap: str = "auto"  # two-batch overlap: on, off, or auto for the faster; dsjax takes the faster with `on` only
     modes: tuple[str, ...] = ("aggregated", "separated")
     prefill_tokens: int = 16384  # most prompt tokens of a DP rank in one step
-    max_devices: int | None = None  # of the cluster's; None: all
+    max_devices: int | None = None  # of the cluster; None: all
     dispatch: str = "deepep"  # or a method of dsjax, priced as XLA's collectives
     compiled: tuple[DryRun, ...] = ()  # dry runs, each used for its layout
     mesh: MeshSpec | None = None  # of every instance; None: search
@@ -220,12 +220,12 @@ class PlanOptions:
 
     @property
     def apart(self) -> bool:
-        """Whether attention and experts have meshes of their own (AFD)."""
+        """Whether attention and experts have separate meshes (AFD)."""
         return self.pins.attention_mesh is not None
 
     @property
     def possible_modes(self) -> tuple[str, ...]:
-        """The modes to search that the engine has."""
+        """The modes to search that the engine supports."""
         modes = ("separated",) if self.pins.separated else self.modes
         return tuple(mode for mode in modes if mode != "separated" or self.engine.transfers)
 
@@ -248,7 +248,7 @@ class PlanOptions:
 
 
 def tokens_a_step(acceptance: float | Sequence[float], drafts: int) -> float:
-    """Tokens of a decode step: the next one and the accepted drafts.
+    """Return the tokens of a request per decode step: the next one and the accepted drafts.
 
     acceptance: rate of the first draft, or for each position the share of steps in which its draft was accepted, as vLLM logs it.
     """
@@ -267,7 +267,7 @@ def tokens_a_step(acceptance: float | Sequence[float], drafts: int) -> float:
 
 
 def read_acceptance(text: str) -> float | tuple[float, ...]:
-    """Read the rate of the first draft (`0.85`), or of each position (`0.74,0.48,0.26`). Raises `UserError`: neither."""
+    """Read the rate of the first draft (`0.85`), or of each position (`0.74,0.48,0.26`). Raises `UserError` for anything else."""
     try:
         shares = tuple(float(part) for part in text.split(","))
     except ValueError:

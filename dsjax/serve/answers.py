@@ -1,4 +1,4 @@
-"""Answers of `/v1/completions`, whole or as the chunks of a stream; `chat.py` has those of chat.
+"""Answers of `/v1/completions`, complete or streamed in chunks; `chat.py` has those of chat.
 
 Both share the code here for failed completions, usage, and log-probabilities in OpenAI's and vLLM's shapes.
 """
@@ -51,10 +51,10 @@ def refuse_failed(completion: CompletionOutput) -> None:
 
 @contextmanager
 def naming_the_form(field: str | None, instead_of: str = "structured_outputs") -> Iterator[None]:
-    """Let an error about the form of the text name the request's `field` in place of `instead_of`. None: change nothing.
+    """Make errors about structured outputs name the request's `field` in place of `instead_of`. None: change nothing.
 
     Raises:
-        SamplingError: as in the block.
+        SamplingError: raised in the block.
     """
     try:
         yield
@@ -65,11 +65,11 @@ def naming_the_form(field: str | None, instead_of: str = "structured_outputs") -
 
 
 class TextEvent:
-    """A template for the events of a stream whose chunks differ only in their text, as most do. It encodes the rest once.
+    """Template for stream events whose chunks differ only in their text, as most do. The rest of the chunk is encoded once.
 
     Args:
-        chunk: such a chunk with an empty text.
-        names: the fields of its JSON that hold the text, in their order.
+        chunk: a chunk with an empty text.
+        names: the JSON fields that hold the text, in order.
     """
 
     def __init__(self, chunk: Mapping[str, Any], *names: str):
@@ -179,10 +179,10 @@ class CompletionLogprobLists:
     def of(
         self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], prompt: str | None = None
     ) -> CompletionLogprobs:
-        """Return the lists for some tokens. An entry that is None, as of a prompt's first token, stays None.
+        """Return the lists for some tokens. An entry of None, as for a prompt's first token, stays None.
 
-        prompt: the text of which these are the tokens. Special tokens that it contains have their length; a begin token that the
-            tokenizer added has none.
+        prompt: the text of these tokens, if they are a prompt. Special tokens in the text count with their length; a BOS token that the
+            tokenizer added does not.
         """
         body: CompletionLogprobs = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         skips = self._skip_special_tokens if prompt is None else False
@@ -253,7 +253,7 @@ class CompletionAnswer(Answer):
         self._lists: dict[int, CompletionLogprobLists] = {}
         self._only_text_changes = body.logprobs is None and not (body.return_token_ids or body.continuous_usage)
         self._text_events: dict[int, TextEvent] = {}  # by choice
-        # By prompt: a stream gets them once for all its choices.
+        # By prompt. The engine's stream has them once for all choices.
         self._scores: dict[int, list[TokenLogprobs | None]] = {}
 
     async def start(self, place: RequestOptions) -> OutputStream:

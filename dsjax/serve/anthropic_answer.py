@@ -54,9 +54,7 @@ class ContentBlocks:
             return []
         self._is_open = False
         if self.blocks[-1]["type"] == "tool_use":
-            self.blocks[-1]["input"] = arguments_object(
-                self._arguments
-            )  # arguments that were cut off are no JSON object
+            self.blocks[-1]["input"] = arguments_object(self._arguments)  # truncated arguments are not a JSON object
             self._arguments = ""
         return [{"type": "content_block_stop", "index": len(self.blocks) - 1}]
 
@@ -71,7 +69,7 @@ class ContentBlocks:
 
 
 class MessagesAnswer(RetoldAnswer):
-    """A chat answer in the form of this API."""
+    """A chat answer in the format of this API."""
 
     def __init__(self, serving: Serving, body: MessagesRequest, request_id: str):
         super().__init__(serving, body, f"msg_{request_id}", request_id)
@@ -108,7 +106,7 @@ class MessagesAnswer(RetoldAnswer):
         return {**head, "content": self._content.blocks, **self._end, "usage": self._usage()}
 
     def _usage(self) -> dict[str, Any]:
-        """Return the usage in this API's form, in which `input_tokens` excludes cached tokens."""
+        """Return the usage in this API's format, in which `input_tokens` excludes cached tokens."""
         usage = self._chat.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {

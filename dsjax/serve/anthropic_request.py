@@ -124,7 +124,7 @@ class TokenCountRequest(StrictModel):
         return for_header([name for name in given if name not in ("cache_control", "metadata")])
 
     def to_chat(self, **more: Any) -> ChatRequest:
-        """Return the chat request that means the same. more: further fields of it.
+        """Return the equivalent chat request. more: its additional fields.
 
         Raises:
             ApiError: too many messages, or calls in one turn.
@@ -185,7 +185,7 @@ class MessagesRequest(TokenCountRequest):
     thread: Any = None
 
     def to_chat(self, **more: Any) -> ChatRequest:
-        """Return the chat request that means the same. more: further fields of it."""
+        """Return the equivalent chat request. more: its additional fields."""
         if self.thread is not None:
             reason = "thread: this server keeps nothing between requests; send the whole conversation each time"
             raise ApiError(400, reason, param="thread", code=THREAD_UNSUPPORTED)
