@@ -31,8 +31,8 @@ def model_part(op_name: str) -> str:
 def parts_of(program: Program) -> Mapping[Operation, str]:
     """Map each operation to a part of the model.
 
-    An operation that XLA created belongs to the part of its producer, or else of its user; if the producer's part is nested in the
-    user's, to the user's. Without either it belongs to its opcode, such as ``(copy)``.
+    An operation that XLA created gets the part of its user if its producer's part is nested in that; else the part of its producer, of
+    its user, or its opcode, such as ``(copy)``: the first that it has.
     """
     parts: dict[Operation, str] = {}
     for computation in program.computations.values():
@@ -83,7 +83,7 @@ def _first_named(operation: Operation, step: Callable[[Operation], Operation | N
 
 @dataclass(frozen=True)
 class Share:
-    """Cost of a part of the model: seconds on the compute thread, on the links, and on the critical path."""
+    """Cost of a part of the model: seconds on the compute thread, on the links and on the critical path; its flops and bytes there."""
 
     compute: float
     network: float
@@ -212,7 +212,7 @@ class Timeline:
         return sorted(found, key=lambda one: -one.seconds)
 
     def layer(self) -> Turn | None:
-        """Return the middle iteration of the longest loop: a layer of the most frequent kind."""
+        """Return the middle iteration of the loop that takes most of the time in all: usually a layer of the most frequent kind."""
         totals: dict[str, float] = {}
         for turn in self.schedule.turns:
             if turn.depth == 0:

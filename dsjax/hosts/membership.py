@@ -129,7 +129,7 @@ class Membership:
             self._asked_to_leave.append(member)
 
     def take_leavers(self) -> list[JoinRequest]:
-        """Return the members with new requests to leave, each once."""
+        """Return the requests to leave since the last call."""
         with self.changed:
             leavers, self._asked_to_leave = self._asked_to_leave, []
         return leavers

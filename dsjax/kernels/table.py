@@ -134,8 +134,8 @@ def choose_kernels(
     tiles: a file that ``dsjax tune`` made (``--kernel-config``), for the Pallas kernels. cores: of the GPUs.
 
     Raises:
-        UserError: tiles are for other kernels or their file has none; or ``native`` or ``pallas`` is not available. With ``auto`` the
-            plain form is then used, and ``note`` says why.
+        UserError: the chosen kernels do not use ``tiles``, or the file has none; ``native`` or ``pallas`` is not available. ``auto``
+            takes the plain form then, and ``note`` says why.
     """
     if tiles is not None and not (choice == "pallas" or (choice == "auto" and platform == "gpu")):
         raise UserError(

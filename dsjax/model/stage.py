@@ -58,7 +58,7 @@ class Stage:
         )
 
     def in_whole(self, whole: ModelConfig) -> ModelConfig:
-        """Return the whole model's configuration, with stacks that name this stage's layers as the stage does."""
+        """Return the whole model's configuration. DeepSeek-V4's stacks are split at this stage's borders and so have the stage's names."""
         borders = self.first, self.first + self.layers
         return (
             whole if whole.v4 is None else dataclasses.replace(whole, v4=dataclasses.replace(whole.v4, borders=borders))

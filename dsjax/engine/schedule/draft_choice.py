@@ -34,9 +34,9 @@ _FADING, _ROW_FADING = 0.9996, 0.99
 class DraftChoice(Attachment):
     """Chooses the number of drafts of each step, from 0 to `most`.
 
-    Loads are powers of two of the number of running requests on the fullest rank. A step is measured if it has no prompts and the previous
-    step had the same number of drafts. If no other load has measurements, `most` drafts, no drafts, and a promising number in between are
-    tried at once. A new load starts with the best number of the nearest load. Later trials cost at most `SHARE` of the time.
+    A load is the bit length of the number of running requests per batch on the fullest rank. A step is measured if it has no prompts and
+    the previous step had the same number of drafts. If no other load has two measured numbers, `most` drafts, no drafts, and a promising
+    number in between are tried at once. A new load starts with the best number of the nearest load. Later trials cost at most `SHARE`.
     """
 
     statistics_name = "draft_choice"
