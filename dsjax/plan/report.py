@@ -109,10 +109,10 @@ def _first_screen(plan: Plan, model: str, rows: int) -> Iterator[str | Text | Ta
             for mark, one in zip(_marks(plan, shown), shown, strict=True)
         ]
         yield table(None, names, cells, box=None, padding=(0, 1, 0, 0))
-        held = "✓ meets the objectives even at the intervals' ends, ~ in the middle; " if question.bounded else ""
+        held = "✓ meets the objectives over the whole interval, ~ only by its estimate; " if question.bounded else ""
         yield Text(f"{held}≈ as row 1", "dim")
     if any(usage.used for usage in plan.usages) and len(plan.considered) > 1:
-        yield Text("Rows marked compiled have memory, and of dsjax the time of a step, of a dry run.", "dim")
+        yield Text("Rows marked compiled take memory, and for dsjax the time of a step, from a dry run.", "dim")
     if winner is None:
         return
     rate, tpot = _corrected(winner)

@@ -98,7 +98,7 @@ class LoadOptions(Checked):
     sweep_rate: str | None = option(None, "one point for each, e.g. 0.5,1,2,inf")
     duration: float | None = option(
         None,
-        "seconds in which requests are sent; those under way then are waited for. Beside --num-prompts: whichever ends first",
+        "stop sending after so many seconds, then wait for running requests. With --num-prompts the earlier limit applies",
         above=0,
     )
     search: str | None = option(
