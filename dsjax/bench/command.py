@@ -19,6 +19,5 @@ bench.command("soak", cls=PanelledCommand)(soak)
 
 @bench.callback()
 def group() -> None:
-    """Measure: `serve` puts load on a server and prints what `vllm bench serve` prints; `modules` times the model's parts, `network` the
-    collectives between devices, `step` a decode step by its parts; `soak` runs sessions
-    for minutes, some of which break off, and judges what is left."""
+    """Run benchmarks: `serve` loads a server and reports like `vllm bench serve`; `modules` times the model's parts, `network` the
+    collectives between devices, `step` a decode step by part; `soak` disconnects and aborts requests, then checks the server."""

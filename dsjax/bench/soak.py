@@ -63,10 +63,10 @@ class SoakOptions(Checked):
 
 @options_of(lambda kind: None, options=SoakOptions)
 def soak(options: SoakOptions) -> None:
-    """Run sessions against a server of dsjax, some of whose requests are disconnected or aborted, and judge what is left.
+    """Load a dsjax server, disconnect or abort some of the requests, and check the server's state afterwards.
 
-    Holds, or ends with 1: no error but those asked for, no page in use at the end, flat memory, no compilation after warm-up, and where
-    --itl-p99 is given a P99 of the inter-token latency within it.
+    Exit status 1: an unexpected error, no completed request, a page still in use at the end, growing memory, a compilation after warm-up,
+    or, with --itl-p99, a higher P99 inter-token latency.
     """
     try:
         from dsjax.bench.serve.client import run

@@ -50,10 +50,10 @@ class StepOptions(Checked):
 
 @options_of(lambda kind: None, args=EngineArgs, options=StepOptions)
 def step(args: EngineArgs, options: StepOptions) -> None:
-    """Time the engine's own decode step, and show by part of the model where the time goes, under JAX's profiler.
+    """Time the engine's decode step, and show the time of each part of the model, measured with JAX's profiler.
 
-    On emulated devices an operation's time includes waiting for a core: read shares. Collectives are shown apart, because most of their
-    time is waiting for the last device. `dsjax bench modules` says what the device allows for each part.
+    On emulated devices, an operation's time includes waiting for a core, so read the shares. Collectives are listed separately, because
+    most of their time is waiting for the last device. `dsjax bench modules` shows what the device can reach for each part.
     """
     check_place("--json", options.json_file)
     from dsjax.checkpoint.hub import resolve_config

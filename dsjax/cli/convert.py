@@ -34,7 +34,7 @@ def convert(
     ] = False,
     progress: Annotated[bool, typer.Option(help="Draw a progress bar.")] = True,
 ) -> None:
-    """Convert a checkpoint: Hugging Face to Orbax, Orbax to Hugging Face, or to other weights."""
+    """Convert a checkpoint between Hugging Face and Orbax, or to another weight format."""
     max_shard_bytes = parse_bytes(max_shard_size)
     from dsjax.checkpoint.convert import convert_checkpoint
     from dsjax.checkpoint.hub import resolve

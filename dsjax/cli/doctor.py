@@ -37,10 +37,10 @@ class Finding:
 
 @options_of(exact=ExactOptions)
 def doctor(exact: ExactOptions, json_file: JsonFile = None) -> None:
-    """Look at versions, devices, memory, cores, interconnect, folders, open files, compilers and kernels, and say what to do about each.
+    """Check versions, devices, memory, cores, interconnect, folders, open files, compilers and kernels, and suggest fixes.
 
-    Ends with 1 where something is broken: it prevents serving, or serving goes on without it. With --exact: where a layout gives another
-    answer than one device (to the bit with native kernels).
+    Exit status 1: something is broken, so the server cannot start or runs without it. With --exact, exit status 1: a layout's output
+    differs from one device's (bitwise with native kernels).
     """
     if exact.exact:
         _compare_layouts(exact, json_file)

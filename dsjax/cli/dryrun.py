@@ -50,7 +50,7 @@ class DryRunOptions(Checked):
 
 @options_of(lambda kind: None, EXECUTOR_OPTIONS, args=EngineArgs, options=DryRunOptions)
 def dryrun(args: EngineArgs, options: DryRunOptions) -> None:
-    """Compile the serving step at full size for machines that are not there; read memory, collectives and costs."""
+    """Compile the full-size serving step without the target hardware, and report memory, collectives and costs."""
     # Compilers for absent accelerators run alongside JAX's CPU backend; a GPU in this machine must stay untouched.
     os.environ["JAX_PLATFORMS"] = "cpu"
     # Silence XLA's warnings about kernels that it cannot tune without the device; errors are raised as exceptions.

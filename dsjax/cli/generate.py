@@ -31,7 +31,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; several may be given.")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Continue past the end-of-sequence token.")] = False,
 ) -> None:
-    """Continue prompts, streaming to the terminal."""
+    """Generate text from prompts and stream it to the terminal. Exit status 1: a prompt was not finished."""
     if args.is_side:
         raise UserError(
             f"--disaggregation-mode {args.disaggregation_mode} is one side of two behind an orchestrator (dsjax dynamo); dsjax generate "

@@ -22,7 +22,7 @@ def info(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face repository.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Show what a model is: its parts and their sum, bytes on a device of a mesh, cache of a token, configuration."""
+    """Describe a model: parameters by part and in total, bytes per device of a mesh, cache bytes per token, configuration."""
     facts = describe(model, mesh, redundant_experts, revision)
     if json_file is None:
         _show(report_console(), facts)

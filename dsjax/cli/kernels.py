@@ -16,12 +16,12 @@ app = typer.Typer(cls=Commands, no_args_is_help=True, **PLAIN)
 
 @app.callback()
 def kernels() -> None:
-    """The implementations of attention and experts, and native kernels for a machine without a compiler."""
+    """List the implementations of attention and experts, or build native kernels for machines without a compiler."""
 
 
 @app.command("list", cls=PanelledCommand)
 def show() -> None:
-    """Print which implementations exist, and where each runs."""
+    """List the kernel implementations and the platforms on which each runs."""
     from dsjax.kernels.table import TABLE
 
     table = Table("operation", "--kernels", "platforms", "what it is")
@@ -37,7 +37,7 @@ def build(
         str, typer.Option(help="Processor, as the compiler names it: native, x86-64-v3, x86-64-v4, znver4, …")
     ] = "native",
 ) -> None:
-    """Build the native kernels with this machine's compiler, for this processor or another of its architecture."""
+    """Build the native kernels with this machine's compiler, for this processor or another one of the same architecture."""
     from dsjax.errors import UserError
     from dsjax.kernels import build as building
 

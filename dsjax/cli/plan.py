@@ -40,13 +40,13 @@ app = typer.Typer(name="plan", cls=_PlanCommands, **PLAIN)
 
 @app.callback()
 def group() -> None:
-    """Find the layout for a cluster, a workload and objectives; every figure with its kind and interval."""
+    """Find the best layout for a cluster, a workload and objectives. Each figure has a kind, such as measured, and an interval."""
 
 
 @app.command(_SEARCH, cls=_SearchCommand)
 @options_of(lambda kind: None, args=PlanArgs)
 def search_layouts(args: PlanArgs) -> None:
-    """Find the layout for a cluster, a workload and objectives; `dsjax plan` alone does this."""
+    """Find the best layout for a cluster, a workload and objectives. `dsjax plan` without a subcommand does the same."""
     from dsjax.plan.explain import explain
     from dsjax.plan.report import details, show, show_sweep, to_json
     from dsjax.plan.search import search
@@ -86,7 +86,7 @@ def compare_layouts(
         ),
     ],
 ) -> None:
-    """Compare the first layout with the others: ratios with intervals of their own, and what decides them."""
+    """Compare the first layout with the others: ratios, each with its own interval, and the factors that decide them."""
     from dsjax.plan.comparison import compare, show
 
     found = compare(args.question(), layouts)
@@ -99,7 +99,7 @@ def compare_layouts(
 @app.command("fit", cls=PanelledCommand)
 @options_of(lambda kind: None, args=FitArgs)
 def fit(args: FitArgs) -> None:
-    """Say whether a layout fits into memory, and with which memory fractions; exit status 3 where it does not."""
+    """Check whether a layout fits into memory, and with which memory fractions. Exit status 3: it does not fit."""
     from dsjax.plan.fit import DOES_NOT_FIT, asked, show
 
     question = args.question()
@@ -115,7 +115,7 @@ def fit(args: FitArgs) -> None:
 @app.command("step", cls=PanelledCommand)
 @options_of(lambda kind: None, args=StepArgs)
 def step(args: StepArgs) -> None:
-    """Time one batch of every layout, phase by phase, without a service around it."""
+    """Predict the time of one batch on each layout, phase by phase, without modelling a service."""
     from dsjax.plan.report import show_usages
     from dsjax.plan.search import instances, usages
     from dsjax.plan.static import no_room, show_static, static_of
@@ -137,7 +137,7 @@ def step(args: StepArgs) -> None:
 @app.command("simulate", cls=PanelledCommand)
 @options_of(lambda kind: None, args=SimulateArgs)
 def simulate(args: SimulateArgs) -> None:
-    """Play arrivals through on the best deployment: percentiles, goodput."""
+    """Simulate request arrivals on the best deployment, and print latency percentiles and goodput."""
     from dsjax.plan.report import show, to_json
     from dsjax.plan.search import search
     from dsjax.plan.simulation.report import show_simulation, simulations
@@ -168,7 +168,7 @@ def recipe(
         ),
     ],
 ) -> None:
-    """Write the best deployment as something to run; exit status 1 where there is none."""
+    """Write the best deployment as a recipe, a script or manifests. Exit status 1: no deployment fits and meets the objectives."""
     from dsjax.plan.manifests import write_graph, write_overlay
     from dsjax.plan.recipe import check_recipe, write_json_recipe, write_script
     from dsjax.plan.report import show, to_json

@@ -29,11 +29,11 @@ def replay(
     warm_up: Annotated[bool, typer.Option(help="Compile all programs first; without, times include it.")] = True,
     json_file: JsonFile = None,
 ) -> None:
-    """Run a recording of steps in this process, and compare every token and the time of every step with what was recorded.
+    """Replay recorded engine steps in this process, and compare each token and each step's time with the recording.
 
-    Steps that were in flight together are so again. Compared are tokens, whether logits were finite, errors, and the most probable tokens
-    of scored sequences; not log-probabilities. A step's time is from its launch, or from the end of the step before where that is later,
-    until the host sees that it is done. Ends with 1 where a token differs, with 2 where the recording cannot be replayed.
+    Steps that were in flight together are in flight together again. The comparison covers tokens, errors, whether logits were finite, and
+    the most probable tokens of scored sequences, but not log-probabilities. A step's time starts at its launch, or at the end of the
+    previous step if that is later, and ends when the host sees the result. Exit status 1: a result differs; 2: replay is impossible.
     """
     check_place("--json", json_file)
     record = StepRecording(file)

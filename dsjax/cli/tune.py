@@ -26,10 +26,10 @@ def tune(
     seconds: Annotated[float, typer.Option(help="How long each choice of sizes is timed.")] = 0.1,
     progress: Annotated[bool, typer.Option(help="Show how far it is.")] = True,
 ) -> None:  # fmt: skip
-    """Time attention and the Pallas products of a model on this GPU with tile sizes of all kinds, and keep the fastest.
+    """Tune the tile sizes of a model's Pallas kernels (attention, matrix products) on this GPU, and write the fastest to a file.
 
-    They are those that one device of --mesh has; the mesh itself is not needed. The file is written after each: after Ctrl-C the same
-    command goes on where it stopped. Needs no checkpoint.
+    The shapes are those of one device of --mesh; one GPU is enough. The file is written after each shape: after Ctrl-C, the same
+    command resumes where it stopped. No checkpoint is needed.
     """
     counts = _numbers(tokens)
     if not seconds > 0:

@@ -102,7 +102,7 @@ def make_app(then: Callable[[Prepared], None]) -> typer.Typer:
             ),
         ] = False,
     ) -> None:
-        """Be a worker of NVIDIA Dynamo, whose frontend and router serve the clients."""
+        """Run a worker of NVIDIA Dynamo, whose frontend and router serve the clients."""
         check_key_variables()
         http = ServeOptions(api_keys=read_keys(api_key or (), api_key_file or ()))
         runtime = runtime_config(context.args, PREFILL if args.disaggregation_mode == "prefill" else COMPONENT)

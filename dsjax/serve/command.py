@@ -92,7 +92,7 @@ def serve(
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info, debug or trace.")] = "info",
     log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON, an object a line.", hidden=True)] = False,
 ) -> None:
-    """Serve a model behind OpenAI's API."""
+    """Serve a model with an OpenAI-compatible API."""
     from dsjax.serve.logs import configure_logging
     from dsjax.serve.server import bind, bind_shared
 

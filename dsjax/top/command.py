@@ -30,7 +30,7 @@ def top(
         str | None, typer.Option(envvar="OPENAI_API_KEY", help="Where the server wants a key.", show_default=False)
     ] = None,
 ) -> None:
-    """Watch a running server: ranks, pages, tokens a second, latencies, hottest experts. Ctrl-C ends."""
+    """Watch a running server: ranks, pages, tokens per second, latencies, hottest experts. Ctrl-C exits."""
     client = StatusClient(url, api_key)
     try:
         before = client.read()  # a missing server is an error; one that goes away later is waited for

@@ -34,8 +34,8 @@ _DROPPED = ("--fresh", "--list", "--progress", "--no-progress")
 def accept(what: ListOptions, server: ServerOptions, others: TestBedOptions) -> None:
     """Run the acceptance checklist of a deployment plan against an OpenAI-compatible server.
 
-    Ends with 0 where every criterion is met, 3 where one is missed, 4 where none is missed but one could not be tested. After Ctrl-C,
-    or SIGTERM, the same command goes on where it stopped.
+    Exit status 0: every criterion is met; 3: one is missed; 4: none is missed, but one could not be tested. After Ctrl-C or SIGTERM,
+    the same command resumes where it stopped.
     """
     if importlib.util.find_spec("aiohttp") is None:
         raise UserError("dsjax accept needs aiohttp, which is not installed: pip install 'dsjax[bench]'")

@@ -20,10 +20,10 @@ from dsjax.progress import in_turn
 
 @options_of(model=ModelOptions, grid=ModuleGrid, run=RunOptions, group=GroupOptions)
 def modules(model: ModelOptions, grid: ModuleGrid, run: RunOptions, group: GroupOptions) -> None:
-    """Time the model's parts, one by one, at its true widths; `dsjax plan --measured` takes the JSON.
+    """Time each part of the model by itself, at full width. `dsjax plan --measured` reads the JSON.
 
-    Only one module's weights are in memory at a time. Ctrl-C prints and writes what is done so far. On many hosts, start the same command
-    on each: process 0 times the parts of one device, all together the dispatch on --mesh.
+    Only one module's weights are in memory at a time. Ctrl-C prints and writes the results so far. On several hosts, start the same command
+    on each: process 0 times the parts on one device, and all processes together time the dispatch on --mesh.
     """
     from sharding.mesh import MeshSpec
 

@@ -20,10 +20,10 @@ _EXIT_CODES = {None: 0, "as expected": 0, "warning": 3, "failing": 4}
 
 @options_of(grid=CollectiveGrid, verdict=VerdictOptions, group=GroupOptions)
 def network(grid: CollectiveGrid, verdict: VerdictOptions, group: GroupOptions) -> None:
-    """Time the collectives that a step sends, on the links of a mesh, inside a host and between hosts, and judge them.
+    """Time a step's collectives on the links of a mesh, within a host and between hosts, and compare them with the cluster's limits.
 
-    Ends with 0 where all is as expected, 3 where a row is slower than the cluster's warning, 4 where one fails or data arrive wrong.
-    `dsjax plan --network` takes the JSON in place of its assumptions. On many hosts, start the same command on each.
+    Exit status 0: all as expected; 3: a row is slower than the cluster's `warning`; 4: slower than `failing`, or wrong data.
+    `dsjax plan --network` reads the JSON instead of using its assumptions. On several hosts, start the same command on each.
     """
     from dsjax.plan.cluster import load_cluster
     from sharding.mesh import MeshSpec

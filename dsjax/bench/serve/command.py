@@ -34,10 +34,10 @@ def serve(
     report: ReportOptions,
     more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="METRIC:MS")] = None,
 ) -> None:
-    """Put load on an OpenAI-compatible server, and print what `vllm bench serve` prints.
+    """Benchmark an OpenAI-compatible server, and print a report like that of `vllm bench serve`.
 
-    Ends with 3 where --goodput is missed; of a sweep or a search, where every point misses it. Ctrl-C prints what is done
-    so far; a second one ends at once.
+    Exit status 1: no request succeeded; 3: --goodput is missed (in a sweep or a search: at every point). Ctrl-C prints the results so far;
+    a second Ctrl-C exits at once.
     """
     report = _with_more_goodput(report, more_goodput or [])
     # Check before hours of benchmarking, not after.
