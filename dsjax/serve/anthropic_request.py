@@ -21,13 +21,13 @@ _NEEDED = {
 
 
 class Part(StrictModel):
-    """A part of a request. Other fields, such as `cache_control`, are ignored: all prompts are cached."""
+    """Part of a request. Unknown fields, such as `cache_control`, are ignored: all prompts are cached."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 class Block(Part):
-    """A block of a message's content: text, reasoning, a call of an earlier answer, or a tool's result."""
+    """Content block of a message: text, reasoning, a tool call from an earlier response, or a tool result."""
 
     type: Literal["text", "thinking", "tool_use", "tool_result"]
     text: str = ""
@@ -54,14 +54,14 @@ Content = text_or_list(Block, bounds.MAX_PARTS)
 
 
 class Message(Part):
-    """A message, which may hold tools' results."""
+    """A message, which may contain tool results."""
 
     role: Literal["user", "assistant", "system"]
     content: Content
 
 
 class MessagesTool(Part):
-    """A tool that the client runs. There are no others."""
+    """A tool that the client runs. Server tools are not supported."""
 
     type: Literal["custom"] | None = None
     name: FunctionName
@@ -71,7 +71,7 @@ class MessagesTool(Part):
 
 
 class MessagesToolChoice(StrictModel):
-    """Whether, and which, tool must be called."""
+    """Whether a tool must be called, and which one."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None
@@ -85,28 +85,28 @@ class MessagesToolChoice(StrictModel):
 
 
 class Thinking(ThinkingSwitch):
-    """`thinking`; `display: omitted` leaves the reasoning out of the answer."""
+    """The `thinking` field. `display: omitted` leaves the reasoning out of the response."""
 
     budget_tokens: Count | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
 class OutputFormat(StrictModel):
-    """The JSON schema of the answer."""
+    """JSON schema of the response text."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(StrictModel):
-    """`output_config`."""
+    """The `output_config` field: reasoning effort and output format."""
 
     effort: Effort | None = None
     format: OutputFormat | None = None
 
 
 class TokenCountRequest(StrictModel):
-    """Body of `/v1/messages/count_tokens`. Fields that are not listed are without effect."""
+    """Body of `/v1/messages/count_tokens`. Fields that are not listed have no effect."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -174,7 +174,7 @@ class TokenCountRequest(StrictModel):
 
 
 class MessagesRequest(TokenCountRequest):
-    """Body of `/v1/messages`. Fields that are not listed are without effect."""
+    """Body of `/v1/messages`. Fields that are not listed have no effect."""
 
     max_tokens: Annotated[int, Field(ge=1, le=bounds.MAX_INTEGER)]
     stream: bool | None = False

@@ -18,7 +18,7 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class TextPart(StrictModel):
-    """A part of a message's content: text, or an assistant's refusal, which is read as text."""
+    """Content part of a message: text, or an assistant's refusal, which is treated as text."""
 
     type: Literal["text", "refusal"]
     text: str
@@ -55,14 +55,14 @@ Content = text_or_list(TextPart, bounds.MAX_PARTS)
 
 
 class CalledFunction(StrictModel):
-    """The function that an earlier answer called; `arguments` are JSON text."""
+    """Function called in an earlier response. `arguments` is JSON text."""
 
     name: FunctionName
     arguments: str
 
 
 class ToolCall(StrictModel):
-    """A tool call of an earlier answer in the conversation."""
+    """Tool call from an earlier response in the conversation."""
 
     id: Name | None = None
     type: Literal["function"] = "function"
@@ -71,7 +71,7 @@ class ToolCall(StrictModel):
 
 
 class ChatMessage(StrictModel):
-    """One message. The role `developer` is treated as `system`, as by OpenAI's reasoning models."""
+    """A message. The role `developer` is treated as `system`, as in OpenAI's reasoning models."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -116,7 +116,7 @@ class Function(StrictModel):
 
 
 class Tool(StrictModel):
-    """A tool in OpenAI's form. Functions are the only kind."""
+    """A tool in OpenAI's format. Only functions are supported."""
 
     type: Literal["function"]
     function: Function
@@ -129,20 +129,20 @@ class ChosenFunction(StrictModel):
 
 
 class ToolChoice(StrictModel):
-    """OpenAI's way to name a function that must be called."""
+    """Names a function that must be called, in OpenAI's format."""
 
     type: Literal["function"]
     function: ChosenFunction
 
 
 class ThinkingSwitch(StrictModel):
-    """DeepSeek's `thinking`. Anthropic's `adaptive` counts as enabled."""
+    """DeepSeek's `thinking` field. Anthropic's `adaptive` is treated as `enabled`."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
 
 class AllowedTools(StrictModel):
-    """Some of the tools, and whether one of them must be called."""
+    """A subset of the tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[ToolChoice], Field(min_length=1, max_length=bounds.MAX_TOOLS)]
@@ -160,7 +160,7 @@ THINKING_SWITCHES = ("thinking", "enable_thinking")
 
 
 class PromptFields(StrictModel):
-    """The fields that make the prompt; `/tokenize` has them too."""
+    """Fields that define the prompt, shared with `/tokenize`."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=bounds.MAX_MESSAGES)
     tools: Annotated[list[Tool], Field(max_length=bounds.MAX_TOOLS)] | None = None

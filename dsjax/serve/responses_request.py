@@ -15,7 +15,7 @@ _TEXTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text"}
 
 
 class Item(StrictModel):
-    """A part of the input. Fields that are null count as not given, because clients send answers back with them."""
+    """An input item. Null fields are treated as absent, because clients send earlier responses back with nulls."""
 
     @model_validator(mode="before")
     @classmethod
@@ -24,7 +24,7 @@ class Item(StrictModel):
 
 
 class Part(Item):
-    """A part of content. Parts of earlier answers have annotations and log-probabilities, which are ignored."""
+    """Content part. Annotations and log-probabilities from earlier responses are ignored."""
 
     type: str
     text: str = ""
@@ -49,7 +49,7 @@ def text_of(content: Any) -> str:
 
 
 class AnswerItem(Item):
-    """An item that may come from an answer."""
+    """An item that may come from an earlier response."""
 
     id: Name = ""
     status: Name = ""
@@ -65,7 +65,7 @@ class MessageItem(AnswerItem):
 
 
 class CallItem(AnswerItem):
-    """A call of an earlier answer."""
+    """A function call from an earlier response."""
 
     type: Literal["function_call"]
     call_id: Name
@@ -74,7 +74,7 @@ class CallItem(AnswerItem):
 
 
 class CallOutputItem(AnswerItem):
-    """The result of a called function."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: Name
@@ -82,7 +82,7 @@ class CallOutputItem(AnswerItem):
 
 
 class ReasoningItem(AnswerItem):
-    """The reasoning of an earlier answer, which belongs to the message after it."""
+    """Reasoning from an earlier response. It belongs to the message that follows."""
 
     type: Literal["reasoning"]
     summary: list[Part] = Field(default_factory=list)
@@ -111,7 +111,7 @@ Input = text_or_list(InputItem, bounds.MAX_MESSAGES)
 
 
 class FunctionTool(Function):
-    """A function that the model may call, without the chat API's object `function`."""
+    """A function that the model may call. Unlike in the chat API, its fields are not nested in `function`."""
 
     type: Literal["function"]
 
@@ -124,7 +124,7 @@ class NamedFunction(StrictModel):
 
 
 class AllowedFunctions(StrictModel):
-    """Tools of which the model may or must call one."""
+    """A subset of the tools, of which the model may or must call one."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -132,7 +132,7 @@ class AllowedFunctions(StrictModel):
 
 
 class TextFormat(StrictModel):
-    """The form of the text."""
+    """Format of the text: free text, JSON or a JSON schema."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Name | None = None
@@ -142,14 +142,14 @@ class TextFormat(StrictModel):
 
 
 class TextOptions(StrictModel):
-    """`text`."""
+    """The `text` field."""
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningOptions(StrictModel):
-    """`reasoning`. There are no summaries: the answer has the reasoning itself."""
+    """The `reasoning` field. The response contains the reasoning itself, not a summary."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -157,7 +157,7 @@ class ReasoningOptions(StrictModel):
 
 
 class ResponsesStreamOptions(StrictModel):
-    """`stream_options`."""
+    """The `stream_options` field."""
 
     include_obfuscation: bool | None = None
 

@@ -49,13 +49,13 @@ _logged: set[str] = set()
 
 
 class StrictModel(BaseModel):
-    """A request's body or a part of it, without conversion between JSON types and without unknown fields."""
+    """A request body or part of it. JSON types are not converted, and unknown fields are rejected."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class OpenAIFields(StrictModel):
-    """Fields of OpenAI's API that are accepted so that its clients work unmodified.
+    """OpenAI API fields that are accepted so that OpenAI clients work unmodified.
 
     Fields without effect are named in a `Warning` header, and logged once.
     """
@@ -109,7 +109,7 @@ def warning_headers(names: list[str]) -> dict[str, str]:
 
 
 class JsonSchema(StrictModel):
-    """OpenAI's `json_schema`; the schema always binds, `strict` or not."""
+    """OpenAI's `json_schema`. The schema is always enforced, regardless of `strict`."""
 
     name: str = Field("", max_length=bounds.MAX_NAME_CHARACTERS)
     description: str | None = Field(None, max_length=bounds.MAX_GRAMMAR_BYTES)
@@ -125,7 +125,7 @@ class ResponseFormat(StrictModel):
 
 
 class StructuredFields(StrictModel):
-    """vLLM's `structured_outputs`: exactly one of them."""
+    """vLLM's `structured_outputs`. Give exactly one of `json`, `json_object`, `regex`, `choice` and `grammar`."""
 
     json_: Schema | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -138,7 +138,7 @@ class StructuredFields(StrictModel):
 
 
 class GuidedFields(StrictModel):
-    """All fields that request a form of the text. At most one may be given."""
+    """Structured output fields. At most one may be given."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None
@@ -191,7 +191,7 @@ class GuidedFields(StrictModel):
 
 
 class StreamOptions(StrictModel):
-    """OpenAI's `stream_options` and vLLM's addition."""
+    """OpenAI's `stream_options`, with vLLM's extension."""
 
     include_usage: bool | None = Field(False, description="send a last chunk with the usage")
     include_obfuscation: bool | None = Field(None, description="without effect: chunks are not padded")
@@ -199,7 +199,7 @@ class StreamOptions(StrictModel):
 
 
 class DrawFields(StrictModel):
-    """Fields about sampling and stopping that all APIs of OpenAI have."""
+    """Sampling and stop fields shared by all OpenAI APIs."""
 
     temperature: float | None = 1.0
     top_p: float | None = 1.0
@@ -213,7 +213,7 @@ class DrawFields(StrictModel):
 
 
 class SamplingFields(DrawFields, GuidedFields, OpenAIFields):
-    """Sampling fields of OpenAI's API and vLLM's extras. None is silently ignored."""
+    """Sampling fields of OpenAI's API and vLLM's extensions. No field is silently ignored."""
 
     model: Name | None = Field(None, description="one of /v1/models; default: the one that is served")
     n: Annotated[Count | None, AfterValidator(lambda n: 1 if n is None else n)] = 1

@@ -13,19 +13,19 @@ from dsjax.engine.tiers.page_tiers import TierCounts
 
 
 class PromptTokensDetails(TypedDict):
-    """Prompt tokens from the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(TypedDict):
-    """Reasoning tokens of the completion, with the closing tag."""
+    """Number of reasoning tokens in the completion, including the closing tag."""
 
     reasoning_tokens: int
 
 
 class Usage(TypedDict):
-    """Tokens of a request, over all prompts and completions."""
+    """Token counts of a request, summed over all prompts and completions."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -35,7 +35,7 @@ class Usage(TypedDict):
 
 
 class ErrorDetail(BaseModel):
-    """An error."""
+    """Details of an error."""
 
     message: str
     type: str
@@ -44,7 +44,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Body of an answer with a status of 400 or more."""
+    """Body of a response with status 400 or higher."""
 
     # A pydantic model, because pydantic caches its schema: FastAPI requests it nearly 200 times, for each route and status.
 
@@ -52,9 +52,9 @@ class ErrorBody(BaseModel):
 
 
 class CompletionLogprobs(TypedDict):
-    """OpenAI's log-probabilities of `/v1/completions`; `text_offset` counts characters of the choice's text.
+    """Log-probabilities of `/v1/completions`, as in OpenAI's API. `text_offset` counts characters in the choice's text.
 
-    With `echo` the prompt's tokens come first, the first of them without values.
+    With `echo`, the list starts with the prompt tokens. The first prompt token has no log-probability.
     """
 
     text_offset: list[int]
@@ -64,7 +64,7 @@ class CompletionLogprobs(TypedDict):
 
 
 class CompletionChoice(TypedDict):
-    """A completion, or a chunk's part of one; `stop_reason` and the fields after it are vLLM's."""
+    """A completion, or its part in a chunk. `stop_reason` and the fields after it are vLLM extensions."""
 
     index: int
     text: str
@@ -77,7 +77,7 @@ class CompletionChoice(TypedDict):
 
 
 class CompletionResponse(TypedDict):
-    """Answer, or chunk, of `/v1/completions`."""
+    """Response, or stream chunk, of `/v1/completions`."""
 
     id: str
     object: str
@@ -88,14 +88,14 @@ class CompletionResponse(TypedDict):
 
 
 class CalledFunctionBody(TypedDict):
-    """A function's name and its arguments as JSON text, or what a chunk adds to them."""
+    """Function name and arguments as JSON text, or a chunk's addition to them."""
 
     name: NotRequired[str]
     arguments: str
 
 
 class ToolCallBody(TypedDict):
-    """A call, or with `index` what a chunk adds to it."""
+    """A tool call, or a chunk's addition to the call at `index`."""
 
     index: NotRequired[int]
     id: NotRequired[str]
@@ -104,7 +104,7 @@ class ToolCallBody(TypedDict):
 
 
 class ChatMessageBody(TypedDict):
-    """The assistant's message, or what a chunk adds to it. Reasoning has both common names; `refusal` and `annotations` are empty."""
+    """The assistant's message, or a chunk's addition to it. Reasoning has both common names; `refusal` and `annotations` are empty."""
 
     role: NotRequired[str]
     content: NotRequired[str | None]
@@ -116,7 +116,7 @@ class ChatMessageBody(TypedDict):
 
 
 class ChatTokenLogprob(TypedDict):
-    """One token's log-probability; `bytes` are exact where `token` holds half a character."""
+    """Log-probability of a token. `bytes` are exact even if `token` is only part of a character."""
 
     token: str
     logprob: float
@@ -125,13 +125,13 @@ class ChatTokenLogprob(TypedDict):
 
 
 class ChatLogprobs(TypedDict):
-    """OpenAI's log-probabilities of `/v1/chat/completions`."""
+    """Log-probabilities of `/v1/chat/completions`, as in OpenAI's API."""
 
     content: list[ChatTokenLogprob]
 
 
 class ChatChoice(TypedDict):
-    """One completion: `message` when whole, `delta` in a chunk."""
+    """A completion: `message` in a full response, `delta` in a stream chunk."""
 
     index: int
     message: NotRequired[ChatMessageBody]
@@ -143,7 +143,7 @@ class ChatChoice(TypedDict):
 
 
 class ChatResponse(TypedDict):
-    """Answer, or chunk, of `/v1/chat/completions`."""
+    """Response, or stream chunk, of `/v1/chat/completions`."""
 
     id: str
     object: str
@@ -157,7 +157,7 @@ class ChatResponse(TypedDict):
 
 
 class ModelCard(TypedDict):
-    """One served name."""
+    """A served model name."""
 
     id: str
     object: str
@@ -168,21 +168,21 @@ class ModelCard(TypedDict):
 
 
 class ModelList(TypedDict):
-    """Answer of `/v1/models`."""
+    """Response of `/v1/models`."""
 
     object: str
     data: list[ModelCard]
 
 
 class State(TypedDict):
-    """Answer of `/health`, `/ready` and of admin endpoints without other results. `compiling`: of `/ready`, for larger batches."""
+    """Response of `/health`, `/ready` and admin endpoints without other results. `compiling` (`/ready`): larger batches still compile."""
 
     status: str
     compiling: NotRequired[bool]
 
 
 class HistoryPoint(TypedDict):
-    """Sums since the start over all ranks, and the load, `age` seconds ago."""
+    """Token totals since the start over all ranks, and the load, both `age` seconds ago."""
 
     age: float
     prompt_tokens: float
@@ -192,7 +192,7 @@ class HistoryPoint(TypedDict):
 
 
 class HistoryBody(TypedDict):
-    """Answer of `/history`: points of the last `kept_seconds`, oldest first.
+    """Response of `/history`: points of the last `kept_seconds`, oldest first.
 
     `buckets_a_minute_ago`: cumulative counts of the latency histograms by upper bound, a minute ago or at the oldest point.
     """
@@ -203,14 +203,14 @@ class HistoryBody(TypedDict):
 
 
 class Profiled(TypedDict):
-    """Answer of `/stop_profile`. `exchange_share`: share of device time in collectives, 0 to 1; None: no operation was seen."""
+    """Response of `/stop_profile`. `exchange_share`: share of device time in collectives, 0 to 1; null if no operation was traced."""
 
     status: str
     exchange_share: float | None
 
 
 class Version(TypedDict):
-    """Answer of `/version`."""
+    """Response of `/version`."""
 
     version: str
 
@@ -231,7 +231,7 @@ DiskBody = _json_object("DiskBody", "What the disk has of all ranks' pages.", Di
 
 
 class TierHits(TypedDict):
-    """Cached prompt tokens by the tier that had them."""
+    """Number of cached prompt tokens found in each KV cache tier."""
 
     device: int
     host: int
@@ -244,7 +244,7 @@ RankLoadBody = _json_object(
 
 
 class Load(TypedDict):
-    """Answer of `/get_load`."""
+    """Response of `/get_load`."""
 
     ranks: list[RankLoadBody]
     disk: DiskBody | None
@@ -256,9 +256,9 @@ BalancednessBody = _json_object(
 
 
 class Rebalance(TypedDict):
-    """Answer of `/rebalance_experts`: what will move, and the predicted balancedness for the last window's load.
+    """Response of `/rebalance_experts`: planned moves and the predicted balancedness for the last window's load.
 
-    `bytes`: of moved experts on all devices of an EP group; `exchanges`: commands between steps that move them.
+    `bytes`: size of the moved experts on all devices of an EP group. `exchanges`: number of commands between steps that move them.
     """
 
     layers: int
@@ -269,8 +269,8 @@ class Rebalance(TypedDict):
 
 
 class Scaled(TypedDict):
-    """Answer of `/scale`: the new mesh, its epoch, and the seconds without a step. For experts in other processes: their new mesh and
-    addresses, the number of changes, and the seconds that this one took, while steps continued."""
+    """Response of `/scale`: the mesh, its epoch (`generation`), the expert processes' mesh (`expert_mesh`, or null), and `seconds`,
+    the duration of the change, during which no step ran. A change of expert processes only does not start a new epoch."""
 
     generation: int
     mesh: str
@@ -295,9 +295,9 @@ ExpertLoad = _json_object(
 
 
 class ServerInfo(TypedDict):
-    """Answer of `/server_info`: these fields and those of `EngineFacts`. `options`: the server's, without keys.
+    """Response of `/server_info`: these fields and those of `EngineFacts`. `options`: the server's options, without API keys.
 
-    `admin`: whether the request's key opens the admin endpoints.
+    `admin`: whether the request's key grants access to the admin endpoints.
     """
 
     version: str
@@ -310,7 +310,7 @@ class ServerInfo(TypedDict):
 
 
 class Tokens(TypedDict):
-    """Answer of `/tokenize`."""
+    """Response of `/tokenize`."""
 
     count: int
     max_model_len: int
@@ -319,13 +319,13 @@ class Tokens(TypedDict):
 
 
 class Text(TypedDict):
-    """Answer of `/detokenize`."""
+    """Response of `/detokenize`."""
 
     prompt: str
 
 
 class TokenizerInfo(TypedDict):
-    """Answer of `/tokenizer_info`."""
+    """Response of `/tokenizer_info`."""
 
     vocab_size: int
     bos_token_id: int | None
@@ -335,7 +335,7 @@ class TokenizerInfo(TypedDict):
 
 
 class Aborted(TypedDict):
-    """Answer of `/abort_request`."""
+    """Response of `/abort_request`."""
 
     aborted: int
 

@@ -23,7 +23,7 @@ RequestId = Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARACT
 
 
 class AbortRequest(StrictModel):
-    """Which requests to abort: all, or those with an id (the answer's, or one that the client gave)."""
+    """Requests to abort: all, or those with an id (the response's id or the client's request id)."""
 
     request_id: RequestId | None = None
     abort_all: bool = False
@@ -49,7 +49,7 @@ def admin_routes(serving: Serving) -> APIRouter:
 
     @router.post("/flush_cache", responses=documented)
     async def flush_cache() -> State:
-        """Empty the prefix cache. Running requests keep their pages."""
+        """Flush the prefix cache. Running requests keep their pages."""
         await serving.ask(lambda core: core.flush_prefix_cache())
         return {"status": "flushed"}
 
@@ -68,7 +68,7 @@ def admin_routes(serving: Serving) -> APIRouter:
 
     @router.post("/stop_profile", responses=documented)
     async def stop_profile() -> Profiled:
-        """Write the trace and return the share of device time spent in collectives, which the metrics show too."""
+        """Write the trace and return the share of device time spent in collectives, which is also a metric."""
         folder = await serving.ask(lambda core: profiler.stop())
         spent = await asyncio.to_thread(device_time, folder)
         if serving.metrics is not None:
@@ -77,7 +77,7 @@ def admin_routes(serving: Serving) -> APIRouter:
 
     @router.post("/start_expert_distribution_record", responses=documented)
     async def start_record() -> State:
-        """Start to count tokens by expert, from zero."""
+        """Start counting tokens per expert, from zero."""
         await serving.ask(lambda core: core.executor.set_recording(True))
         return {"status": "recording"}
 
@@ -100,7 +100,7 @@ def admin_routes(serving: Serving) -> APIRouter:
 
     @router.post("/rebalance_experts", responses=errors(403, 409, 503))
     async def rebalance_experts() -> Rebalance:
-        """Rebalance experts now by the load since the last window began, even where the gain does not cover the cost."""
+        """Rebalance experts now, using the load since the last window began, even if the gain does not cover the cost."""
         try:
             moves = await serving.ask(_rebalance)
         except RebalanceUnderWayError as error:
@@ -113,7 +113,7 @@ def admin_routes(serving: Serving) -> APIRouter:
 
     @router.post("/scale", responses=errors(403, 409, 503))
     async def scale(body: ScaleRequest) -> Scaled:
-        """Move to another mesh or other expert processes, and answer when that is done. Requests continue, streams stay open."""
+        """Switch to another mesh or other expert processes; return when done. Requests continue and streams stay open."""
         serving.check_running()
         mesh, experts, address = body.mesh, body.expert_mesh, body.afd_address
         if mesh is None and experts is None and address is None:

@@ -57,41 +57,41 @@ def openai_routes(serving: Serving) -> APIRouter:
 
     @router.get("/models", responses=errors())
     async def models() -> ModelList:
-        """List the served names."""
+        """List the served model names."""
         return {"object": "list", "data": [_card(serving, name) for name in serving.model_names]}
 
     @router.get("/models/{name:path}", responses=errors())
     async def model(name: str) -> ModelCard:
-        """Describe one served name."""
+        """Describe a served model name."""
         return _card(serving, serving.check_model(name))
 
     @router.post("/completions", response_model=CompletionResponse, responses=generating)
     async def completions(body: CompletionRequest, request: Request, place: Wanted) -> Response:
-        """Continue one or several prompts."""
+        """Complete one or more prompts."""
         answer = CompletionAnswer(serving, body, request_id_of(request, body.request_id))
         return await _answer(serving, answer, body.stream, request, place)
 
     @router.post("/chat/completions", response_model=ChatResponse, responses=generating)
     async def chat_completions(body: ChatRequest, request: Request, place: Wanted) -> Response:
-        """Continue a conversation."""
+        """Generate the next message of a conversation."""
         answer = ChatAnswer(serving, body, request_id_of(request, body.request_id))
         return await _answer(serving, answer, body.stream, request, place)
 
     @router.post("/responses", responses=generating)
     async def responses(body: ResponsesRequest, request: Request, place: Wanted) -> Response:
-        """Continue a conversation in the form of the Responses API: items, named events. Nothing is stored."""
+        """Generate a response in the format of OpenAI's Responses API (items, named events). Nothing is stored."""
         answer = ResponsesAnswer(serving, body, request_id_of(request, body.request_id))
         return await _answer(serving, answer, body.stream, request, place, NamedEvents)
 
     @router.post("/messages", responses=generating)
     async def messages(body: MessagesRequest, request: Request, place: Wanted) -> Response:
-        """Continue a conversation in the form of Anthropic's Messages API."""
+        """Generate the next message in the format of Anthropic's Messages API."""
         answer = MessagesAnswer(serving, body, request_id_of(request, None))
         return await _answer(serving, answer, body.stream, request, place, NamedEvents)
 
     @router.post("/messages/count_tokens", responses=errors())
     async def count_tokens(body: TokenCountRequest, request: Request, place: Wanted) -> Response:
-        """Count the tokens of a prompt, as Anthropic's API does."""
+        """Count the tokens of a prompt, as in Anthropic's API."""
         chat = body.to_chat()
         chat.check()
         serving.check_model(body.model)

@@ -27,14 +27,14 @@ def status_routes(serving: Serving) -> APIRouter:
 
     @router.get("/health", responses=errors(503))
     async def health() -> State:
-        """Answer 200 while the process lives, also before it is ready."""
+        """Return 200 unless the engine has failed, even before the server is ready."""
         if serving.engine.error is not None:
             raise ApiError(503, "the engine has failed", type="server_error")
         return {"status": "ok"}
 
     @router.get("/ready", responses=errors(503))
     async def ready() -> State:
-        """Answer 200 once the server is warmed up, and 503 while its mesh changes; requests wait meanwhile."""
+        """Return 200 when the server is ready; 503 during warm-up, shutdown and mesh changes. Requests wait during mesh changes."""
         if serving.engine.error is not None or serving.state != Phase.READY.value:
             state = "failed" if serving.engine.error is not None else serving.state
             raise ApiError(503, f"the server is not ready: {state}", type="server_error", code="not_ready")
@@ -54,7 +54,7 @@ def status_routes(serving: Serving) -> APIRouter:
 
     @router.get("/server_info", response_model=ServerInfo, responses=errors(503))
     async def server_info(request: Request) -> Response:
-        """Return model, mesh, options and load, and whether the request's key opens the admin endpoints."""
+        """Return model, mesh, options and load, and whether the request's key grants access to the admin endpoints."""
         experts = serving.expert_counts
         body: ServerInfo = {
             "version": package_version(),
@@ -90,7 +90,7 @@ def create_metrics_routes(app: FastAPI, serving: Any) -> None:
 
     @app.get("/history", responses=errors())
     async def history() -> HistoryBody:
-        """Return sums of the last minutes, one point for every two seconds with a step."""
+        """Return token totals and load over the last minutes: one point per two seconds, if a step ran."""
         await _refresh_loads(serving)
         return serving.metrics.history.to_json()
 

@@ -18,7 +18,7 @@ from dsjax.serve.serving import Serving
 
 
 class TokenizeText(StrictModel):
-    """A text to tokenise."""
+    """Text to tokenize."""
 
     model: Name | None = None
     prompt: str
@@ -27,7 +27,7 @@ class TokenizeText(StrictModel):
 
 
 class TokenizeMessages(PromptFields):
-    """A conversation to tokenise, as `/v1/chat/completions` would."""
+    """Conversation to tokenize, as `/v1/chat/completions` does."""
 
     model: Name | None = None
     add_special_tokens: bool | None = Field(False, description="beside those that the template writes")
@@ -47,7 +47,7 @@ TokenizeRequest = Annotated[
 
 
 class DetokenizeRequest(StrictModel):
-    """Token ids to detokenise; special tokens are kept."""
+    """Token ids to detokenize. Special tokens are kept."""
 
     model: Name | None = None
     tokens: list[int]
@@ -59,7 +59,7 @@ def tokenizer_routes(serving: Serving) -> APIRouter:
 
     @router.post("/tokenize", responses=errors())
     async def tokenize(body: TokenizeRequest) -> Tokens:
-        """Turn text or messages into token ids."""
+        """Convert text or messages to token ids."""
         serving.check_model(body.model)
         tokenizer = _needed(serving)
         ids = await asyncio.to_thread(_ids, serving, tokenizer, body)
@@ -68,7 +68,7 @@ def tokenizer_routes(serving: Serving) -> APIRouter:
 
     @router.post("/detokenize", responses=errors())
     async def detokenize(body: DetokenizeRequest) -> Text:
-        """Turn token ids into text."""
+        """Convert token ids to text."""
         serving.check_model(body.model)
         tokenizer = _needed(serving)
         for token_id in body.tokens:
