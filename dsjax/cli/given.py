@@ -83,6 +83,8 @@ def _translate(one: _Given, option: Any, given: dict[str, str], path: str | None
         try:
             one.value = translate(one.row, _text(one.value) if one.key else one.value, given)
         except ValueError as error:
+            if not one.key:
+                raise
             raise UserError(f"--config {path}: {one.key}: {error}") from error
         one.words = [one.ours, one.value]
     elif isinstance(one.value, str | int | float) and one.value != "":

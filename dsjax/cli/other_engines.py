@@ -102,6 +102,8 @@ def translate(row: Row, text: str, given: dict[str, str]) -> str:
             given[row.ours] = dict(pair.split("=") for pair in row.value.split())[text.lower()]
         else:
             given[row.ours] = TRANSLATIONS[row.value](text, given) if row.value else text
+    except UserError:  # of the model whose page size is asked for
+        raise
     except (KeyError, ValueError, OverflowError):
         note = f": {row.note}" if row.note else ""
         raise UserError(

@@ -61,7 +61,7 @@ def moe_layers(runs: Sequence[LayerRun]) -> list[int]:
 def in_runs(layers: Sequence[tuple[str, str]], number: int = 0) -> tuple[LayerRun, ...]:
     """Group layers, each given as (attention, MLP), into runs of one kind or of two alternating kinds, whichever is longer.
 
-    number: the number of the first of these layers. A stack's name has its kind and first layer, so it is unique to one run.
+    number: of the first layer. A stack is named after its kind and first layer, so each run has a name of its own.
     """
     runs, first = [], 0
     while first < len(layers):

@@ -16,6 +16,8 @@ from dsjax.top.reading import Exposition
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
 _STARTING = (502, 503, 504)
 """HTTP statuses that a gateway returns while its server starts."""
+_COMPILE_SECONDS = 300.0
+"""Time limit for a server that compiles while it serves."""
 
 
 class ServerError(UserError):
@@ -97,7 +99,8 @@ async def _wait_until_ready(session: aiohttp.ClientSession, url: str, deadline: 
         if time.monotonic() >= deadline:
             raise ServerError(f"the server at {url} is not ready yet{why}; wait for it with --ready-check-timeout-sec")
         await asyncio.sleep(0.5)
-    while (await _optional(session, f"{url}/ready")).get("compiling") is True:
+    end = time.monotonic() + _COMPILE_SECONDS
+    while time.monotonic() < end and (await _optional(session, f"{url}/ready")).get("compiling") is True:
         await asyncio.sleep(0.5)
 
 

@@ -65,7 +65,7 @@ class ProgramFolder:
             return cls(cache / "programs")
         except DistrustedError as error:
             reason = f"{cache / 'programs'}: {error.strerror}"
-            _log.warning("Compiled programs are neither read nor kept whole, only JAX's cache is used: %s.", reason)
+            _log.warning("The folder of compiled programs is not used, only JAX's own cache: %s.", reason)
         except OSError:  # already reported for the parent folder
             pass
         return None

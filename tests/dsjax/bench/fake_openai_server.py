@@ -23,7 +23,7 @@ class Script:
         drop_after: chunks after which the connection is closed.
         hang: never answer.
         posts: path to what a JSON body posted there is answered with, a status and a text.
-        starting: path to what its first requests get instead of an answer: status 503, or a closed connection.
+        starting: path to what its first requests get instead of an answer: status 503, a closed connection, or "compiling".
         models: the whole answer of `/v1/models`, in place of one model's.
         metrics: what `/metrics` says, given the number of answered requests; None: there is no such path.
         info: what `/server_info` says; None: there is no such path.
@@ -40,7 +40,7 @@ class Script:
     metrics: Callable[[int], str] | None = None
     info: dict[str, Any] | None = None
     posts: dict[str, Callable[[dict[str, Any]], tuple[int, str]]] = field(default_factory=dict)
-    starting: dict[str, list[Literal["503", "close"]]] = field(default_factory=dict)
+    starting: dict[str, list[Literal["503", "close", "compiling"]]] = field(default_factory=dict)
     models: Any = None
     root: str = "tiny"
     max_model_len: int = 4096
@@ -77,7 +77,10 @@ class FakeServer:
             first = self.script.starting.get(request.path)
             if not first:
                 return await handler(request)
-            if first.pop() == "close":
+            what = first.pop()
+            if what == "compiling":
+                return web.json_response({"status": "ready", "compiling": True})
+            if what == "close":
                 request.transport.close()
             return web.Response(status=503)
 

@@ -7,6 +7,7 @@ import asyncio
 
 import pytest
 
+from dsjax.bench.serve import server_facts
 from dsjax.bench.serve.client import Client, open_session
 from dsjax.bench.serve.load import run_load
 from dsjax.bench.serve.options import ServerOptions
@@ -128,6 +129,14 @@ def test_a_server_that_starts_is_waited_for_or_named(start_fake, path, first, me
     assert facts_of(start_fake(starting={path: [first] * 2}).url, wait_seconds=AGES).model == "tiny"
     with pytest.raises(ServerError, match=message):
         facts_of(start_fake(starting={path: [first] * 99}).url)
+
+
+def test_a_server_that_still_compiles_is_waited_for_but_not_for_ever(start_fake, monkeypatch):
+    server = start_fake(starting={"/ready": ["compiling"] * 3})
+    assert facts_of(server.url).model == "tiny"
+    assert not server.script.starting["/ready"], "it was asked until it had compiled all"
+    monkeypatch.setattr(server_facts, "_COMPILE_SECONDS", 0.1)
+    assert facts_of(start_fake(starting={"/ready": ["compiling"] * 99}).url).model == "tiny"
 
 
 @pytest.mark.parametrize("models", [{"data": ["tiny"]}, {"data": [{"name": "tiny"}]}, {"data": None}, [], "tiny"])

@@ -103,6 +103,7 @@ def test_an_option_of_another_engine_is_taken_for_ours(given, words, options):
             "--chunked-prefill-size 8192",
             "--prefill-chunk is 8192, more than --max-num-batched-tokens 2048, which a step",
         ),
+        ("--num-gpu-blocks-override 9 --model /no/such", "/no/such"),
         ("--block-size 0", "--page-size is 0, expected an integer of at least 1"),
         ("--config", "Option '--config' requires an argument"),
         ("--model-path", "--model-path without a value has no counterpart here; give --model"),
@@ -114,6 +115,7 @@ def test_a_value_without_counterpart_gets_one_message_with_what_to_use(given, wo
     with pytest.raises(UserError) as refused:
         given(f"--prompt x {words}")
     assert message in str(refused.value)
+    assert "--config None" not in str(refused.value), "only keys of a file name it"
 
 
 @pytest.mark.parametrize(

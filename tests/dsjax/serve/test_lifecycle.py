@@ -126,3 +126,20 @@ def test_a_server_that_cannot_begin_to_serve_ends_with_the_reason_instead_of_lis
     warmed.set()
     server.join()
     assert "can't start new thread" in str(server.failure)
+
+
+def test_a_server_that_cannot_begin_while_programs_are_compiled_says_why_and_exits_with_1(monkeypatch, capfd):
+    warmed, compiled, exits = threading.Event(), threading.Event(), []
+
+    def warm_up(check):
+        warmed.wait(60)
+        return lambda check: compiled.wait(60)
+
+    monkeypatch.setattr("dsjax.serve.server.os._exit", exits.append)
+    server = LiveServer(warm_up=warm_up, shutdown_timeout=0.1)
+    monkeypatch.setattr(server.engine, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    warmed.set()
+    server.join()
+    compiled.set()
+    assert exits == [1]
+    assert "Error: can't start new thread" in capfd.readouterr().err
