@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,10 @@ from cpu_seconds import CpuSeconds
 from jaxtyping import install_import_hook
 from quick_compilation import QUICK_COMPILATION, SERVING_FLAG
 from shapes import CHECKED, SHAPES_FLAG
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell that starts the tests in the background has them and their processes ignore the Ctrl-C that some tests send.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says something of the machine, which others may use as well.
 hypothesis.settings.register_profile("untimed", deadline=None)
