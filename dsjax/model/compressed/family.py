@@ -2,13 +2,14 @@
 
 On CPUs a token's result has the same bits in every chunk and batch: native kernels (``native/compressed.h``) attend token by token. The
 JAX reference also computes each token separately, in loops whose body has the same shape in every program. On accelerators it computes
-tokens in parallel.
+tokens in parallel. On GPUs Pallas kernels attend and score (``kernels/pallas/compressed.py`` and ``index.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
 from dsjax.config import ModelConfig
+from dsjax.kernels.pallas import index as gpu_index
+from dsjax.kernels.pallas.compressed import compressed_attention
 from dsjax.kernels.table import Kernels
 from dsjax.model import paging
 from dsjax.model.cache_groups import CacheGroup
@@ -34,7 +37,7 @@ from dsjax.model.paging import Cache, Rows
 from dsjax.model.parameters import Multiply, reinterpret, store, value_of
 from dsjax.model.rows import GroupShape
 from dsjax.model.softmax import fold
-from dsjax.model.sparse.attend import CPU_BYTES
+from dsjax.model.sparse.attend import ACCELERATOR_BYTES, CPU_BYTES
 from dsjax.model.sparse.choose import choose, index_scores, positions_of
 from sharding import Rules
 from sharding.indices import take
@@ -44,6 +47,8 @@ BLOCK = 128
 """Number of compressed entries that a token attends to at once."""
 MATRICES = ("q_a", "q_b", "kv", "gate", "query", "head_weights", "o_b")
 """Names of a layer's ungrouped matrices, including its compressors' and its indexer's."""
+IN_STACK = ("q_a", "q_b", "query", "o_b")
+"""Names of matrices whose products are in the dtype of computation."""
 GROUPS = {"csa": ("c4", "c4_index", "state4"), "hca": ("c128", None, "state128")}
 """Kind of layer → cache groups of its entries, index keys and states. Arrays have the names of their groups."""
 
@@ -63,6 +68,13 @@ class Compressed:
     def native(self) -> bool:
         """Whether the native kernels attend; they need a float32 cache."""
         return self.kernels.name("decode attention") == "native" and np.dtype(self.cache_dtype) == np.float32
+
+    @property
+    def in_place(self) -> bool:
+        """Whether native or Pallas kernels attend, which read the cache in place. Those of Pallas are for GPUs and a cache not in FP8."""
+        own, stored = self.kernels.pallas, np.dtype(self.cache_dtype)
+        is_pallas = own is not None and own.platform == "gpu" and self.kernels.name("decode attention") == "pallas"
+        return self.native or (is_pallas and stored.itemsize > 1)
 
     @property
     def batch(self) -> tuple[str, ...] | None:
@@ -93,11 +105,11 @@ class Compressed:
 
     def backend(self, form: Form) -> str:
         """Return the backend, which is the same for prefill and decode."""
-        return "native" if self.native else "plain"
+        return self.kernels.name("decode attention") if self.in_place else "plain"
 
     def in_stack(self, forms: Sequence[Form]) -> frozenset[str]:
-        """Return ``MATRICES`` if native kernels multiply, which read them from the stack."""
-        return frozenset(MATRICES if self.kernels.name("other products") == "native" else ())
+        """Return ``MATRICES`` for native kernels, and those that are not multiplied in float32 for Pallas kernels."""
+        return frozenset(MATRICES if self.kernels.name("other products") == "native" else IN_STACK)
 
     def project(
         self, weights: CompressedAttention, x: Float[Array, "B T D"], rotation: Rotations, forms: Sequence[Form], *,
@@ -226,9 +238,9 @@ class Compressed:
             sink = value_of(weights.sink)
 
             def local(own, at, sink, positions, tables, ring, filled, queries):
-                if self.native:
+                if self.in_place:
                     rows = positions[0], tables[0], ring[0], filled
-                    return self._attend_native(kind, own, at, sink, *rows, *(array[0] for array in queries))[None]
+                    return self._attend_in_place(kind, own, at, sink, *rows, *(array[0] for array in queries))[None]
                 where = np.repeat(np.arange(R), C)
                 one = _Attended(self.config, self.cache_dtype, kind, own, at, sink, tables[0], ring[0], filled)
                 flat = (array[0].reshape(R * C, *array.shape[3:]) for array in queries)
@@ -248,25 +260,30 @@ class Compressed:
             out = run(own, self._at(names, layer), sink, positions, rows.tables, rows.windows, rows.filled, queries)
             return rotate_back(p.rotation, out).astype(p.query.dtype)
 
-    def _attend_native(
+    def _attend_in_place(
         self, kind: str, own: Cache, at, sink: Float[Array, "H"], positions: Int[Array, "R C"], tables: Int[Array, "R Pr"],
         ring: Int[Array, "R Pw"], filled: Array | None, query: Float[Array, "R C H M"], *index: Array,
     ) -> Float[Array, "R C H M"]:  # fmt: skip
-        """Return the heads' values on one rank, computed by the native kernels. Arguments as in ``_Attended``."""
-        config, kernels, chosen, count = self.config, self.kernels.native, None, jnp.zeros_like(positions)
+        """Return the heads' values on one rank, computed by native or Pallas kernels. Arguments as in ``_Attended``."""
+        config, chosen, count = self.config, None, jnp.zeros_like(positions)
         name, keys, _ = GROUPS.get(kind, (None, None, None))
         if name is not None:
             count = (positions + 1) // config.v4.rate(kind)
         if keys is not None and tables.shape[1] * own[name].shape[2] > config.v4.indexer.topk:
-            cached = {"index": own[keys]}, at[keys]
-
-            def chosen_by(last, *index):
-                return kernels.index_choice(*index, *cached, last, tables, None, config.v4.indexer.topk)[:2]
-
+            choose_by = partial(self._choose_in_place, own[keys], at[keys], tables)
             scores = 4 * tables.shape[0] * tables.shape[1] * own[name].shape[2]
-            chosen, found = _in_blocks(chosen_by, max(1, CPU_BYTES // scores), count - 1, *index)
+            together = (CPU_BYTES if self.native else ACCELERATOR_BYTES) // scores
+            chosen, found = _in_blocks(choose_by, max(1, together), count - 1, *index)
             count = jnp.minimum(count, found)
-        return kernels.compressed_attention(
+        pallas = self.kernels.pallas
+        attend = (
+            self.kernels.native.compressed_attention
+            if self.native
+            else partial(
+                compressed_attention, stored=np.dtype(self.cache_dtype), interpret=pallas.interpret, cores=pallas.cores
+            )
+        )
+        return attend(
             query,
             sink,
             own["window"],
@@ -281,6 +298,19 @@ class Compressed:
             span=config.v4.sliding_window,
             scale=config.softmax_scale,
         )
+
+    def _choose_in_place(
+        self, keys: Array, layer: Int[Array, ""], tables: Int[Array, "R Pr"], last: Int[Array, "R C"],
+        query: Float[Array, "R C I A"], weight: Float[Array, "R C I"],
+    ) -> tuple[Int[Array, "R C k"], Int[Array, "R C"]]:  # fmt: skip
+        """Return the entries that queries attend to among entries 0 to ``last``, ascending, and their number."""
+        where, topk = ({"index": keys}, layer, last, tables), self.config.v4.indexer.topk
+        if self.native:
+            return self.kernels.native.index_choice(query, weight, *where, None, topk)[:2]
+        stored, interpret = np.dtype(self.cache_dtype), self.kernels.pallas.interpret
+        scores = gpu_index.index_scores(query, weight, where[0], stored, *where[1:], interpret=interpret)
+        with jax.named_scope("choose"):
+            return positions_of(choose(scores, topk, 1 if interpret else 4), topk)
 
     def _normalise(self, x: Float[Array, "*b M"], eps: float) -> Float[Array, "*b M"]:
         """Apply ``unweighted``, with the native kernel if native kernels attend."""
