@@ -139,62 +139,68 @@ def _kernel(
     precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else lax.Precision.DEFAULT
     numbers, columns = jnp.arange(positions), jnp.arange(wide)
 
-    def page_of(ref, column, pages, seen):
-        return plgpu.load(ref.at[row, jnp.minimum(column, pages - 1)], mask=seen, other=0)
+    def over(source, number, places, first, end, state, listed=None, holes=None):
+        """Return the running maximum, sum and values after blocks of one source (arXiv 1805.02867).
 
-    oldest = jnp.maximum(position - span + 1, 0)
+        source: its vectors and its pages. number: of the source in ``first_ref``. places: a block's positions in the table of pages, or in
+        ``listed``, which has such positions; and which of them the query sees.
+        """
+        (ref, table_ref), slots = source, page_slots[number]
 
-    def window_block(block):
-        """Return the rows of a block of the window; −1 where the query sees nothing."""
-        at, slots, pages = oldest + block * positions + numbers, page_slots[0], ring_ref.shape[1]
-        seen = at <= position
-        slot = page_of(ring_ref, lax.rem(lax.div(at, slots), pages), pages, seen) * slots + lax.rem(at, slots)
-        if has_holes:
-            held = plgpu.load(holes_ref.at[slot], mask=seen, other=0) != 0
-            seen = seen & (held | (at == position))
-        return jnp.where(seen, first_ref[0] + slot, -1)
-
-    def entries_block(block):
-        """Return the rows of a block of entries; −1 from ``count`` on."""
-        at, slots = block * positions + numbers, page_slots[1]
-        seen = at < count
-        if is_chosen:
-            at = plgpu.load(chosen_ref.at[item, jnp.minimum(at, chosen_ref.shape[1] - 1)], mask=seen, other=0)
-        page = page_of(tables_ref, lax.div(at, slots), tables_ref.shape[1], seen)
-        return jnp.where(seen, first_ref[1] + page * slots + lax.rem(at, slots), -1)
-
-    def over(ref, block_of, first, end, state):
-        """Return the running maximum, sum and values after these blocks (arXiv 1805.02867)."""
+        def pages_of(block):
+            at, seen = places(block)
+            if listed is not None:
+                at = plgpu.load(listed.at[item, at], mask=seen, other=0)
+            column = lax.rem(lax.div(at, slots), table_ref.shape[1])
+            page = plgpu.load(table_ref.at[row, column], mask=seen, other=0)
+            return (page,) if listed is None else (page, at)
 
         def step(block, carry):
-            peak, total, sums, at = carry
-            following = block_of(block + 1)  # a block ahead, so that no vector waits for its page's number
-            seen = at >= 0
+            peak, total, sums, (page, *chosen) = carry
+            following = pages_of(block + 1)  # a block ahead, so that no vector waits for its page's number
+            at, seen = places(block)
+            slot = page * slots + lax.rem(chosen[0] if chosen else at, slots)
+            where = (first_ref[number] + slot)[:, None]
             mask, across = jnp.broadcast_to(seen[:, None], (positions, wide)), columns
             if wide > width:
                 mask, across = mask & (columns < width), jnp.minimum(columns, width - 1)
-            context = plgpu.load(ref.at[jnp.maximum(at, 0)[:, None], across[None, :]], mask=mask, other=0)
+            context = plgpu.load(ref.at[where, across[None, :]], mask=mask, other=0)
             context = context if context.dtype == stored else lax.bitcast_convert_type(context, stored)
             context = context.astype(query.dtype)
             scores = plgpu.dot(query, context, trans_b=True, precision=precision) * scale
+            if holes is not None:
+                held = plgpu.load(holes.at[slot], mask=seen, other=0) != 0
+                seen = seen & (held | (at == position))
             scores = jnp.where(seen[None, :], scores, NOTHING)
             higher = jnp.maximum(peak, jnp.max(scores, axis=1))
             weights, shrink = jnp.where(seen[None, :], jnp.exp2(scores - higher[:, None]), 0.0), jnp.exp2(peak - higher)
             product = plgpu.dot(weights.astype(query.dtype), context, precision=precision)
-            return higher, total * shrink + jnp.sum(weights, axis=1), sums * shrink[:, None] + product, following
+            sums = sums * shrink[:, None] + product
+            return higher, total * shrink + jnp.sum(weights, axis=1), sums, following
 
-        return lax.fori_loop(first, end, step, (*state, block_of(first)))[:3]
+        return lax.fori_loop(first, end, step, (*state, pages_of(first)))[:3]
+
+    oldest = jnp.maximum(position - span + 1, 0)
+
+    def tokens_of(block):
+        at = oldest + block * positions + numbers
+        return at, at <= position
+
+    def entries_of(block):
+        at = block * positions + numbers
+        return at, at < count
 
     is_first = split == 0  # has the sink and the window
     peak = jnp.where(is_first, sink_ref[...] * math.log2(math.e), NOTHING)
     state = peak, jnp.where(is_first, jnp.ones_like(peak), 0.0), jnp.zeros((rows, wide), jnp.float32)
     tokens = jnp.where(is_first & (position >= 0), position - oldest + 1, 0)
-    state = over(window_ref, window_block, 0, lax.div(tokens + positions - 1, positions), state)
+    blocks = lax.div(tokens + positions - 1, positions)
+    state = over((window_ref, ring_ref), 0, tokens_of, 0, blocks, state, holes=holes_ref)
     if entries_ref:
         blocks = lax.div(count + positions - 1, positions)
         share = lax.div(blocks + splits - 1, splits)
-        first = split * share
-        state = over(entries_ref[0], entries_block, first, jnp.minimum(first + share, blocks), state)
+        first, end = split * share, jnp.minimum((split + 1) * share, blocks)
+        state = over((entries_ref[0], tables_ref), 1, entries_of, first, end, state, listed=chosen_ref)
     peak, total, sums = state
     held = total > 0
     total = jnp.where(held, total, 1.0)
