@@ -105,7 +105,8 @@ KNOWN_ORDERS: tuple[KnownOrder, ...] = (
     ),
     KnownOrder(
         "context-splits",
-        ("kernel", "reduce"), "latent_attention|terms( of a product)?", r"attend_\w+/(latent_attention/pallas_call|context_splits/.*)",
+        ("kernel", "reduce"), "(latent|compressed)_attention|terms( of a product)?",
+        r"attend_\w+/((latent|compressed)_attention/pallas_call|context_splits/.*)",
         "Blocks of the context begin at fixed positions, but few rows have their context split over programs, whose parts are merged; "
         "how many decides the number of rows, and where they begin the length of the row. The tile of rows follows the heads of a device.",
         "splits of a fixed number of positions, merged in order, and one tile of rows.",

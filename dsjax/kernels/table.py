@@ -40,11 +40,15 @@ class Implementation:
 TABLE = (
     Implementation("decode attention", "plain", None, "JAX, blocks of the context gathered from their pages"),
     Implementation("decode attention", "native", ("cpu",), "C++, absorbed MLA or DeepSeek-V4's, pages read in place"),
-    Implementation("decode attention", "pallas", ("gpu",), "Triton, absorbed MLA, pages read in place"),
+    Implementation(
+        "decode attention", "pallas", ("gpu",), "Triton, absorbed MLA or DeepSeek-V4's, pages read in place"
+    ),
     Implementation("decode attention", "pallas", ("tpu",), "Mosaic, absorbed MLA, pages read in place"),
     Implementation("prefill attention", "plain", None, "JAX, blocks of the context gathered from their pages"),
     Implementation("prefill attention", "native", ("cpu",), "C++, keys and values expanded by block, or DeepSeek-V4's"),
-    Implementation("prefill attention", "pallas", ("gpu",), "Triton, absorbed MLA, causal tiles"),
+    Implementation(
+        "prefill attention", "pallas", ("gpu",), "Triton, absorbed MLA in causal tiles, or DeepSeek-V4's by query"
+    ),
     Implementation("prefill attention", "pallas", ("tpu",), "Mosaic, absorbed MLA, causal tiles"),
     Implementation(
         "index choice", "plain", None, "JAX, of sparse attention: scores by blocks, the highest by bisection"
