@@ -234,7 +234,7 @@ class EngineCore:
         """
         if self.generations is None:
             raise error
-        return self._renew(lambda: self.generations.after(error))
+        return self._renew(lambda: self.generations.recover_from(error))
 
     def _renew(self, make: Callable[[], Generation | None]) -> list[Update]:
         self._under_way.clear()

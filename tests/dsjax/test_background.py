@@ -253,7 +253,7 @@ def fail_leave(monkeypatch):
     """A process that is told to end, and cannot ask process 0, ends all the same."""
     ended = []
     monkeypatch.setattr(follower.os, "_exit", ended.append)
-    made = follower.Follower(SimpleNamespace(generation=0))
+    made = follower.Follower(SimpleNamespace(epoch=0))
     made.has_served = True
     monkeypatch.setattr(made, "leave", once(BROKEN))
     made._on_signal(15, None)
@@ -339,7 +339,7 @@ def fail_messaging(monkeypatch):
 def fail_link_monitor(monkeypatch):
     """The next look sees the links."""
     endpoint = SimpleNamespace(serve=lambda *service, **options: None)
-    made = Links(SimpleNamespace(present=[], me=None), endpoint, lambda generation: None)
+    made = Links(SimpleNamespace(present=[], me=None), endpoint, lambda epoch: None)
     looked = threading.Event()
     monkeypatch.setattr(made, "probe", once(BROKEN, lambda members: looked.set()))
     made.watch(0.01)

@@ -123,10 +123,10 @@ def test_stages_go_on_whatever_strangers_and_other_members_say(ends):
         for host, port in found:
             assert wrong_at(f"{host}:{port}") == []
         hidden = np.arange(6, dtype=np.float32).reshape(2, 3)
-        first.pass_on(hidden)
-        np.testing.assert_array_equal(last.arriving(lambda array: array).popleft(), hidden)
-        last.publish(lambda: hidden)
-        np.testing.assert_array_equal(first.hear(0), hidden)
+        first.send_hidden(hidden)
+        np.testing.assert_array_equal(last.incoming(lambda array: array).popleft(), hidden)
+        last.send_results(lambda: hidden)
+        np.testing.assert_array_equal(first.receive_results(0), hidden)
     close_groups()
 
 

@@ -116,7 +116,7 @@ class LoweredPrograms:
     def lower_enter(self, positions: int, firsts: tuple[int, ...], drafts: int) -> Lowered:
         """``(state, positions, outcome[, drafts]) -> state`` of a stage before the last: enter the last stage's results of a launch.
 
-        outcome, drafts: as ``step`` and ``drafts`` return them. firsts: see ``entering``.
+        outcome, drafts: as ``step`` and ``drafts`` return them. firsts: see ``commit_key``.
         """
         packed, outcome = (self._described((n * positions,), np.int32) for n in (len(dataclasses.fields(Positions)), 1))
         proposed = [self._described((len(firsts), drafts), np.int32)] if drafts else []
@@ -320,12 +320,12 @@ class LoweredPrograms:
         return jax.ShapeDtypeStruct((self._limits.num_ranks, *shape), dtype, sharding=self.rows)
 
 
-def entering(shape: LaunchShape, drafts: int) -> tuple[str, int, tuple[int, ...], int]:
+def commit_key(shape: LaunchShape, drafts: int) -> tuple[str, int, tuple[int, ...], int]:
     """Return the key of the program that enters a launch's tokens. It depends on the rows only if drafts are entered."""
     return "enter", shape.positions, tuple(shape.first_positions.tolist()) if drafts else (), drafts
 
 
-def gathering(tree: Any) -> tuple[ProgramKey, Any]:
+def gather_key(tree: Any) -> tuple[ProgramKey, Any]:
     """Return the key of the program that gathers a tree like this one, and descriptions of the tree's arrays."""
     described = device_state.description(tree)
     leaves, structure = jax.tree.flatten(described)

@@ -6,8 +6,9 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -54,12 +55,16 @@ SMALLER_STEPS = (
 """Advice for a step that needs more memory than the cache leaves."""
 
 
-class _StepOutcomes(NamedTuple):
-    """Outcomes of a step's launches, on the devices. placements: of experts, when the step began. recording: of the experts' load."""
+@dataclass
+class StepOutcomes:
+    """Outcomes of a step's launches, on the devices. recording: whether the experts' load is recorded.
 
-    outcomes: list[LaunchOutcome]
-    placements: list[LayerPlacements | None]
+    placements: the placement of experts when the step began; None before that, and for a model without experts.
+    """
+
     recording: bool
+    outcomes: list[LaunchOutcome] = field(default_factory=list)
+    placements: LayerPlacements | None = None
 
 
 PartMaker = Callable[[DeviceAccess, PageStaging], DevicePart]
@@ -107,14 +112,14 @@ class MeshExecutor(DeviceAccess):
         self._table.add(Flush, Handler(self._flush, is_awaited=True))
         self._table.add(Copy, Handler(self._copy, keeps_last=False))
         self._table.add(Clear, Handler(self._clear, keeps_last=False))
-        with contextlib.ExitStack() as begun:  # if a part cannot be made, earlier parts end their threads
-            self._parts = [begun.enter_context(contextlib.closing(make(self, staging))) for make in parts]
-            begun.pop_all()
+        with contextlib.ExitStack() as created:  # if a part cannot be made, earlier parts end their threads
+            self._parts = [created.enter_context(contextlib.closing(make(self, staging))) for make in parts]
+            created.pop_all()
         for part in (staging, *self._parts):
             part.register(self._table)
         self._queue: deque[Pending] = deque()
         self._padding = 0
-        self._warm: frozenset[Hashable] | None = None
+        self._warmed_up: frozenset[Hashable] | None = None
 
     def extension(self, kind: type[Kind]) -> Kind | None:
         """Return what a part offers under this type, or None."""
@@ -167,13 +172,15 @@ class MeshExecutor(DeviceAccess):
             self.programs.meet()
         for part in self._parts:
             part.rehearse(lambda command: self.collect(self.launch(command)))
-        self._warm = self.programs.compiled
-        left = [key for key in labels if key not in first]
-        return partial(self.programs.compile_beside, left) if left else None
+        self._warmed_up = self.programs.compiled
+        remaining = [key for key in labels if key not in first]
+        return partial(self.programs.compile_beside, remaining) if remaining else None
 
     def counts(self) -> ExecutorCounts:
         """Return the counts of the last step and of the programs."""
-        late = 0 if self._warm is None else len(self.programs.compiled - self._warm - self.programs.compiled_beside)
+        late = 0
+        if self._warmed_up is not None:
+            late = len(self.programs.compiled - self._warmed_up - self.programs.compiled_beside)
         return ExecutorCounts(self._padding, late, self._recorder.counts() if self.recording else None)
 
     @property
@@ -220,7 +227,7 @@ class MeshExecutor(DeviceAccess):
         """Use other programs from now on. The recording of experts starts over."""
         super().go_on_with(model, programs)
         self._recorder = ExpertRecorder(self.model) if self.recording else None
-        self._warm = self.programs.compiled
+        self._warmed_up = self.programs.compiled
 
     def _advance(self) -> None:
         """Start the next command; run commands without a waiter to their end."""
@@ -243,30 +250,29 @@ class MeshExecutor(DeviceAccess):
 
     def _step(self, pending: Pending, command: Step) -> Running:
         """Send a step's inputs and return its execution."""
-        pending.kept = _StepOutcomes([], [], self.recording)
+        pending.kept = StepOutcomes(self.recording)
         self._slots.admit(command)
         launches = self.buckets.launches(command)
         shapes = [self.programs.shape(launch.decode, launch.prefill) for launch in launches]
-        room, limits = shapes[0].page_changes if shapes else 0, self.limits
-        within, before = split_page_changes(command, room, limits.pages_per_rank)
+        room = shapes[0].page_changes if shapes else 0
+        within, before = split_page_changes(command, room, self.limits.pages_per_rank)
         admit = self._change("admit", pack_admissions(command, before))
-        nothing: list[list] = [[] for _ in command.ranks]
+        no_changes: list[list] = [[] for _ in command.ranks]
         most_drafts = [self._slots.most_drafts(rank) for rank in command.ranks]
         inputs = [
-            self.programs.put_rows(pack_launch(command, launch, shape, within if place == 0 else nothing, most_drafts))
-            for place, (launch, shape) in enumerate(zip(launches, shapes, strict=True))
+            self.programs.put_rows(pack_launch(command, launch, shape, no_changes if index else within, most_drafts))
+            for index, (launch, shape) in enumerate(zip(launches, shapes, strict=True))
         ]
         rules = [self._rules(command, launch, shape) for launch, shape in zip(launches, shapes, strict=True)]
         self._padding = sum(shape.tokens for shape in shapes) * self.limits.num_ranks - sum(
             num_decodes(rank) + sum(row.length for row in rank.prefills) for rank in command.ranks
         )
-        laid_out = list(zip(launches, shapes, inputs, rules, strict=True))
 
         def run() -> Running:
-            pending.kept.placements.append(self.placements)
+            pending.kept.placements = self.placements
             yield from admit
-            for each in laid_out:
-                yield from self._run(pending, *each)
+            for launch, shape, packed, row_rules in zip(launches, shapes, inputs, rules, strict=True):
+                yield from self._run(pending, launch, shape, packed, row_rules)
 
         return run()
 
@@ -276,37 +282,36 @@ class MeshExecutor(DeviceAccess):
         proposes = command.proposes if command.num_drafts or launch.prefill is not None else 0
         if proposes and launch.prefill is None and rules.wanted is None and not rules.scored:
             program = self.programs.get("drafting step", shape, proposes)
-            arguments = (self.params, self.state, packed, *self._arrived())
-            self.state, outcome, drafts, reports = program(*arguments)
+            self.state, outcome, drafts, reports = program(self.params, self.state, packed, *self._incoming_hidden())
             yield outcome
             yield from self._keep(pending, LaunchOutcome(launch, shape, rules, outcome, reports, drafts))
             return
         program = self.programs.get("step", shape, launch.scored)
-        self.state, at, outcome, logits, hidden, reports, *prompt_scores = program(
-            self.params, self.state, packed, *self._arrived()
+        self.state, positions, outcome, logits, hidden, reports, *prompt_scores = program(
+            self.params, self.state, packed, *self._incoming_hidden()
         )
         yield outcome
         scores, drafts = None, None
         if rules.wanted is not None:
             biased = logits
             for piece in rules.biases:
-                biased = self.programs.get("biases", shape.positions)(self.state, at, biased, piece)
+                biased = self.programs.get("biases", shape.positions)(self.state, positions, biased, piece)
                 yield biased
             masks = self.programs.no_masks(shape.positions) if rules.masks is None else rules.masks
             draw = self.programs.get("draw", shape.positions)
-            self.state, outcome = draw(self.state, at, logits, biased, masks, rules.wanted)
+            self.state, outcome = draw(self.state, positions, logits, biased, masks, rules.wanted)
             yield outcome
         if rules.scored:
             scores = self.programs.get("score", shape.positions)(logits, outcome)
             yield scores.ranks
         if proposes:
             program = self.programs.get("drafts", shape, proposes)
-            self.state, drafts = program(self.params, self.state, packed, at, outcome, hidden)
+            self.state, drafts = program(self.params, self.state, packed, positions, outcome, hidden)
             yield drafts
         launched = LaunchOutcome(launch, shape, rules, outcome, reports, drafts, scores, *prompt_scores)
         yield from self._keep(pending, launched)
 
-    def _arrived(self) -> tuple[Array, ...]:
+    def _incoming_hidden(self) -> tuple[Array, ...]:
         """Return the last argument of programs with layers: the hidden states of the previous stage, if there is one."""
         return ()
 
@@ -348,7 +353,7 @@ class MeshExecutor(DeviceAccess):
         def run() -> Running:
             for packed in inputs:
                 program = self.programs.get("every token")
-                self.state, logits = program(self.params, self.state, packed, *self._arrived())
+                self.state, logits = program(self.params, self.state, packed, *self._incoming_hidden())
                 pending.kept.append(logits)
                 yield logits
 
@@ -375,7 +380,7 @@ class MeshExecutor(DeviceAccess):
 
     def _change(self, kind: str, inputs: Iterable[np.ndarray]) -> Running:
         """Send all inputs now. The execution runs the program of this kind, which changes the state, with each of them."""
-        sent = [self.programs.put_rows(one) for one in inputs]
+        sent = [self.programs.put_rows(packed) for packed in inputs]
 
         def run() -> Running:
             for packed in sent:
@@ -396,11 +401,11 @@ class MeshExecutor(DeviceAccess):
 
     def _collect_step(self, pending: Pending) -> list[RankResults]:
         """Return the results of a step's rows, and commit them to the slots."""
-        outcomes, [placements], _ = pending.kept
+        step: StepOutcomes = pending.kept
         if self._recorder is not None:
-            for outcome in outcomes:
-                self._recorder.add(outcome.reports, outcome.shape.groups, placements)
-        results = read_step(pending.command, outcomes)
+            for launch in step.outcomes:
+                self._recorder.add(launch.reports, launch.shape.groups, step.placements)
+        results = read_step(pending.command, step.outcomes)
         self._slots.commit(pending.command, results)
         return results
 

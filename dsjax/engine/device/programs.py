@@ -17,7 +17,7 @@ from dsjax.engine.device import expert_programs
 from dsjax.engine.device.buckets import Buckets, Rectangle
 from dsjax.engine.device.compiler_options import compiler_options
 from dsjax.engine.device.device_state import DeviceState
-from dsjax.engine.device.lowered_programs import LoweredPrograms, entering, gathering
+from dsjax.engine.device.lowered_programs import LoweredPrograms, commit_key, gather_key
 from dsjax.engine.device.sampler import mask_words
 from dsjax.engine.device.slots import LaunchShape
 from dsjax.engine.program_cache.compiled_programs import CompiledPrograms, ProgramKey
@@ -27,7 +27,7 @@ from sharding.arrays import put
 from sharding.cut import Worker
 from sharding.jax_internals import batched_device_put
 
-_SELDOM_WANTED = {"step": 5, "drafting step": 3, "drafts": 1}
+_FIRST_RARELY_READ = {"step": 5, "drafting step": 3, "drafts": 1}
 """For each kind of program, the index of the first result that is seldom read and has a gathering program of its own."""
 
 
@@ -132,7 +132,7 @@ class Programs(LoweredPrograms):
         """Make a program's results readable by this process. If ``shared``, all processes run a program that replicates them."""
         if not self.shared:
             return tree
-        key, described = gathering(tree)
+        key, described = gather_key(tree)
         return self.store.get(key, lambda: self.lower_gather(described))(tree)
 
     def no_masks(self, positions: int) -> Array:
@@ -190,7 +190,7 @@ class Programs(LoweredPrograms):
 
     def _compile_gathers(self, producer: ProgramKey) -> None:
         """Compile the programs that replicate a program's seldom read results: reports, prompt scores, drafts."""
-        program, first = self.store.compiled[producer], _SELDOM_WANTED.get(producer[0])
+        program, first = self.store.compiled[producer], _FIRST_RARELY_READ.get(producer[0])
         if not self.shared or first is None:
             return
         for place in range(first, len(program.out_info)):
@@ -200,7 +200,7 @@ class Programs(LoweredPrograms):
                 program.output_shardings[place],
             )
             if jax.tree.leaves(tree):
-                key, described = gathering(tree)
+                key, described = gather_key(tree)
                 self.store.compile(key, lambda described=described: self.lower_gather(described))
 
     def labels(self, buckets: Buckets) -> dict[ProgramKey, str]:
@@ -213,7 +213,7 @@ class Programs(LoweredPrograms):
             if not ends:  # scored launches have no program of their own there
                 labels["step", shape, False] = f"prompt scores, {name}" if scored else name
                 for count in (0, *proposes):
-                    key = entering(shape, count)
+                    key = commit_key(shape, count)
                     labels[key] = f"tokens of {shape.positions} positions, {count} drafts"
                 continue
             labels["step", shape, scored] = f"prompt scores, {name}" if scored else name

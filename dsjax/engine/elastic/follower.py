@@ -17,7 +17,7 @@ from dsjax.background import start_thread
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.stream.leader import LaunchMessage, Message, ReadRecord, Record, WarmUp, decode, is_collected
-from dsjax.hosts.group import GroupError, Heard, HostGroup
+from dsjax.hosts.group import EpochMessage, GroupError, HostGroup
 from dsjax.hosts.wire import Announcement
 from dsjax.messaging import PeerLostError, RefusedError
 
@@ -66,9 +66,9 @@ class Follower:
         self._leaves.set()
         _log.info("This process leaves: process 0 is asked to go on without it. A second signal ends it now.")
         try:
-            if self.group.ask_process_0_to_leave():
+            if self.group.request_leave():
                 self.left = True
-                self.group.end_here()
+                self.group.end_locally()
         except RefusedError as error:
             self._leaves.clear()
             _log.warning("This process cannot be spared, and goes on: %s. A second signal ends it now.", error)
@@ -89,7 +89,7 @@ class Follower:
         self._signals += 1
         if self._signals > 1:
             os._exit(1)
-        name, comes_back = signal.Signals(number).name, self.group.generation > 0
+        name, comes_back = signal.Signals(number).name, self.group.epoch > 0
         if self.phase == "compiling ahead" or not (self.has_served or comes_back):
             # No mesh contains this process yet; or the group has not served, and cannot form another mesh.
             os.write(2, f"{name} while {self.phase}: this process ends now\n".encode())
@@ -135,7 +135,7 @@ class Follower:
             self._on_warm = lambda: ahead.begin(spec, wanted, self.group.live_ids, loaded.facts.weights)
             return loaded.executor
 
-        if self.group.generation > 0:
+        if self.group.epoch > 0:
             # This process is rejoining. It compiles first, so that the others, which are serving, do not wait for its compiler.
             self.phase = "compiling ahead"
             ahead.prepare(MeshSpec.parse(self.group.wanted or args.mesh), "this process takes part again")
@@ -163,8 +163,8 @@ class Follower:
             GroupError: the group did not end in an orderly way. Other errors: an error of this process, with which it leaves the group.
         """
         announcement = None
-        if self.group.generation > 0:
-            self.group.say_ready()
+        if self.group.epoch > 0:
+            self.group.report_ready()
             announcement = self.group.next_announcement()
         while announcement is None or not announcement.ended:
             executor, failure = None, None
@@ -185,7 +185,7 @@ class Follower:
                         return
             except (RuntimeError, GroupError) as error:  # a collective or an all-gather over the group lost a peer
                 if executor is not None:  # others may wait for this live process in a collective or at a layer
-                    self.group.collectives.cut(self.group.generation)
+                    self.group.collectives.cut(self.group.epoch)
                 unformed = announcement is None and isinstance(error, GroupError)
                 if unformed or not self.regroups:
                     raise
@@ -213,7 +213,7 @@ class Follower:
     def follow(self, executor: Executor) -> bool:
         """Execute the messages of one mesh epoch until the leader ends (True, or a `GroupError`) or announces another epoch (False)."""
         self.phase = "warming up"
-        if not _Work(self, executor, self.group.commands(self.group.generation)).carry_out_all():
+        if not _Work(self, executor, self.group.commands(self.group.epoch)).carry_out_all():
             return False
         self.phase = "shutting down"
         executor.shutdown()
@@ -243,7 +243,7 @@ class Follower:
 class _Work:
     """Messages to the executor of one mesh epoch, and its commands in flight."""
 
-    def __init__(self, follower: Follower, executor: Executor, inbox: queue.SimpleQueue[Heard]):
+    def __init__(self, follower: Follower, executor: Executor, inbox: queue.SimpleQueue[EpochMessage]):
         self._follower, self._executor, self._inbox = follower, executor, inbox
         self._collected = 0
         self._under_way: deque[Any] = deque()  # launched, not collected yet
@@ -308,8 +308,8 @@ class _Work:
         except _OverError:
             return
         except BaseException as error:
-            group.agreement.tell("warm-up", error=f"{type(error).__name__}: {error}")
+            group.agreement.contribute("warm-up", error=f"{type(error).__name__}: {error}")
             raise
-        group.agreement.tell("warm-up")
+        group.agreement.contribute("warm-up")
         self._follower.phase, self._follower.has_served = "ready", True
         self._follower._on_warm()

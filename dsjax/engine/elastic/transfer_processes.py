@@ -51,11 +51,11 @@ class FollowerTransfers:
                     args.transfer_timeout,
                 )
             loaded.executor.extension(ChunkPort).send_chunks(kept.ready, kept.drop)
-            group.agreement.tell(_STAGE, self._endpoint.address)
+            group.agreement.contribute(_STAGE, self._endpoint.address)
             return
         if self._chunks is None:
             self._chunks = remote_chunks(args, loaded, self._endpoint)
-        pull, generation = self._chunks.pull, group.generation
+        pull, generation = self._chunks.pull, group.epoch
         loaded.executor.extension(ChunkPort).pull_chunks(
             lambda source, number, device: pull(source.address, number, device),
             lambda chunk: group.leader.send(PULLED, Pulled(generation, chunk)),
@@ -68,7 +68,7 @@ def keepers_of(own_address: str, group: HostGroup | None) -> Keepers:
     def keepers(executor: Executor) -> Sequence[Keeper]:
         if group is None:
             return [Keeper(own_address)] * executor.limits.num_ranks
-        answers = group.agreement.ask(_STAGE, own_address)
+        answers = group.agreement.all_gather(_STAGE, own_address)
         addresses = {member.process_id: address for member, address in zip(group.present, answers, strict=True)}
         firsts = [processes[0] for processes in executor.extension(ChunkPort).processes_of_ranks]
         return [Keeper(addresses[first], first != group.options.process_id) for first in firsts]

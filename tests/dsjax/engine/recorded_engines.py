@@ -141,12 +141,12 @@ def make_request(name: str, tokens: list[int], kind: str, max_tokens: int, seed:
 class Successors:
     """Stands for a `MeshChanger`: gives the executor that is there for when a step fails."""
 
-    due, has_warmed_up = False, staticmethod(lambda: None)
+    needs_change, has_warmed_up = False, staticmethod(lambda: None)
 
     def __init__(self):
         self.next: Generation | None = None
 
-    def after(self, error: Exception) -> Generation:
+    def recover_from(self, error: Exception) -> Generation:
         """Go on with it; the error itself where there is none."""
         if self.next is None:
             raise error

@@ -67,7 +67,7 @@ def test_chunks_of_a_generation_that_has_ended_are_waited_for_no_longer():
     group = SimpleNamespace(
         options=SimpleNamespace(process_id=1, address="127.0.0.1"),
         endpoint=SimpleNamespace(address="127.0.0.1:7"),
-        agreement=SimpleNamespace(tell=lambda stage, value: told.append(value)),
+        agreement=SimpleNamespace(contribute=lambda name, value: told.append(value)),
     )
     transfers = FollowerTransfers(EngineArgs(disaggregation_mode="prefill", transfer_timeout=120), group)
     transfers._server = "started with the first generation"
