@@ -188,7 +188,7 @@ class EngineCore:
         _follow_rules(plan, command, results)
         updates = self.scheduler.update(plan, results, computed)
         self._owed += updates
-        self._clear_dirty()
+        self._clear_released_pages()
         before, self._preemptions = self._preemptions, sum(rank.num_preemptions for rank in self.scheduler.ranks)
         counts, entered = self.executor.counts(), time.monotonic()
         seconds = entered - max(began, self._entered)
@@ -285,7 +285,7 @@ class EngineCore:
         for part in self.attachments:
             part.send()
             part.planned()
-        self._clear_dirty()  # of requests that were preempted or aborted
+        self._clear_released_pages()  # of requests that were preempted or aborted
         planned = time.monotonic()
         try:
             for command in plan.page_commands:
@@ -316,10 +316,10 @@ class EngineCore:
         for part in self.attachments:
             part.close(failed=True)
 
-    def _clear_dirty(self) -> None:
-        dirty = self.scheduler.take_dirty()
-        if dirty is not None:
-            self.executor.launch(clear_command(dirty))
+    def _clear_released_pages(self) -> None:
+        pages = self.scheduler.take_pages_to_clear()
+        if pages is not None:
+            self.executor.launch(clear_command(pages))
 
 
 def _writer(limits: ExecutorLimits) -> StepWriter:

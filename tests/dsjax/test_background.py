@@ -359,7 +359,7 @@ def fail_welcome(monkeypatch):
     with pytest.raises(GroupError, match="gone away while the group was forming"):
         enter(second.options)
     until(lambda: len(changes) == 2)
-    assert enter(second.options).generation == 1
+    assert enter(second.options).epoch == 1
     close_groups()
 
 

@@ -75,7 +75,9 @@ class PageLoads:
             self._places += load.pages
         self._source.begin_rank(self._rank, now)
 
-    def look(self, request: Request, names: list[bytes], cached: list[int], free_slots: int, now: float) -> Admittance:
+    def look_up(
+        self, request: Request, names: list[bytes], cached: list[int], free_slots: int, now: float
+    ) -> Admittance:
         """Look up the pages that a request lacks after the `cached` ones. names: of all pages that it may read.
 
         With window pages, the lookup's last name is a window page: the one of the last page if another engine computes the pages, else

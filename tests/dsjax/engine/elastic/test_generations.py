@@ -161,7 +161,7 @@ def test_tokens_that_were_entered_before_something_behind_them_failed_are_given(
     serving = Serving(FakeExecutor(num_ranks=2), FakeExecutor(num_ranks=1))
     serving.take(3)
     core, calls = serving.engine.core, []
-    real = core._clear_dirty
+    real = core._clear_released_pages
 
     def fail_once():
         if not calls and core._owed:
@@ -169,7 +169,7 @@ def test_tokens_that_were_entered_before_something_behind_them_failed_are_given(
             raise RuntimeError("gone between two steps")
         real()
 
-    core._clear_dirty = fail_once
+    core._clear_released_pages = fail_once
     assert serving.ends_as_if_alone()
     assert calls
     assert len(serving.generations.errors) == 1

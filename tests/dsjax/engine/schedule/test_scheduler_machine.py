@@ -164,7 +164,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.gone.append(request)
 
     def _checked(self, plan):
-        under_way = any(request.num_rows_under_way for request in self._all())
+        under_way = any(request.num_rows_in_flight for request in self._all())
         arriving = any(request.is_loading for request in self.alive.values())
         assert not plan.is_empty or under_way or arriving or not self.alive, (
             "there is a step while there is something to do"
@@ -297,12 +297,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_gone_holds_nothing(self):
         """But for those that a step under way still has a row of."""
-        assert all(not request.pages and request.slot == -1 for request in self.gone if not request.num_rows_under_way)
+        assert all(not request.pages and request.slot == -1 for request in self.gone if not request.num_rows_in_flight)
         assert self.scheduler.num_unfinished == len(self.alive)
 
     def _leaving(self, index):
         """Requests that have ended while a step has a row of them."""
-        return [request for request in self.gone if request.rank == index and request.num_rows_under_way]
+        return [request for request in self.gone if request.rank == index and request.num_rows_in_flight]
 
     def _of(self, index):
         return [request for request in self.alive.values() if request.rank == index]
