@@ -189,7 +189,7 @@ def fail_chunk_offer(monkeypatch):
     made.send_chunks(once(BROKEN, lambda *offer: offered.append(offer)), once(BROKEN, dropped.append))
     for number in (1, 2):
         made._offers.put(partial(lambda numbers: made._drop(numbers), [6 + number]))
-        made._offers.put(partial(made._offer_when_computed, number, {}, kept=True))
+        made._offers.put(partial(made._offer_when_computed, number, {}, is_kept=True))
     until(lambda: len(offered) == 2)
     assert offered == [(1, None), (2, {})]
     assert dropped == [[1], [8]]
@@ -310,7 +310,7 @@ def fail_transfer_connection(monkeypatch):
     """Who has asked hears that nothing comes."""
     links = SimpleNamespace(chunks=SimpleNamespace(peer=lambda address: SimpleNamespace()))  # has no `request`
     link, told = page_network.RemoteLink("127.0.0.1:1", links), []
-    monkeypatch.setattr(link, "_fail", once(BROKEN, link._fail))
+    monkeypatch.setattr(link, "_fail_queued", once(BROKEN, link._fail_queued))
     link.receive = told.append
     link.send(messages.CancelTransfer("a"))
     until(lambda: told)
