@@ -224,7 +224,7 @@ class Door:
 
     def _why_id_is_taken(self, member: JoinRequest) -> str | None:
         holder = self._callers.get(member.process_id)
-        if holder is not None and self._endpoint.has_gone(holder.peer):  # its loss is not handled yet
+        if holder is not None and self._endpoint.has_disconnected(holder.peer):  # its loss is not handled yet
             self._on_disconnect(holder)
             holder = self._callers.get(member.process_id)
         if holder is None:

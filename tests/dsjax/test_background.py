@@ -150,7 +150,7 @@ def fail_expert_calls(monkeypatch):
     writer = SimpleNamespace(side=side, rows=np.zeros((1, 1), np.int32))
     endpoints = [Endpoint("127.0.0.1", KEY) for _ in range(2)]
     process = ExpertProcess(None, writer, {}, endpoints[0])
-    process._hear = once(BROKEN, lambda message: process._reply(message.sender, Answered()))
+    process._receive_call = once(BROKEN, lambda message: process._reply(message.sender, Answered()))
 
     def call():
         peer = endpoints[1].connect(endpoints[0].address, "attention")

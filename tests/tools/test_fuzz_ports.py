@@ -96,7 +96,7 @@ def test_a_link_hears_nobody_but_those_that_have_its_ticket(ends, encrypted):
         return message.sender, message.header, sum(map(len, message.frames)), link.receive(SECONDS).header
 
     assert wrong_at(listener.address, ask) == []
-    assert set(listener._of) == {"one"}, "nobody else is connected"
+    assert set(listener._ids_by_name) == {"one"}, "nobody else is connected"
     link.close()
     listener.close()
 

@@ -223,9 +223,9 @@ class MeshExecutor(DeviceAccess):
             with contextlib.suppress(RuntimeError):
                 array.delete()
 
-    def go_on_with(self, model: model_step.ModelStep, programs: Programs) -> None:
+    def replace_programs(self, model: model_step.ModelStep, programs: Programs) -> None:
         """Use other programs from now on. The recording of experts starts over."""
-        super().go_on_with(model, programs)
+        super().replace_programs(model, programs)
         self._recorder = ExpertRecorder(self.model) if self.recording else None
         self._warmed_up = self.programs.compiled
 
@@ -280,7 +280,7 @@ class MeshExecutor(DeviceAccess):
         """Run one launch of a step, and keep its outcome."""
         command = pending.command
         proposes = command.proposes if command.num_drafts or launch.prefill is not None else 0
-        if proposes and launch.prefill is None and rules.wanted is None and not rules.scored:
+        if proposes and launch.prefill is None and rules.ops is None and not rules.scored:
             program = self.programs.get("drafting step", shape, proposes)
             self.state, outcome, drafts, reports = program(self.params, self.state, packed, *self._incoming_hidden())
             yield outcome
@@ -292,14 +292,14 @@ class MeshExecutor(DeviceAccess):
         )
         yield outcome
         scores, drafts = None, None
-        if rules.wanted is not None:
+        if rules.ops is not None:
             biased = logits
             for piece in rules.biases:
                 biased = self.programs.get("biases", shape.positions)(self.state, positions, biased, piece)
                 yield biased
             masks = self.programs.no_masks(shape.positions) if rules.masks is None else rules.masks
             draw = self.programs.get("draw", shape.positions)
-            self.state, outcome = draw(self.state, positions, logits, biased, masks, rules.wanted)
+            self.state, outcome = draw(self.state, positions, logits, biased, masks, rules.ops)
             yield outcome
         if rules.scored:
             scores = self.programs.get("score", shape.positions)(logits, outcome)
@@ -318,18 +318,16 @@ class MeshExecutor(DeviceAccess):
     def _keep(self, pending: Pending, launched: LaunchOutcome) -> Running:
         """Keep a launch's outcome. What this process cannot read is gathered if it is wanted, and dropped otherwise."""
         if self.programs.shared:
-            slots_read = launched.rules.slots.values()
+            has_guide = any(rules.guided for rules in launched.rules.slots.values())
             wanted = {
-                "prompt_scores": launched.prompt_scores is not None,
-                "drafts": launched.drafts is not None and any(rules.guided for rules in slots_read),
-                "reports": pending.kept.recording and bool(launched.reports),
+                "prompt_scores": launched.prompt_scores,
+                "drafts": launched.drafts if has_guide else None,
+                "reports": launched.reports if pending.kept.recording and launched.reports else None,
             }
-            for name, is_wanted in wanted.items():
-                gathered = (
-                    self.programs.gather(getattr(launched, name)) if is_wanted else {} if name == "reports" else None
-                )
+            for name, tree in wanted.items():
+                gathered = None if tree is None else self.programs.gather(tree)
                 launched = launched._replace(**{name: gathered})
-                if is_wanted:
+                if gathered is not None:
                     yield jax.tree.leaves(gathered)[0]
         pending.kept.outcomes.append(launched)
 
@@ -392,12 +390,12 @@ class MeshExecutor(DeviceAccess):
     def _rules(self, command: Step, launch: Launch, shape: LaunchShape) -> RowRules:
         """Return the sampling inputs of a launch's rows, on the devices."""
         rules = self._slots.rules_of(command, launch, shape)
-        if rules.wanted is None:
+        if rules.ops is None:
             return rules
         send = self.programs.put_rows
         masks = None if rules.masks is None else send(rules.masks)
-        wanted = self.send_everywhere(rules.wanted)
-        return rules._replace(wanted=wanted, biases=[send(piece) for piece in rules.biases], masks=masks)
+        ops = self.send_everywhere(rules.ops)
+        return rules._replace(ops=ops, biases=[send(piece) for piece in rules.biases], masks=masks)
 
     def _collect_step(self, pending: Pending) -> list[RankResults]:
         """Return the results of a step's rows, and commit them to the slots."""

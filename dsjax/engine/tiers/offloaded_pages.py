@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from dsjax.engine.contract.commands import WINDOW_NUMBERS, DropPages, StorePages, names_of
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
-from dsjax.engine.device.device_state import PagesOnTheWay
+from dsjax.engine.device.device_state import TransferPages
 from dsjax.engine.device.page_staging import PageStaging, PageStore, RankArrays, StagedPiece, cut, packed
 from dsjax.engine.tiers.disk_pages import Shapes
 from dsjax.engine.tiers.page_folder import Page
@@ -155,7 +155,7 @@ class OffloadedPages(DevicePart, PageStore):
                 needed = place
         self._land(least=needed)
 
-    def _keep(self, taken: PagesOnTheWay, slots: list[np.ndarray], writes: list[tuple[int, int, int, bytes]]) -> None:
+    def _keep(self, taken: TransferPages, slots: list[np.ndarray], writes: list[tuple[int, int, int, bytes]]) -> None:
         """Copy pages that have left the devices to host memory, and write them to the disk.
 
         slots: int32, per rank; −1: not to host memory. writes: (rank, index among the rank's pages, number, name) of each disk write.
@@ -184,7 +184,7 @@ class OffloadedPages(DevicePart, PageStore):
                     page[name][rest] = values[rank - first, place]
         return page
 
-    def _sent(self, table: Table, slots: list[np.ndarray]) -> PagesOnTheWay:
+    def _sent(self, table: Table, slots: list[np.ndarray]) -> TransferPages:
         """Send pages of one kind of all ranks to the devices, sharded as the programs expect."""
         self._land_slots(slots)
         slots, num_slots = [rank_slots % WINDOW_NUMBERS for rank_slots in slots], self._num_slots[table]

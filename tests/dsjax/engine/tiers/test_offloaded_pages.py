@@ -102,7 +102,7 @@ def test_a_load_waits_for_the_pages_of_its_own_slots_and_for_none_that_left_late
         [np.array(own, np.int32) for own in slots], [np.arange(len(own), dtype=np.int32) for own in slots]
     )
     for piece in pieces:
-        piece.make()
+        piece.send()
     assert [array.has_come for array in arrays] == waited
     for rank, own in enumerate(slots):
         for slot in own:

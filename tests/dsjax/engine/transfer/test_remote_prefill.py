@@ -125,8 +125,8 @@ def test_a_prompt_in_a_queue_longer_than_the_time_limit_is_waited_for(monkeypatc
         pair.turn()
         now += 0.02
         for one in pair.incoming._transfers.values():
-            if not one.seen:
-                waits[one.name] = now - one.began
+            if not one.offered_chunks:
+                waits[one.name] = now - one.request_time
     assert max(waits.values()) > 0.2, "the queue is not as long as the test wants it"
     assert [request.output_token_ids for request in requests] == [expected_tokens(tokens, 6) for tokens in given]
     assert (pair.incoming.transfer_counts.completed, pair.incoming.transfer_counts.given_up) == (4, 0)
