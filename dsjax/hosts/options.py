@@ -42,11 +42,11 @@ class GroupOptions(Checked):
     )
     cluster_key_file: str | None = option(
         None,
-        "File with the secret of all processes, or the variable DSJAX_CLUSTER_KEY; default: one of this user's, for loopback alone.",
+        "File with the secret that all processes share, or the variable DSJAX_CLUSTER_KEY; default: a key of this user, for loopback only.",
         Group.HOSTS,
     )
     encrypt_bulk: bool = advanced(
-        False, "Encrypt hidden states and expert rows too, not control messages alone.", Group.HOSTS
+        False, "Also encrypt hidden states and expert rows, not only control messages.", Group.HOSTS
     )
 
     def credentials(self, *hosts: str) -> Credentials:

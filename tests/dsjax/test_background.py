@@ -133,13 +133,13 @@ def fail_expert_balancing(monkeypatch):
     monkeypatch.setattr(balancer, "_begin", begun.append)
     for _ in range(2):
         balancer._steps += 1
-        balancer._enter_window(window, decide=True)
-        until(balancer._deciding.done)
+        balancer._record_window(window, decide=True)
+        until(balancer._pending_decision.done)
         balancer.after_step(0.1)
     assert begun == [stays]
     # A pool that has no thread for it is no end either.
     monkeypatch.setattr(balancer._pool, "submit", once(RuntimeError("can't start new thread")))
-    balancer._enter_window(window, decide=True)
+    balancer._record_window(window, decide=True)
     assert failure_counts()["expert balancing"] >= 2
 
 

@@ -21,7 +21,9 @@ Args = TypeVar("Args")
 class ApartOptions:
     """Options of an engine with routed experts on separate devices."""
 
-    attention_mesh: str | None = option(None, "Devices of all but the routed experts, such as dp=4,tp=2.", Group.SIDES)
+    attention_mesh: str | None = option(
+        None, "Devices for everything but routed experts, such as dp=4,tp=2.", Group.SIDES
+    )
     expert_mesh: str | None = option(
         None, "Devices of the routed experts, such as ep=24, with --attention-mesh.", Group.SIDES
     )

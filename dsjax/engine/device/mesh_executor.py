@@ -28,15 +28,8 @@ from dsjax.engine.device import device_state
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Kind, Pending, Running
 from dsjax.engine.device.buckets import Buckets, Launch, num_decodes, padded_pieces
 from dsjax.engine.device.expert_recorder import ExpertRecorder
-from dsjax.engine.device.launch_rows import (
-    LaunchOutcome,
-    RowRules,
-    SlotTable,
-    pack_admissions,
-    pack_launch,
-    read_step,
-    split_page_changes,
-)
+from dsjax.engine.device.launch_results import LaunchOutcome, read_step
+from dsjax.engine.device.launch_rows import RowRules, SlotTable, pack_admissions, pack_launch, split_page_changes
 from dsjax.engine.device.lowered_programs import COPIES
 from dsjax.engine.device.page_staging import PageStaging
 from dsjax.engine.device.process import explained_out_of_memory

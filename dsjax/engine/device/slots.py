@@ -51,18 +51,7 @@ class StepRows:
         start, active, tokens = (
             array[:, : R * C].reshape(array.shape[0], R, C) for array in (at.position, at.active, at.token)
         )
-        return cls(
-            slot=rows.slot,
-            start=start[..., 0],
-            length=jnp.sum(active, axis=2),
-            limit=rows.limit,
-            tokens=tokens,
-            prefill_slot=rows.prefill_slot,
-            prefill_start=rows.prefill_start,
-            prefill_length=rows.prefill_length,
-            prefill_limit=rows.prefill_limit,
-            next_token=rows.next_token,
-        )
+        return rows.step_rows(start[..., 0], jnp.sum(active, axis=2), tokens)
 
 
 @jax.tree_util.register_dataclass
@@ -200,6 +189,11 @@ class _PackedRows(NamedTuple):
     prefill_tokens: Int[Array, "*B _"]
     page_changes: Int[Array, "*B _"]
 
+    def step_rows(self, start: Array, length: Array, tokens: Array) -> StepRows:
+        """Return the rows, with the parts of the decode rows that depend on the state."""
+        prefills = self.prefill_slot, self.prefill_start, self.prefill_length, self.prefill_limit, self.next_token
+        return StepRows(self.slot, start, length, self.limit, tokens, *prefills)
+
 
 def _split(packed: Int[Array, "*B W"], shape: LaunchShape) -> _PackedRows:
     R, (R2, C2) = shape.decode_rows[0], shape.prefill_rows
@@ -292,18 +286,7 @@ def read(
             row_tokens = jnp.concatenate([row_tokens, take(state["drafts"], slots)[:, :max_drafts]], axis=1)
             num_drafts = jnp.minimum(jnp.minimum(take(state["num_drafts"], slots), row.max_drafts), max_drafts)
         length = jnp.where(row.slot >= 0, jnp.clip(row.limit - start, 0, 1 + num_drafts), 0)
-        rows = StepRows(
-            slot=row.slot,
-            start=jnp.where(row.slot >= 0, start, 0),
-            length=length,
-            limit=row.limit,
-            tokens=row_tokens,
-            prefill_slot=row.prefill_slot,
-            prefill_start=row.prefill_start,
-            prefill_length=row.prefill_length,
-            prefill_limit=row.prefill_limit,
-            next_token=row.next_token,
-        )
+        rows = row.step_rows(jnp.where(row.slot >= 0, start, 0), length, row_tokens)
         tables, prefill_tables = take(all_tables, slots), take(all_tables, jnp.maximum(row.prefill_slot, 0))
         return {"tables": all_tables}, (rows, tables, prefill_tables, row.prefill_tokens.reshape(R2, C2))
 

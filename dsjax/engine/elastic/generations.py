@@ -28,8 +28,8 @@ from dsjax.engine.elastic.mesh_change import (
     changed_options,
     check_mesh,
     largest_mesh,
-    with_experts_at,
-    with_experts_on,
+    with_expert_mesh,
+    with_expert_processes,
 )
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.schedule.mesh_changer import Generation
@@ -198,7 +198,7 @@ class Generations:
                 raise UserError(
                     "found mesh and the experts' processes, one for each side; change one side and then the other"
                 )
-            args = self.args if expert_mesh is None else with_experts_on(self.args, expert_mesh)
+            args = self.args if expert_mesh is None else with_expert_mesh(self.args, expert_mesh)
             wanted = Wanted(self.wanted if text is None else MeshSpec.parse(text), args)
             check_mesh(args, self._config, self._weights, wanted.spec, self._devices(), self._group is not None)
             executor = self._executor  # the engine's thread may replace it after a loss
@@ -218,7 +218,7 @@ class Generations:
 
     def _ask_experts(self, expert_mesh: str | None, afd_address: str | None) -> Wanted:
         """Check other expert processes. All must already answer, because steps wait while the engine connects."""
-        args = with_experts_at(self.args, expert_mesh, afd_address)
+        args = with_expert_processes(self.args, expert_mesh, afd_address)
         executor = self.executor
         if executor is None:
             raise ChangeUnderWayError("the mesh is being changed after a loss; ask again when that is done")
@@ -288,7 +288,7 @@ class Generations:
         if lost is None and collective_failed:  # a link may be down, or a process may hang
             self.phase = "looking at links"
             self._cut()
-            lost, all_answered = self._group.links.look(self.number)
+            lost, all_answered = self._group.links.check_all(self.number)
             lost = lost or (None if all_answered else self._find_loss(error))
         if lost is None and not collective_failed:
             if self._group is not None:

@@ -69,7 +69,7 @@ class EplbConfig(JsonOption):
 class ExpertOptions:
     """Options for redundant experts and for moving experts."""
 
-    redundant_experts: int = option(0, "Physical experts beside the logical ones.", Group.EXPERTS, least=0)
+    redundant_experts: int = option(0, "Number of redundant copies of experts.", Group.EXPERTS, least=0)
     enable_eplb: bool = option(False, "Balance experts by their load while serving.", Group.EXPERTS)
     eplb_config: str | dict[str, Any] | None = advanced(
         None,
@@ -78,7 +78,7 @@ class ExpertOptions:
         Group.EXPERTS,
     )
     init_expert_location: str | None = advanced(
-        None, "Experts' loads or places from /dump_expert_distribution_record.", Group.EXPERTS
+        None, "Expert loads or placement from /dump_expert_distribution_record.", Group.EXPERTS
     )
 
     @property

@@ -14,7 +14,8 @@ from dsjax.engine.contract.commands import Command, Score, Step
 from dsjax.engine.contract.executor import RankResults
 from dsjax.engine.device.access import Pending, Running
 from dsjax.engine.device.buckets import Launch
-from dsjax.engine.device.launch_rows import RowRules, read_step
+from dsjax.engine.device.launch_results import read_step
+from dsjax.engine.device.launch_rows import RowRules
 from dsjax.engine.device.lowered_programs import commit_key
 from dsjax.engine.device.mesh_executor import MeshExecutor, StepOutcomes
 from dsjax.engine.device.slots import LaunchShape

@@ -33,7 +33,9 @@ class BasicOptions:
 
     model: str = option("demo", "Bundled name, Hugging Face repository, or folder with weights.", Group.MODEL)
     revision: str | None = option(None, "Branch, tag or commit to download.", Group.MODEL)
-    tokenizer: str | None = advanced(None, "Folder of another tokenizer than the model's.", Group.MODEL, of_host=True)
+    tokenizer: str | None = advanced(
+        None, "Folder of a tokenizer to use in place of the model's.", Group.MODEL, of_host=True
+    )
     tokenizer_mode: str = advanced(
         "auto",
         "How conversations become prompts. hf: by the chat template; deepseek_v32, deepseek_v4: by that model's own encoder; auto: by the "
@@ -95,10 +97,12 @@ class BasicOptions:
     dispatch_wire: str = advanced(
         "compute", "Send tokens in --dtype (compute) or FP8.", Group.EXPERTS, choices=("compute", "fp8")
     )
-    moe_chunk_tokens: int | None = advanced(None, "Most tokens of a rank dispatched at once.", Group.EXPERTS, least=1)
+    moe_chunk_tokens: int | None = advanced(
+        None, "Maximum tokens of a rank dispatched at once.", Group.EXPERTS, least=1
+    )
     ep_dispatch_algorithm: str = advanced(
         "dynamic",
-        "Which copy of an expert gets a token. dynamic: all in turn; static: those on its DP rank, else on its host, in turn.",
+        "Which copies of an expert get tokens. dynamic: all, round robin; static: those on the token's DP rank, else on its host.",
         Group.EXPERTS,
         choices=("dynamic", "static"),
     )
@@ -109,9 +113,9 @@ class BasicOptions:
         False, "Two-batch overlap: send one half of a step while the other is computed.", Group.EXPERTS
     )
     dbo_decode_token_threshold: int = advanced(
-        32, "Least tokens of a rank's decode step, for --enable-dbo.", Group.EXPERTS, least=1
+        32, "Minimum tokens of a rank's decode step to overlap, for --enable-dbo.", Group.EXPERTS, least=1
     )
-    dbo_prefill_token_threshold: int = advanced(512, "The same, of a step with prompts.", Group.EXPERTS, least=1)
+    dbo_prefill_token_threshold: int = advanced(512, "The same for steps with prompts.", Group.EXPERTS, least=1)
     gpu_memory_utilization: float = option(
         0.9, "Share of an accelerator's memory to use.", Group.CACHE, above=0, most=1
     )
@@ -120,9 +124,9 @@ class BasicOptions:
         None, "Tokens of a DP rank's KV cache; default: by --max-num-seqs and memory.", Group.CACHE, least=1
     )
     page_size: int | None = option(
-        None, "Tokens of a page (block) of the KV cache; default: 16, or 128 of a DeepSeek-V4.", Group.CACHE, least=1
+        None, "Tokens per page (block) of the KV cache; default: 16, or 128 for DeepSeek-V4.", Group.CACHE, least=1
     )
-    enable_prefix_caching: bool = option(True, "Share pages of equal prefixes.", Group.CACHE, of_host=True)
+    enable_prefix_caching: bool = option(True, "Reuse KV pages of equal prompt prefixes.", Group.CACHE, of_host=True)
     embedding_location: str = advanced(
         "device",
         "host: keep the embedding in host memory and fetch the rows of each step's tokens, which leaves devices more cache.",
@@ -130,12 +134,12 @@ class BasicOptions:
         choices=("device", "host"),
     )
     max_num_seqs: int | None = option(
-        None, "Running requests of a DP rank; default: 256 ÷ ranks, at least 8.", Group.SCHEDULING, least=1
+        None, "Maximum running requests of a DP rank; default: 256 ÷ ranks, at least 8.", Group.SCHEDULING, least=1
     )
-    max_num_batched_tokens: int = option(2048, "Most tokens of a DP rank in one step.", Group.SCHEDULING, least=1)
+    max_num_batched_tokens: int = option(2048, "Maximum tokens of a DP rank in one step.", Group.SCHEDULING, least=1)
     prefill_chunk: int | None = option(
         None,
-        f"Most tokens of one prompt in one step; default: {PREFILL_CHUNK}, or --max-num-batched-tokens if that is less.",
+        f"Maximum tokens of one prompt in one step; default: {PREFILL_CHUNK}, or --max-num-batched-tokens if that is less.",
         Group.SCHEDULING,
         least=1,
     )
@@ -198,7 +202,10 @@ class EngineArgs(
         1, "Lost processes whose smaller meshes are compiled beforehand; 0: none.", Group.HOSTS, least=0
     )
     wait_for_mesh_seconds: int = advanced(
-        600, "Seconds that a request too long for a reduced mesh waits; 0: fail it at once.", Group.HOSTS, least=0
+        600,
+        "Seconds that a request waits if it is too long for a reduced mesh; 0: fail it at once.",
+        Group.HOSTS,
+        least=0,
     )
     link_monitor_interval: int = advanced(
         10, "Seconds between probes of links, for /metrics; 0: none.", Group.HOSTS, least=0

@@ -80,12 +80,12 @@ class EngineLayout:
         """
         if self.step.mesh.devices.flat[0].platform == "cpu":
             return _limits(args, self.step, self.sizes, None)
-        key, known = (str(self.step.spec), self.step.stage), library.beside_the_cache
-        if key not in known:
-            known[key] = beside_the_cache(self.step, params, self.sizes, self.buckets, self.num_drafts, experts)
+        key, cached = (str(self.step.spec), self.step.stage), library.beside_the_cache
+        if key not in cached:
+            cached[key] = beside_the_cache(self.step, params, self.sizes, self.buckets, self.num_drafts, experts)
         moves = self.per_exchange and self.step.apart is None  # experts apart use memory of other devices
         moving = expert_programs.exchange_bytes(self.step, self.per_exchange) if moves else 0
-        pool = Pool.of(self.step, known[key] + moving + chunk_bytes(args, self.step))
+        pool = Pool.of(self.step, cached[key] + moving + chunk_bytes(args, self.step))
         return _limits(args, self.step, self.sizes, pool if pool is None or used is None else replace(pool, used=used))
 
 
@@ -183,12 +183,12 @@ def _host_pages(args: EngineArgs, step: ModelStep) -> tuple[int, int]:
     """Return the number of pages and window pages per DP rank that fit in ``--host-cache-bytes``."""
     if not args.host_cache_bytes:
         return 0, 0
-    each, window = page_bytes(args, step), page_bytes(args, step, "window")
+    bytes_per_page, window = page_bytes(args, step), page_bytes(args, step, "window")
     room = args.host_cache_bytes // step.spec.dp_size
     windows = max(1, int(KEPT_WINDOWS * room) // window) if window else 0
-    pages = (room - windows * window) // each
+    pages = (room - windows * window) // bytes_per_page
     if pages < 1:
-        least = each + window
+        least = bytes_per_page + window
         raise UserError(
             f"--host-cache-bytes is {args.host_cache_bytes:,}, which is less than a page for each of {step.spec.dp_size} DP ranks; "
             f"a page takes {least:,} bytes: give at least {least * step.spec.dp_size:,}"

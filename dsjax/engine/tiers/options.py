@@ -22,10 +22,12 @@ class TierOptions:
         "writable by nobody else.",
         Group.CACHE,
     )
-    disk_cache_bytes: int = advanced(0, "Most bytes in --disk-cache, other models' included.", Group.CACHE, least=0)
+    disk_cache_bytes: int = advanced(
+        0, "Maximum bytes in --disk-cache, including other models' pages.", Group.CACHE, least=0
+    )
     page_source: str | None = advanced(
         None,
-        "Module of a KV connector of yours, such as my_package.kept_pages: a further place that pages come from.",
+        "Module of a custom KV connector, such as my_package.kept_pages.",
         Group.CACHE,
     )
     kv_events_config: str | dict[str, Any] | None = advanced(

@@ -1,6 +1,6 @@
 """Sampling parameters end to end on a mesh with every axis: what is scored, what fails alone, text of a form, and nothing compiles for it.
 
-These are the tests of `device/launch_rows.py` too.
+These are the tests of `device/launch_rows.py` and `device/launch_results.py` too.
 """
 
 import json
@@ -15,7 +15,7 @@ from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.device import buckets
 from dsjax.engine.device.buckets import Buckets, Rectangle
-from dsjax.engine.device.launch_rows import NO_TOKEN_ALLOWED
+from dsjax.engine.device.launch_results import NO_TOKEN_ALLOWED
 from dsjax.engine.schedule.request import FinishReason
 from dsjax.model.softmax import log_softmax
 

@@ -76,11 +76,11 @@ def test_the_record_is_read_everywhere_when_as_many_results_are_collected(group)
 
 def test_all_say_whom_they_reach_when_process_0_asks_and_who_is_left_out_ends_with_the_reason(group):
     group.leader.on_change = lambda error: None
-    assert group.leader.links.look(0) == (None, True)
+    assert group.leader.links.check_all(0) == (None, True)
     assert group.follower.phase == "warming up", "nothing has changed for it"
     group.second.links.unreached = lambda members: [0]  # process 0 hears of it by another way
     drop, group.leader._door.drop = group.leader._door.drop, lambda process_id: None
-    error, all_answered = group.leader.links.look(0)
+    error, all_answered = group.leader.links.check_all(0)
     assert all_answered
     assert re.search(r"the link between process 1 \(.*\) and process 0 \(.*\) at 127.0.0.1 is cut", str(error))
     assert group.leader.live == group.leader.members[:1]
@@ -99,7 +99,7 @@ def test_one_that_does_not_say_whom_it_reaches_may_hang_and_is_not_left_out(grou
     answered = threading.Event()
     group.second.links.unreached = lambda members: answered.wait(60) and []
     group.leader.links.unreached = lambda members: [1]
-    assert group.leader.links.look(0) == (None, False)
+    assert group.leader.links.check_all(0) == (None, False)
     assert len(group.leader.live) == 2
     group.leader.on_change = lambda error: None
     group.second.endpoint.close()  # its heartbeats have ended
@@ -110,7 +110,7 @@ def test_one_that_does_not_say_whom_it_reaches_may_hang_and_is_not_left_out(grou
 def test_whom_process_0_looks_for_gives_up_the_collectives_that_have_broken(group):
     cut = threading.Event()
     group.second.collectives.cut_with(0, cut.set)
-    group.leader.links.look(0)
+    group.leader.links.check_all(0)
     assert cut.is_set()
     group.end()
 
@@ -186,7 +186,7 @@ def test_two_hundred_changes_of_the_mesh_leave_nothing_behind(group):
             answer = second.agreement.contribute("stage", number)
             assert leader.agreement.all_gather("stage", number) == answer.result(60)
             if number % 10 == 0:
-                leader.links.look(-1)
+                leader.links.check_all(-1)
         else:
             until(lambda: second.epoch == number and group.follower.phase == "standing by")
         group.loaded.clear()

@@ -164,7 +164,7 @@ def test_tokens_that_were_entered_before_something_behind_them_failed_are_given(
     real = core._clear_released_pages
 
     def fail_once():
-        if not calls and core._owed:
+        if not calls and core._unreturned:
             calls.append(None)
             raise RuntimeError("gone between two steps")
         real()
