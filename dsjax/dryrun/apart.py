@@ -213,7 +213,9 @@ class _Reader:
         step, shape = self.compiled.step, self.compiled.shape
         trips = step_trip_counts(step, shape.groups, self.args.row_tokens, None)
         machines = self.sides.attention
-        return read_program(program, step.mesh, trips, 0.0, near(machines), play_on=machines if self.timeline else None)
+        return read_program(
+            program, step.mesh, trips, 0.0, near(machines), timeline_cluster=machines if self.timeline else None
+        )
 
     def _experts(self, program: CompiledProgram, through: LayerPass):
         step, side, shape = self.compiled.step, self.compiled.experts, self.compiled.shape
@@ -229,7 +231,7 @@ class _Reader:
         trips = step_trip_counts(step, shape.groups, self.args.row_tokens, even)
         flops = expert_flops(config, tokens / devices, 1)
         return read_program(
-            program, side.mesh, trips, flops, near(machines), play_on=machines if self.timeline else None
+            program, side.mesh, trips, flops, near(machines), timeline_cluster=machines if self.timeline else None
         )
 
 

@@ -194,7 +194,9 @@ class _ProgramReader:
         flops = expert_flops(config, tokens / spec.tp_size, moe_layers)
         near = self.machines.domain if self.machines else self.args.engine.devices_per_host
         machines = self.machines if self.timeline else None
-        return read_program(compiled, self.step.mesh, trips, flops, near, play_on=machines, ragged_share=ragged)
+        return read_program(
+            compiled, self.step.mesh, trips, flops, near, timeline_cluster=machines, ragged_share=ragged
+        )
 
 
 def step_trip_counts(
@@ -211,12 +213,12 @@ def read_program(
     expert_flops: float,
     host_devices: int,
     *,
-    play_on: Cluster | None = None,
+    timeline_cluster: Cluster | None = None,
     ragged_share: float = 1.0,
 ) -> ProgramReport:
     """Read a program that runs on a mesh.
 
-    host_devices: number of neighbouring devices joined by fast links. play_on: cluster for a timeline; None: no timeline.
+    host_devices: number of neighbouring devices joined by fast links. timeline_cluster: cluster for a timeline; None: no timeline.
     """
     program = Program.parse(compiled.text())
     dtypes = true_dtypes(Program.parse(compiled.partitioned)) if compiled.partitioned else None
@@ -227,7 +229,7 @@ def read_program(
         collectives=collectives,
         costs=program_costs(program, trip_count=trips),
         expert_flops=expert_flops,
-        timeline=Timeline.of(program, collectives, play_on, trips, ragged_share) if play_on else None,
+        timeline=Timeline.of(program, collectives, timeline_cluster, trips, ragged_share) if timeline_cluster else None,
     )
 
 
