@@ -155,10 +155,10 @@ def _products(step: StepBasis, rank_tokens: float, arriving: float, slowest: flo
         timed, of_rank = not (decode and chip.hardware.is_blackwell), touched(everyone)
     elif step.dispatch == "deepep" and mesh.ep_size > 1 and slots * mesh.ep_size == 256:
 
-        def more(tokens: float) -> float:
+        def imbalance(tokens: float) -> float:
             return step.slowest(tokens * top_k / mesh.ep_size)
 
-        about = (skew, places.physical), mesh.ep_size, None if decode else more
+        about = (skew, places.physical), mesh.ep_size, None if decode else imbalance
         least, timed = chip.spread_experts(everyone, most_touched, *about) or (None, False)
         of_rank = used
     if least is not None and step.layout.fused:
