@@ -83,7 +83,7 @@ class DeviceMemory:
         return sum(self.weights.values())
 
     @property
-    def held(self) -> int:
+    def persistent(self) -> int:
         """Bytes on the device when a step begins, whether or not its program reads them."""
         return self.weight_bytes + self.cache + self.state + self.inputs + self.staging
 
@@ -91,7 +91,7 @@ class DeviceMemory:
     def total(self) -> int:
         """Peak bytes on the device: weights, cache, state, inputs and staging, plus the most that any one program adds."""
         added = max(self.outputs - self.aliased + self.temporaries, self.drafting, self.moving)
-        return max(self.arguments + self.staging, self.held) + added
+        return max(self.arguments + self.staging, self.persistent) + added
 
 
 def parameters_by_component(step: ModelStep) -> dict[str, int]:
@@ -179,7 +179,7 @@ def largest(size: Callable[[int], float], room: float, start: int, *, most: int,
     ``size`` must not decrease with ``n``. If it is linear, like memory, linear extrapolation from the last two sizes finds the
     answer at once and one more call confirms it; otherwise bisection bounds the number of calls.
     """
-    low, high, known = least - 1, most + 1, []
+    low, high, tried = least - 1, most + 1, []
     guess, calls = min(max(start, least), most), 0
     while high - low > 1:
         needed = size(guess)
@@ -189,18 +189,19 @@ def largest(size: Callable[[int], float], room: float, start: int, *, most: int,
         else:
             high = guess
         if math.isfinite(needed):
-            known = [*known[-1:], (guess, needed)]
-        guess = _next(known, room, low, high, start, straight=calls < 8)
+            tried = [*tried[-1:], (guess, needed)]
+        guess = _next_guess(tried, room, low, high, start) if calls < 8 else (low + high) // 2
     return low if low >= least else 0
 
 
-def _next(known: list[tuple[int, float]], room: float, low: int, high: int, start: int, *, straight: bool) -> int:
+def _next_guess(tried: list[tuple[int, float]], room: float, low: int, high: int, start: int) -> int:
+    """Return a number between `low`, which fits, and `high`, which does not. tried: the last one or two numbers with their sizes."""
     guess = (low + high) // 2
-    if straight and len(known) == 2 and known[0][1] != known[1][1]:
-        (n, size), (m, other) = known
-        guess = math.floor(n + (room - size) * (m - n) / (other - size))
+    if len(tried) == 2 and tried[0][1] != tried[1][1]:
+        (first, first_size), (second, second_size) = tried
+        guess = math.floor(first + (room - first_size) * (second - first) / (second_size - first_size))
         # If the guess is already known to fit, test the next size, to show that it does not.
         guess = low + 1 if guess == low else guess
-    elif straight and len(known) < 2 and known and known[0][1] <= room:
+    elif len(tried) == 1 and tried[0][1] <= room:
         guess = 2 * start
     return min(max(guess, low + 1), high - 1)

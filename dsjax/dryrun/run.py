@@ -342,7 +342,7 @@ def _notes(hardware: Hardware | None, compiled: CompiledStep):
     if compiled.step.kernels.note:
         yield compiled.step.kernels.note
     memory = DeviceMemory.of(compiled)
-    unread = memory.held - memory.staging - memory.arguments
+    unread = memory.persistent - memory.staging - memory.arguments
     if unread > 0:
         among = " (among them the MTP module's, which drafting reads)" if compiled.step.has_module else ""
         yield f"this step does not read {unread:,} bytes of the weights{among}, so that they are no arguments of its program"
