@@ -44,9 +44,9 @@ class ApartStep(StepModel):
         side = ExpertStep(self.config, self.cluster, layout, self.options, **about)
         object.__setattr__(self, "expert_side", side)
 
-    def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
+    def overhead(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
         """Return the costs besides layers and head, including the command to the other processes if attention has several."""
-        parts = super().beside(tokens, rows, decode)
+        parts = super().overhead(tokens, rows, decode)
         if processes_of(self.cluster, self.layout.mesh.num_devices) > 1:
             parts["command to the other processes"] = assumption("a step's command to the other processes")
         return parts

@@ -18,8 +18,8 @@ from dsjax.plan.operations import (
     FP8_MLA_GAIN,
     LAUNCH,
     OperationWork,
-    as_filed,
-    carried,
+    bundled_device,
+    convert_seconds,
     dense_curve,
     experts_work,
     grouped_seconds,
@@ -88,7 +88,7 @@ class Chip:
         self, points: Iterable[tuple[float, float, OperationWork]], timed_on: Hardware, fixed: float
     ) -> Curve:
         """Convert points (size, seconds on `timed_on`, work) to a curve of seconds on this device."""
-        return Curve((size, carried(time, work, timed_on, self.hardware, fixed)) for size, time, work in points)
+        return Curve((size, convert_seconds(time, work, timed_on, self.hardware, fixed)) for size, time, work in points)
 
     def product(self, rows: float, n: int, k: int, *, expert: bool = False) -> float:
         """Seconds of a dense product `[rows, k] × [k, n]` with bf16 results and weights in the precision's dtype."""
@@ -125,7 +125,7 @@ class Chip:
             curves = [convert(table, timed_on)]
             spread = max(0.05, min(0.25, self.operators.product_error(timed_on.key, dtype)))
         if dtype in ("fp8_block", "bfloat16") and (hardware.platform != "cuda" or hardware.is_hopper):
-            deepgemm = convert(dense_curve(n, k, dtype), as_filed("h800"))
+            deepgemm = convert(dense_curve(n, k, dtype), bundled_device("h800"))
             if table is None or hardware.key == "h800":
                 curves, source = [deepgemm], DEEPGEMM
             elif timed_on.key != hardware.key:
@@ -175,13 +175,13 @@ class Chip:
 
             fp4, fp8 = dense_seconds("nvfp4"), dense_seconds("fp8_block")
             ratio = (fp4 / fp8 if fp4 and fp8 else 0.5) * math.prod(size) / math.prod(v3)
-        return carried(seconds * ratio, work, timed_on, self.hardware, fixed)
+        return convert_seconds(seconds * ratio, work, timed_on, self.hardware, fixed)
 
     @kept("curves")
     def _masked_layout(self, width: int, inner: int) -> tuple[Grid, float, str]:
         """Return (seconds over used experts and total rows, relative spread, source) of decode's masked layout."""
         curves, timed_on = self._find_table(self.operators.grouped_decode)
-        curves, timed_on = curves or {}, timed_on or as_filed("h800")
+        curves, timed_on = curves or {}, timed_on or bundled_device("h800")
         last = max(curves, default=1.0)
 
         def time(used: float, rows: float) -> float:
@@ -205,7 +205,7 @@ class Chip:
             return None
         size, no_work = (width, inner), OperationWork(0.0, 16, 0.0)
         row = self._convert_v3_experts(table.row, 0.0, 1.0, 4096.0, size, timed_on, 0.0)
-        token = carried(table.token * width / _V3_WIDTH, no_work, timed_on, self.hardware, 0.0)
+        token = convert_seconds(table.token * width / _V3_WIDTH, no_work, timed_on, self.hardware, 0.0)
         slot = self._convert_v3_experts(table.slot, 1.0, 0.0, 1.0, size, timed_on, 0.0)
         spread = 0.2 if self.precision.expert < 1 else max(0.08, table.error)
         return (row, token, slot, table.fixed), table.least, spread
@@ -327,7 +327,7 @@ class Chip:
             target, v3 = work(rows, context, latent, rank), work(rows, context, 576, 512)
             nearest = curves[min(curves, key=lambda timed: abs(timed - rows))]
             seconds = nearest(context) * target.seconds(timed_on) / v3.seconds(timed_on)
-            return carried(seconds, target, timed_on, self.hardware, least)
+            return convert_seconds(seconds, target, timed_on, self.hardware, least)
 
         contexts = sorted({size for curve in curves.values() for size in curve.sizes})
         return DecodeTimes(sorted(curves), contexts, time, max(0.05, spread), AICONFIGURATOR)
@@ -336,7 +336,7 @@ class Chip:
         """Return the seconds of absorbed attention in one layer of `tokens` prompt tokens with `context` positions each on average. Assumes
         95 % of FlashMLA's "up to" 660 TFLOP/s: this attention is compute-bound, and the decode tables end far below such sizes."""
         work = OperationWork(2.0 * heads * (latent + rank) * tokens * context, 16, 0.0)
-        seconds = carried(work.flops / (0.95 * FLASH_MLA_FLOPS), work, as_filed("h800"), self.hardware)
+        seconds = convert_seconds(work.flops / (0.95 * FLASH_MLA_FLOPS), work, bundled_device("h800"), self.hardware)
         return seconds * self._uncertainty(0.2, "attention", FLASH_MLA)
 
     @kept("priced")
@@ -360,7 +360,7 @@ class Chip:
         def token_seconds(prompts: int, length: float) -> float:
             work = OperationWork(heads * per_pair * prompts * length * (length + 1), self._bits(cache), 0.0)
             seconds = table[length][prompts] * per_pair / 320
-            return carried(seconds, work, timed_on, self.hardware, least) / (prompts * length)
+            return convert_seconds(seconds, work, timed_on, self.hardware, least) / (prompts * length)
 
         def time(prompts: int, length: float) -> float:
             return prompts * min(token_seconds(fewer, length) for fewer in table[length] if fewer <= prompts)

@@ -134,11 +134,11 @@ class MeasuredStep(StepModel):
         measured = self._module("head", tokens, 1) if self.layout.mesh.tp_size == 1 else None
         return measured or super().head(tokens)
 
-    def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
+    def overhead(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
         """Seconds of the launch, the step's integers and the embedding, if measured."""
         launch = self._module("launch", rows, 1, 0)
         if launch is None:
-            return super().beside(tokens, rows, decode)
+            return super().overhead(tokens, rows, decode)
         inputs = self._module("inputs", tokens, 1, variant="")
         embedding = self._module("embedding", tokens, 1, variant="device")
         return {"launch": launch} | _without_missing({"inputs": inputs, "embedding": embedding})

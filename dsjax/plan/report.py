@@ -219,7 +219,7 @@ def _marks(plan: Plan, candidates: Sequence[Candidate]) -> list[str]:
         words = [str(number)]
         if plan.question.bounded:
             words.append("✓" if candidate.meets(bounds, sure=True) else "~" if candidate.meets(bounds) else "✗")
-        if number > 1 and not ratio_of(candidates[0], candidate, "throughput").told_apart:
+        if number > 1 and not ratio_of(candidates[0], candidate, "throughput").is_decided:
             words.append("≈")
         marks.append(" ".join(words))
     return marks
