@@ -21,7 +21,9 @@ from dsjax.dryrun.memory import parameters_by_component
 from dsjax.dryrun.run import (
     CPU_HOST_DEVICES,
     expert_flops,
+    format_fields,
     read_program,
+    shape_fields,
     step_trip_counts,
     target_cluster,
     within_positions,
@@ -260,7 +262,7 @@ def _parameters(compiled: ApartStep) -> dict[str, int]:
 
 
 def _request(args: DryRunArgs, compiled: ApartStep, sides: _Sides, expert_target: str) -> dict[str, object]:
-    step, shape = compiled.step, compiled.shape.groups[0]
+    step = compiled.step
     between = compiled.passes[0][1].programs[0].way.between
     return {
         "model": args.engine.model,
@@ -271,18 +273,9 @@ def _request(args: DryRunArgs, compiled: ApartStep, sides: _Sides, expert_target
         "expert_target": expert_target,
         "platform": step.mesh.devices.flat[0].platform,
         "processes": 1 if sides.one_process else sides.attention_processes + sides.processes,
-        "step": args.step,
-        "groups": [
-            {"rows": group.rows, "chunk": group.chunk, "mla": group.form.name} for group in compiled.shape.groups
-        ],
-        "batch": shape.rows,
-        "chunk": shape.chunk,
-        "context": args.row_tokens,
+        **shape_fields(args, compiled.shape),
         "micro_batches": max(len(one) // made.kinds for one, made in compiled.passes),
-        "dtype": str(step.dtype),
-        "weights": str(step.dtype) if args.engine.weights == "auto" else args.engine.weights,
-        "activation_scheme": str(step.scheme),
-        "kv_cache_dtype": str(step.cache_dtype),
+        **format_fields(args, step),
         "kernels": step.implementations,
         "dispatch": "apart",
         "dispatch_wire": step.dispatch.wire,

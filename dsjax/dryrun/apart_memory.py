@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import jax
 
 from dsjax.dryrun.apart_compilation import ApartStep
 from dsjax.dryrun.compilation import CompiledProgram
+from dsjax.dryrun.memory import state_bytes
 from dsjax.model.parameters import device_bytes
 
 
@@ -45,8 +45,6 @@ class SideMemory:
 
 def attention_memory(compiled: ApartStep) -> SideMemory:
     """Return the memory of an attention device."""
-    state = dataclasses.replace(compiled.state, cache={})
-    arrays = {str(index): array for index, array in enumerate(jax.tree.leaves(state))}
     layer_programs: list[jax.stages.Compiled] = []
     pass_buffers: list[int] = []
     for _, compiled_pass in compiled.passes:
@@ -65,7 +63,7 @@ def attention_memory(compiled: ApartStep) -> SideMemory:
     return SideMemory(
         weights=device_bytes(compiled.params),
         cache=sum(device_bytes(compiled.state.cache).values()),
-        state=sum(device_bytes(arrays).values()),
+        state=state_bytes(compiled.state),
         inputs=4 * compiled.shape.packed_width,
         travelling=max(pass_buffers, default=0),
         temporaries=_most_temporaries([*layer_programs, *outer_programs]),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from dsjax.dryrun.side_program import SideProgram
+from dsjax.dryrun.timeline_trace import write_json
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Draw, Figure, Kind, drawing, drawn, spread
 from dsjax.plan.moves import AfdExchange, afd_exchange
@@ -54,8 +53,7 @@ class ApartTimeline:
                 times = [
                     _layer_times(programs, one) for (programs, _), one in zip(micro_batches, exchanges, strict=True)
                 ]
-                first = exchanges[0]
-                simulated.append((simulate_layers(times, layers, one_call=first.one_call), first))
+                simulated.append((simulate_layers(times, layers), exchanges[0]))
             return outside + sum(layers.seconds for layers, _ in simulated), outside, simulated
 
         with drawing(Draw()) as middle:
@@ -94,11 +92,7 @@ class ApartTimeline:
             args = {"layer": span.layer, "micro-batch": span.micro_batch}
             events.append({"ph": "X", "pid": 1, "tid": THREADS.index(span.thread), "name": name, **times, "args": args})
         other = {"step_seconds": self.step.value, "low": self.step.low, "high": self.step.high}
-        text = json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": other}, separators=(",", ":"))
-        if file.suffix == ".gz":
-            file.write_bytes(gzip.compress(text.encode(), mtime=0))
-        else:
-            file.write_text(text, encoding="utf-8")
+        write_json(file, {"traceEvents": events, "displayTimeUnit": "ns", "otherData": other})
 
 
 def _exchange(between: Between, attention: Cluster, experts: Cluster) -> AfdExchange:
@@ -112,4 +106,4 @@ def _layer_times(programs: dict[str, SideProgram], exchange: AfdExchange) -> Lay
     attend, share, receive, compute = (
         drawn(programs[name].report.timeline.step) for name in ("attend", "share", "receive", "compute")
     )
-    return LayerTimes.of(exchange, attend=attend, share=share, receive=receive, compute=compute)
+    return LayerTimes(attend, share, receive, compute, exchange)

@@ -13,6 +13,7 @@ from dsjax.config import ModelConfig
 from dsjax.dryrun.arguments import DryRunArgs, TooLarge
 from dsjax.dryrun.compilation import CompiledExchange, CompiledStep, compile_step
 from dsjax.engine.contract.speculative import SpeculativeConfig
+from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.expert_programs import staging_bytes
 from dsjax.model.parameters import component, device_bytes
 from dsjax.model.step import ModelStep
@@ -52,8 +53,6 @@ class DeviceMemory:
     def of(cls, compiled: CompiledStep) -> DeviceMemory:
         """Return the memory of a compiled step."""
         stats = compiled.main.compiled.memory_analysis()
-        state = dataclasses.replace(compiled.state, cache={})
-        arrays = {str(index): array for index, array in enumerate(jax.tree.leaves(state))}
         host = sum(
             array.size * array.dtype.itemsize for array in compiled.params.values() if not on_device(array.sharding)
         )
@@ -63,7 +62,7 @@ class DeviceMemory:
         return cls(
             weights=device_bytes(compiled.params),
             cache=sum(device_bytes(compiled.state.cache).values()),
-            state=sum(device_bytes(arrays).values()),
+            state=state_bytes(compiled.state),
             inputs=4 * compiled.shape.packed_width,
             # The CPU backend has a single memory and counts host arguments among the others.
             arguments=stats.argument_size_in_bytes - (0 if stats.host_argument_size_in_bytes else host),
@@ -92,6 +91,12 @@ class DeviceMemory:
         """Peak bytes on the device: weights, cache, state, inputs and staging, plus the most that any one program adds."""
         added = max(self.outputs - self.aliased + self.temporaries, self.drafting, self.moving)
         return max(self.arguments + self.staging, self.persistent) + added
+
+
+def state_bytes(state: DeviceState) -> int:
+    """Return the bytes on each device of the state between steps, without the cache."""
+    arrays = jax.tree.leaves(dataclasses.replace(state, cache={}))
+    return sum(device_bytes({str(index): array for index, array in enumerate(arrays)}).values())
 
 
 def parameters_by_component(step: ModelStep) -> dict[str, int]:

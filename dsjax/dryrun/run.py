@@ -22,6 +22,7 @@ from dsjax.dryrun.rebalance import read_rebalance
 from dsjax.dryrun.report import DryRunReport, ProgramReport, StagesReport
 from dsjax.dryrun.timeline import Timeline
 from dsjax.dryrun.topology import target_devices
+from dsjax.engine.device.slots import LaunchShape
 from dsjax.engine.setup.assembly import dispatch_method
 from dsjax.engine.setup.fitting import check_layout
 from dsjax.errors import UserError
@@ -294,6 +295,20 @@ def target_cluster(hardware: Hardware | None, name: str | None, devices: int) ->
     return named
 
 
+def shape_fields(args: DryRunArgs, shape: LaunchShape) -> dict[str, object]:
+    """Return the fields of a report's request about the compiled step."""
+    first, groups = shape.groups[0], [{"rows": g.rows, "chunk": g.chunk, "mla": g.form.name} for g in shape.groups]
+    rows = {"groups": groups, "batch": first.rows, "chunk": first.chunk}
+    return {"step": args.step, **rows, "context": args.row_tokens}
+
+
+def format_fields(args: DryRunArgs, step: ModelStep) -> dict[str, object]:
+    """Return the fields of a report's request about number formats."""
+    weights = str(step.dtype) if args.engine.weights == "auto" else args.engine.weights
+    formats = {"dtype": str(step.dtype), "weights": weights, "activation_scheme": str(step.scheme)}
+    return formats | {"kv_cache_dtype": str(step.cache_dtype)}
+
+
 def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:
     step, shape = compiled.step, compiled.shape.groups[0]
     stage = step.stage
@@ -308,18 +323,9 @@ def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:
         "devices": step.spec.num_devices,
         "target": args.target,
         "platform": step.mesh.devices.flat[0].platform,
-        "step": args.step,
-        "groups": [
-            {"rows": group.rows, "chunk": group.chunk, "mla": group.form.name} for group in compiled.shape.groups
-        ],
-        "batch": shape.rows,
-        "chunk": shape.chunk,
-        "context": args.row_tokens,
+        **shape_fields(args, compiled.shape),
         "tokens_per_device": compiled.shape.tokens / step.spec.tp_size,
-        "dtype": str(step.dtype),
-        "weights": str(step.dtype) if args.engine.weights == "auto" else args.engine.weights,
-        "activation_scheme": str(step.scheme),
-        "kv_cache_dtype": str(step.cache_dtype),
+        **format_fields(args, step),
         "mla": shape.form.name,
         "kernels": step.implementations,
         "dispatch": dispatch_method(step, compiled.shape.tokens, halved=step.in_halves(compiled.shape.groups)),

@@ -26,7 +26,12 @@ THREADS = (COMPUTE, INSIDE, BETWEEN, COPIES, _PATH)
 
 def write_trace(timeline: Timeline, file: Path, title: str) -> None:
     """Write the trace, compressed if the file's name ends in ``.gz``, which Perfetto also opens."""
-    text = json.dumps(trace(timeline, title), separators=(",", ":"))
+    write_json(file, trace(timeline, title))
+
+
+def write_json(file: Path, body: dict[str, Any]) -> None:
+    """Write a trace, compressed if the file's name ends in ``.gz``."""
+    text = json.dumps(body, separators=(",", ":"))
     if file.suffix == ".gz":
         file.write_bytes(gzip.compress(text.encode(), mtime=0))
     else:

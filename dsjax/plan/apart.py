@@ -69,9 +69,8 @@ class ApartStep(StepModel):
         parts = {name: seconds / work.layers for name, seconds in self.parts(work).items()}
         shared, experts = parts.pop("shared experts", 0.0), parts.pop("experts")
         exchange, combine = self._exchange(work.tokens, work.busy), self._combine(work.tokens)
-        attend = sum(parts.values())
-        times = LayerTimes.of(exchange, attend=attend, share=shared, receive=combine, compute=experts)
-        return _layers_seconds(times, self.micro_batches if work.layers > 1 else 1, work.layers, exchange.one_call)
+        times = LayerTimes(sum(parts.values()), shared, combine, experts, exchange)
+        return _layers_seconds(times, self.micro_batches if work.layers > 1 else 1, work.layers)
 
     def _combine(self, tokens: float) -> float:
         """Return the seconds in which an attention device adds the experts' results to its rows."""
@@ -101,11 +100,11 @@ class ApartStep(StepModel):
         return dataclasses.replace(exchange, back=exchange.back + round_seconds * more_rounds)
 
 
-def _layers_seconds(times: LayerTimes, micro_batches: int, layers: int, one_call: bool) -> float:
+def _layers_seconds(times: LayerTimes, micro_batches: int, layers: int) -> float:
     """Return the seconds of `layers` layers: simulate a few, and extrapolate from the last of them."""
 
     def simulated(count: int) -> float:
-        return simulate_layers([times] * micro_batches, count, one_call=one_call).seconds
+        return simulate_layers([times] * micro_batches, count).seconds
 
     if layers <= _MORE_LAYERS:
         return simulated(layers)

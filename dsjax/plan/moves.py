@@ -31,10 +31,10 @@ class AfdExchange:
 
     there: float
     back: float
-    begin_there: float
-    begin_back: float
-    launch: float
-    one_call: bool
+    begin_there: float = 0.0
+    begin_back: float = 0.0
+    launch: float = 0.0
+    one_call: bool = False
 
 
 def in_one_process(attention: Cluster, experts: Cluster, devices: int) -> bool:

@@ -16,26 +16,13 @@ THREADS = HOST, ATTENTION, THERE, EXPERTS, BACK = "host", "attention", "there", 
 
 
 class LayerTimes(NamedTuple):
-    """Seconds of one layer of one micro-batch.
-
-    attend, share, receive: on the attention side. compute: of the experts. The others: of the exchange (`AfdExchange`).
-    """
+    """Seconds of one layer of one micro-batch. attend, share, receive: on the attention side. compute: of the experts."""
 
     attend: float
     share: float
     receive: float
     compute: float
-    there: float
-    back: float
-    launch: float = 0.0
-    begin_there: float = 0.0
-    begin_back: float = 0.0
-
-    @classmethod
-    def of(cls, exchange: AfdExchange, **computation: float) -> LayerTimes:
-        """Combine the times of an exchange with those of attend, share, receive and compute."""
-        fields = ("there", "back", "launch", "begin_there", "begin_back")
-        return cls(**computation, **{name: getattr(exchange, name) for name in fields})
+    exchange: AfdExchange
 
 
 class LayerSpan(NamedTuple):
@@ -75,39 +62,40 @@ class _Clocks:
         return end
 
 
-def simulate_layers(micro_batches: Sequence[LayerTimes], layers: int, *, one_call: bool = False) -> SimulatedLayers:
+def simulate_layers(micro_batches: Sequence[LayerTimes], layers: int) -> SimulatedLayers:
     """Simulate `layers` layers for each micro-batch.
 
-    Each side runs one program at a time, in the order in which the host starts them, and each link carries one transfer at a time.
-    one_call: rows, experts and answers are one call over one connection; calls run one after another, and the host waits for the answers.
+    Each side runs one program at a time, in the order in which the host starts them, and each link carries one transfer at a time. If
+    rows, experts and answers are one call over one connection, calls run one after another, and the host waits for the answers.
     """
-    clocks = _Clocks()
+    clocks, one_call = _Clocks(), micro_batches[0].exchange.one_call
     run = clocks.run
     answered = [0.0] * len(micro_batches)  # when the answers are ready to be sent back, or (one_call) are back
     connection_free = 0.0
 
-    def launch(times: LayerTimes, at: tuple[int, int]) -> float:
-        return run(HOST, "launch", times.launch, at, 0.0)
+    def launch(moves: AfdExchange, at: tuple[int, int]) -> float:
+        return run(HOST, "launch", moves.launch, at, 0.0)
 
     for layer in range(layers + 1):
         for index, times in enumerate(micro_batches):
+            moves = times.exchange
             if layer:
                 at = layer - 1, index
-                back = run(HOST, "begin answers", times.begin_back, at, answered[index] if one_call else 0.0)
+                back = run(HOST, "begin answers", moves.begin_back, at, answered[index] if one_call else 0.0)
                 if not one_call:
-                    back = run(BACK, "answers", times.back, at, back, answered[index])
-                run(ATTENTION, "receive", times.receive, at, launch(times, at), back)
+                    back = run(BACK, "answers", moves.back, at, back, answered[index])
+                run(ATTENTION, "receive", times.receive, at, launch(moves, at), back)
             if layer == layers:
                 continue
             at = layer, index
-            attended = run(ATTENTION, "attend", times.attend, at, launch(times, at))
-            begun = run(HOST, "begin rows", times.begin_there, at, 0.0)
-            arrived = run(THERE, "rows", times.there, at, begun, attended, connection_free)
+            attended = run(ATTENTION, "attend", times.attend, at, launch(moves, at))
+            begun = run(HOST, "begin rows", moves.begin_there, at, 0.0)
+            arrived = run(THERE, "rows", moves.there, at, begun, attended, connection_free)
             if not one_call:  # else the other process starts the experts
-                arrived = max(arrived, launch(times, at))
+                arrived = max(arrived, launch(moves, at))
             answered[index] = run(EXPERTS, "compute", times.compute, at, arrived)
             if one_call:
-                answered[index] = connection_free = run(BACK, "answers", times.back, at, answered[index])
-            run(ATTENTION, "share", times.share, at, launch(times, at))
+                answered[index] = connection_free = run(BACK, "answers", moves.back, at, answered[index])
+            run(ATTENTION, "share", times.share, at, launch(moves, at))
     clocks.result.seconds = max(clocks.free_from.values())
     return clocks.result

@@ -15,7 +15,7 @@ from dsjax.plan.engine import find_engine
 from dsjax.plan.figure import assumption
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.memory import expert_side_bytes, weight_bytes
-from dsjax.plan.moves import afd_exchange, agreement, connection
+from dsjax.plan.moves import AfdExchange, afd_exchange, agreement, connection
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.turns import LayerTimes, simulate_layers
 from dsjax.plan.workload import PlanOptions
@@ -121,11 +121,12 @@ def test_micro_batches_in_turn_gain_where_the_batch_is_large_and_lose_where_it_i
 
 
 def test_turns_that_repeat_are_not_all_played():
-    turn = LayerTimes(3e-4, 5e-5, 1e-5, 2.5e-4, 1e-4, 1.2e-4, 6e-5, 1e-4, 1e-4)
     for batches in (1, 2, 3):
         for one_call in (False, True):
-            every = simulate_layers([turn] * batches, 58, one_call=one_call).seconds
-            assert _layers_seconds(turn, batches, 58, one_call) == pytest.approx(every, rel=0.01)
+            exchange = AfdExchange(1e-4, 1.2e-4, 1e-4, 1e-4, 6e-5, one_call)
+            turn = LayerTimes(3e-4, 5e-5, 1e-5, 2.5e-4, exchange)
+            every = simulate_layers([turn] * batches, 58).seconds
+            assert _layers_seconds(turn, batches, 58) == pytest.approx(every, rel=0.01)
 
 
 def test_commands_of_all_processes_are_options_that_the_engine_takes():

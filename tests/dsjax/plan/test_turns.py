@@ -1,12 +1,15 @@
 """Attention and experts in turn: schedules that can be told by hand."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
+from dsjax.plan.moves import AfdExchange
 from dsjax.plan.turns import ATTENTION, EXPERTS, HOST, LayerTimes, simulate_layers
 
-LAYER = LayerTimes(attend=3, share=1, receive=1, compute=4, there=2, back=2)
+EXCHANGE = AfdExchange(there=2, back=2)
+LAYER = LayerTimes(attend=3, share=1, receive=1, compute=4, exchange=EXCHANGE)
 
 
 def test_one_batch_takes_every_part_but_what_is_computed_while_its_rows_are_away():
@@ -27,7 +30,7 @@ def test_two_batches_hide_each_others_way_and_the_busier_side_counts():
 
 
 def test_a_host_that_starts_everything_bounds_what_both_sides_do():
-    slow = LAYER._replace(launch=2, begin_there=3, begin_back=3)
+    slow = LAYER._replace(exchange=replace(EXCHANGE, launch=2, begin_there=3, begin_back=3))
     played = simulate_layers([slow] * 3, 40)
     assert played.seconds / 120 == pytest.approx(4 * 2 + 3 + 3, rel=0.05)
     assert played.busy[HOST] / played.seconds > 0.95
@@ -35,13 +38,15 @@ def test_a_host_that_starts_everything_bounds_what_both_sides_do():
 
 def test_calls_over_one_connection_follow_each_other():
     alone = simulate_layers([LAYER] * 2, 40)
-    called = simulate_layers([LAYER] * 2, 40, one_call=True)
+    call = LAYER._replace(exchange=replace(EXCHANGE, one_call=True))
+    called = simulate_layers([call] * 2, 40)
     assert alone.seconds / 80 == pytest.approx(6, rel=0.02)
     assert called.seconds / 80 == pytest.approx(2 + 4 + 2, rel=0.02), "way there, experts and way back are one call"
 
 
 def test_the_spans_of_a_thread_never_overlap():
-    played = simulate_layers([LAYER._replace(launch=0.5, begin_there=0.2, begin_back=0.1)] * 3, 7)
+    exchange = replace(EXCHANGE, launch=0.5, begin_there=0.2, begin_back=0.1)
+    played = simulate_layers([LAYER._replace(exchange=exchange)] * 3, 7)
     for thread in played.busy:
         spans = sorted((span.begin, span.end) for span in played.spans if span.thread == thread)
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
