@@ -40,12 +40,12 @@ _TRACED = 5
 class StepOptions(Checked):
     """Options of the step to time, named as in `vllm bench latency`."""
 
-    batch_size: int = option(32, "Requests of each DP rank.", least=1)
-    input_len: int = option(160, "Tokens before the one that is decoded first.", least=1)
-    ranks: int | None = option(None, "DP ranks that have requests; default: all.", least=1)
-    num_iters_warmup: int = option(3, "Steps that are not counted.", least=0)
-    num_iters: int = option(30, "Steps that are timed.", least=1)
-    json_file: str | None = option(None, "Write JSON to this file too; - for standard output.", flag="--json")
+    batch_size: int = option(32, "Number of requests per DP rank.", least=1)
+    input_len: int = option(160, "Number of prompt tokens per request.", least=1)
+    ranks: int | None = option(None, "Number of DP ranks that have requests. Default: all.", least=1)
+    num_iters_warmup: int = option(3, "Number of warm-up steps, which are not counted.", least=0)
+    num_iters: int = option(30, "Number of timed steps.", least=1)
+    json_file: str | None = option(None, "Also write JSON to this file; - for standard output.", flag="--json")
 
 
 @options_of(lambda kind: None, args=EngineArgs, options=StepOptions)

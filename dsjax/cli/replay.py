@@ -24,9 +24,14 @@ if TYPE_CHECKING:
 
 
 def replay(
-    file: Annotated[str, typer.Argument(help="A recording (dsjax serve --record-steps FILE).")],
-    model: Annotated[str | None, typer.Option(help="The recorded checkpoint's name or directory here.")] = None,
-    warm_up: Annotated[bool, typer.Option(help="Compile all programs first; without, times include it.")] = True,
+    file: Annotated[str, typer.Argument(help="Recording made by dsjax serve --record-steps FILE.")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="Checkpoint on this machine, if its name or directory differs from the recorded one."),
+    ] = None,
+    warm_up: Annotated[
+        bool, typer.Option(help="Compile all programs first. Otherwise step times include compilation.")
+    ] = True,
     json_file: JsonFile = None,
 ) -> None:
     """Replay recorded engine steps in this process, and compare each token and each step's time with the recording.

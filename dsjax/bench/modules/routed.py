@@ -117,7 +117,7 @@ def expert_loop(setting: Setting, stack: LayerStack, experts: int, sent: Dispatc
     counts = {"tokens_per_expert": jnp.zeros((1, experts), jnp.int32)}
     counts |= {name: jnp.zeros((1,), jnp.int32) for name in ("rows_received", "rows_sent", "rounds")}
     carry = (counts, jnp.zeros_like(inputs["x"]))
-    return device_loop(one_layer, inputs, carry, depth=stack.depth, in_call=setting.config.num_moe_layers)
+    return device_loop(one_layer, inputs, carry, depth=stack.depth, in_step=setting.config.num_moe_layers)
 
 
 def layer_ids(setting: Setting, experts: int, sent: DispatchedTokens, layers: int) -> jax.Array:
