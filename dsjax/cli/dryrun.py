@@ -18,32 +18,36 @@ from sharding import MeshSpec
 class DryRunOptions(Checked):
     """Options of a dry run in addition to the engine's."""
 
-    target: str = option("cpu", "cpu, a name of configs/hardware (h200, tpu-v5e, …), or a TOML file like those.")
-    expert_target: str | None = option(
-        None, "With --expert-mesh: what the experts' programs are compiled for; default: --target."
+    target: str = option(
+        "cpu", "Target: cpu, a name in configs/hardware (h200, tpu-v5e, …), or a TOML file like those."
     )
-    step: str = option("decode", "decode, prefill or mixed (both in one program).")
-    batch: int | None = option(None, "Rows of a DP rank; default: --max-num-seqs, or 32 decodes.")
+    expert_target: str | None = option(None, "Target of the experts with --expert-mesh. Default: --target.")
+    step: str = option("decode", "Kind of step: decode, prefill, or mixed (both in one program).")
+    batch: int | None = option(None, "Requests per DP rank. Default: --max-num-seqs, or 32 decodes.")
     context: int | None = option(
-        None, "Tokens that a row attends to; default: --max-model-len, or 4096, or the model's positions if fewer."
+        None,
+        "Context length of each request, in tokens. Default: --max-model-len, or 4096, or the model's maximum if that is less.",
     )
-    mla: str | None = option(None, "MLA form of this step: --mla-decode or --mla-prefill by another name.")
-    fit: bool = option(False, "Also find the largest batch, context and cache that fit, by compiling.", switch=True)
+    mla: str | None = option(None, "MLA form of the step; sets --mla-decode or --mla-prefill.")
+    fit: bool = option(
+        False, "Also search for the largest batch, context and KV cache that fit in memory, by compiling.", switch=True
+    )
     cluster: str | None = option(
-        None, "Hosts and network: a name of configs/clusters or a file; default: the hardware's own."
+        None, "Hosts and network: a name in configs/clusters or a file. Default: the hardware's."
     )
-    timeline: Path | None = option(
-        None, "Predict the step's time; write a trace for ui.perfetto.dev (.json or .json.gz)."
+    timeline: Path | None = option(None, "Predict the step time; write a trace for ui.perfetto.dev (.json, .json.gz).")
+    timeline_picture: Path | None = option(
+        None, "Picture of the timeline (.png, .svg, .pdf). Default: next to the trace."
     )
-    timeline_picture: Path | None = option(None, "Draw it too: .png, .svg or .pdf; default: next to the trace.")
     reductions: bool = option(
         False,
-        "List every sum whose order of additions could depend on the layout or the batch; fail if one is not explained.",
+        "List all reductions whose order of additions could depend on the layout or the batch; fail if one is unexpected.",
         switch=True,
     )
     against: list[str] | None = option(
         None,
-        "With --reductions: compile the step otherwise too and compare. batch=1, mesh=dp=4,tp=8, step=prefill; several may be given.",
+        "With --reductions: also compile this variant of the step and compare, such as batch=1, mesh=dp=4,tp=8 or step=prefill. Can "
+        "be repeated.",
     )
     json_file: str | None = option(None, "Write JSON to this file instead; - for standard output.", flag="--json")
 

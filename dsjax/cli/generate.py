@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 @engine_options
 def generate(
     args: EngineArgs,
-    prompt: Annotated[list[str], typer.Option(help="Text to continue; several may be given. - reads standard input.")],
-    chat: Annotated[bool, typer.Option(help="Take each prompt as a user's message, in the model's template.")] = False,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to make for each prompt.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Keep the most probable tokens that reach this sum.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep so many most probable tokens; 0 keeps all.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; several may be given.")] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Continue past the end-of-sequence token.")] = False,
+    prompt: Annotated[list[str], typer.Option(help="Prompt text; - reads standard input. Can be repeated.")],
+    chat: Annotated[bool, typer.Option(help="Apply the chat template to each prompt.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per prompt.")] = 128,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature. 0: greedy decoding.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Cumulative probability for nucleus sampling.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the top k tokens. 0: from all.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string. Can be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Ignore the end-of-sequence token.")] = False,
 ) -> None:
     """Generate text from prompts and stream it to the terminal. Exit status 1: a prompt was not finished."""
     if args.is_side:

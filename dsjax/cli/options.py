@@ -25,10 +25,12 @@ def _of_engines(
     help_all: Annotated[
         bool,
         typer.Option(
-            "--help-all", help="Show all options, and other engines' names.", callback=_show_all, is_eager=True
+            "--help-all", help="Show all options and other engines' names.", callback=_show_all, is_eager=True
         ),
     ] = False,
-    config: Annotated[Path | None, typer.Option(help="YAML file of options; the command line wins.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file with options; the command line takes precedence.")
+    ] = None,
 ) -> None:
     """Declare the options that every command with engine options has. Their effects happen before the command runs."""
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 def replay(
-    file: Annotated[str, typer.Argument(help="A recording (dsjax serve --record-steps FILE).")],
-    model: Annotated[str | None, typer.Option(help="The recorded checkpoint's name or directory here.")] = None,
-    warm_up: Annotated[bool, typer.Option(help="Compile all programs first; without, times include it.")] = True,
+    file: Annotated[str, typer.Argument(help="Recording from dsjax serve --record-steps.")],
+    model: Annotated[str | None, typer.Option(help="Name or path of the recorded checkpoint here.")] = None,
+    warm_up: Annotated[bool, typer.Option(help="Compile all programs first, so that times exclude it.")] = True,
     json_file: JsonFile = None,
 ) -> None:
     """Replay recorded engine steps in this process, and compare each token and each step's time with the recording.

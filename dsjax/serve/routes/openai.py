@@ -28,7 +28,7 @@ Session = Annotated[
         alias="X-Session-Affinity",
         min_length=1,
         max_length=MAX_NAME_CHARACTERS,
-        description="requests of one session go to one DP rank",
+        description="session id: requests with the same id go to the same DP rank",
     ),
 ]
 Rank = Annotated[
@@ -36,7 +36,7 @@ Rank = Annotated[
     Header(
         alias="X-Data-Parallel-Rank",
         ge=0,
-        description="number of the DP rank that the request is to run on, for a router that knows what is cached where",
+        description="DP rank to run the request on, for cache-aware routers",
     ),
 ]
 
@@ -52,7 +52,7 @@ Wanted = Annotated[RequestOptions, Depends(place_of)]
 def openai_routes(serving: Serving) -> APIRouter:
     """Return the router of the endpoints under `/v1`."""
     router = APIRouter(prefix="/v1", route_class=StrictRoute)
-    stream = {"description": "the answer, or its events", "content": {"text/event-stream": {}}}
+    stream = {"description": "the response, or a stream of events", "content": {"text/event-stream": {}}}
     generating = {200: stream, **errors(429, 500, 503)}
 
     @router.get("/models", responses=errors())

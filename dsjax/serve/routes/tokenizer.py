@@ -30,7 +30,9 @@ class TokenizeMessages(PromptFields):
     """Conversation to tokenize, as `/v1/chat/completions` does."""
 
     model: Name | None = None
-    add_special_tokens: bool | None = Field(False, description="beside those that the template writes")
+    add_special_tokens: bool | None = Field(
+        False, description="add special tokens in addition to those of the chat template"
+    )
     return_token_strs: bool | None = False
 
 

@@ -45,7 +45,7 @@ def test_every_engine_option_is_a_flag_of_both_commands_and_help_has_the_usual_o
         == set(Group)
         <= set(re.findall(r"^(\S.*):$", usual, re.MULTILINE))
     )
-    assert "128 of a DeepSeek-V4. [also: --block-size]" in " ".join(every.split()).replace(
+    assert "128 for DeepSeek-V4. [also: --block-size]" in " ".join(every.split()).replace(
         "--block- size", "--block-size"
     )
 
