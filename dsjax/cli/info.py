@@ -18,7 +18,7 @@ def info(
         str, typer.Option(help="Name of a bundled model, Hugging Face repository id, or model path.")
     ] = "demo",
     mesh: Annotated[str, typer.Option(help="Parallelism sizes, as in dsjax serve.")] = "dp=1",
-    redundant_experts: Annotated[int, typer.Option(help="Redundant (replicated) experts per layer.", min=0)] = 0,
+    redundant_experts: Annotated[int, typer.Option(help="Redundant experts per layer.", min=0)] = 0,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the Hugging Face repository.")] = None,
     json_file: JsonFile = None,
 ) -> None:

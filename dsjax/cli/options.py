@@ -28,9 +28,7 @@ def _of_engines(
             "--help-all", help="Show all options and other engines' names.", callback=_show_all, is_eager=True
         ),
     ] = False,
-    config: Annotated[
-        Path | None, typer.Option(help="YAML file with options; the command line takes precedence.")
-    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with defaults for the other options.")] = None,
 ) -> None:
     """Declare the options that every command with engine options has. Their effects happen before the command runs."""
 

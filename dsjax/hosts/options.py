@@ -32,7 +32,7 @@ class GroupOptions(Checked):
         None, "HOST:PORT of process 0. Default: detected from Slurm, Open MPI, GKE or LeaderWorkerSet.", Group.HOSTS
     )
     num_processes: int | None = option(None, "Number of processes in the group.", Group.HOSTS, least=1)
-    process_id: int | None = option(None, "Index of this process; 0 serves HTTP and schedules.", Group.HOSTS, least=0)
+    process_id: int | None = option(None, "Index of this process; 0 is the leader.", Group.HOSTS, least=0)
     host_address: str | None = advanced(
         None, "Address at which others reach this host. Default: from the route to process 0.", Group.HOSTS
     )
@@ -42,7 +42,7 @@ class GroupOptions(Checked):
     )
     cluster_key_file: str | None = option(
         None,
-        "Path to the secret that all processes share, unless DSJAX_CLUSTER_KEY is set. Default: a per-user secret, for loopback only.",
+        "Path to the shared secret, unless DSJAX_CLUSTER_KEY is set. Default: per user, for loopback only.",
         Group.HOSTS,
     )
     encrypt_bulk: bool = advanced(

@@ -53,11 +53,11 @@ ApiKeyFile = Annotated[list[Path] | None, typer.Option(help="File with one API k
 def serve(
     args: EngineArgs,
     http: HttpOptions,
-    host: Annotated[str, typer.Option(help="Host name or IP address to listen on.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Host to listen on.")] = "127.0.0.1",
     port: Annotated[
         int | None,
         typer.Option(
-            help="Port to listen on; 0: a free port. Default: 8000, or a free port if the process serves no clients.",
+            help="Port to listen on; 0: any. Default: 8000, or 0 in processes without clients.",
             min=0,
             max=65535,
             show_default=False,
@@ -84,7 +84,7 @@ def serve(
     ] = None,
     allow_unauthenticated: Annotated[
         bool,
-        typer.Option("--allow-unauthenticated", help="Allow access without an API key from other machines."),
+        typer.Option("--allow-unauthenticated", help="Let other machines connect without an API key."),
     ] = False,
     step_timeout: StepTimeout = 300.0,
     log_level: Annotated[str, typer.Option(help="Log level: critical, error, warning, info, debug or trace.")] = "info",

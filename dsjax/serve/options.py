@@ -48,7 +48,7 @@ class HttpOptions(Checked):
         metavar="JSON",
     )
     ssl_certfile: str | None = option(None, "Path to the TLS certificate chain; enables HTTPS.")
-    ssl_keyfile: str | None = option(None, "Path to the TLS private key, if it is a separate file.")
+    ssl_keyfile: str | None = option(None, "Path to the TLS private key, if separate.")
 
     def __post_init__(self):
         super().__post_init__()

@@ -69,8 +69,8 @@ class EplbConfig(JsonOption):
 class ExpertOptions:
     """Options for redundant experts and for moving experts."""
 
-    redundant_experts: int = option(0, "Redundant (replicated) experts per layer.", Group.EXPERTS, least=0)
-    enable_eplb: bool = option(False, "Enable expert load balancing (EPLB) while serving.", Group.EXPERTS)
+    redundant_experts: int = option(0, "Redundant experts per layer.", Group.EXPERTS, least=0)
+    enable_eplb: bool = option(False, "Enable expert load balancing (EPLB).", Group.EXPERTS)
     eplb_config: str | dict[str, Any] | None = advanced(
         None,
         """EPLB configuration with vLLM's names. JSON: '{"num_redundant_experts": 32, "window_size": 1000, "step_interval": 3000, """

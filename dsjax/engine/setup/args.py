@@ -142,7 +142,7 @@ class BasicOptions:
     max_num_batched_tokens: int = option(2048, "Maximum tokens per DP rank and step.", Group.SCHEDULING, least=1)
     prefill_chunk: int | None = option(
         None,
-        f"Maximum tokens of one prompt per step. Default: {PREFILL_CHUNK}, or --max-num-batched-tokens if that is less.",
+        f"Maximum tokens of a prompt per step. Default: {PREFILL_CHUNK}, or --max-num-batched-tokens if less.",
         Group.SCHEDULING,
         least=1,
     )
