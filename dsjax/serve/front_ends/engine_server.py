@@ -105,7 +105,7 @@ class EngineServer(Server):
         create_welcome = _welcome(serving, parts, len(listeners), options.get("log_level", "info"), log_json)
         front_ends = FrontEnds(serving.engine, listeners, create_welcome)
         if serving.metrics is not None:
-            serving.metrics.elsewhere = front_ends.families
+            serving.metrics.add_front_ends = front_ends.families
 
         def resize(generations: Generations) -> None:
             front_ends.send_all(Resized(parts.inputs.config, serving.max_model_len, generations.facts.dp_ranks))

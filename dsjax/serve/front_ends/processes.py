@@ -34,7 +34,7 @@ from dsjax.serve.front_ends.messages import (
     Welcome,
 )
 from dsjax.serve.front_ends.shared_engine import SharedEngine
-from dsjax.serve.metrics_families import Family, summed
+from dsjax.serve.metrics_families import Family, sum_over_processes
 from dsjax.serve.serving import Phase, QueueGate
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class FrontEnds:
     def families(self, families: Sequence[Family]) -> list[Family]:
         """Return the engine's metric families plus the counts of all front ends, ended ones included."""
         snapshots = [[(*key, value) for key, value in self._departed.items()]]
-        return summed(families, snapshots + [link.samples for link in self.links])
+        return sum_over_processes(families, snapshots + [link.samples for link in self.links])
 
     async def end(self) -> None:
         """Make all front ends stop listening and exit; kill any that take too long."""
