@@ -211,8 +211,8 @@ def serve_model(
         "before_exit": lambda code: group and group.leave("its engine has failed" if code else None),
     }
     if front_end_listeners:
-        shared = EngineServer.over(serving, model.parts, front_end_listeners, log_json, **how)
-        return shared.serve_behind()
+        shared = EngineServer.create(serving, model.parts, front_end_listeners, log_json, **how)
+        return shared.serve_privately()
     return Server(serving, **how).serve_on(listener)
 
 

@@ -18,7 +18,7 @@ from dsjax.engine.contract.executor import CompileRest
 from dsjax.errors import UserError
 from dsjax.serve.app import create_app
 from dsjax.serve.connections import affordable_connections, bounded_connections, too_many_connections
-from dsjax.serve.guards import RequestLog
+from dsjax.serve.logs import RequestLog
 from dsjax.serve.serving import Phase, Serving
 from dsjax.serve.watchdog import Watchdog
 

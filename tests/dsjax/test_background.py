@@ -375,7 +375,7 @@ def request_with(handle, grammar):
     return SimpleNamespace(
         completions=[(handle, f"r{handle}", 0)],
         params=SimpleNamespace(structured_outputs=grammar),
-        requests=lambda rules: [],
+        to_requests=lambda rules: [],
         stop_ids=[],
         token_ids=[1],
     )
@@ -387,7 +387,7 @@ def fail_front_end_requests(monkeypatch):
     async def serve(grammar):
         engine, sent = make_engine(), []
         front_ends = processes.FrontEnds(engine, [], None)
-        link = SimpleNamespace(index=0, preparing=set(), send=sent.append, requests={}, samples=[])
+        link = SimpleNamespace(index=0, compiling=set(), send=sent.append, requests={}, samples=[])
         link.process = SimpleNamespace(poll=lambda: None, wait=lambda: 0, kill=lambda: None)
         front_ends._links[0] = link
 
@@ -412,7 +412,7 @@ def fail_front_end(monkeypatch):
     monkeypatch.setattr(processes, "_RESTART_SECONDS", 0.0)
     front_ends = processes.FrontEnds(make_engine(), [SimpleNamespace(fileno=lambda: 0)], None)
     monkeypatch.setattr(processes.subprocess, "Popen", Mock(side_effect=OSError(errno.EAGAIN, "no process")))
-    with pytest.raises(ValueError, match="front end 0 ended 3 times before it listened"):
+    with pytest.raises(ValueError, match="front end 0 failed to start 3 times"):
         asyncio.run(asyncio.wait_for(front_ends.start("address"), 20))
 
 
@@ -421,7 +421,7 @@ def fail_front_end_counters(monkeypatch):
         front_ends, gathered = processes.FrontEnds(make_engine(), [], None), asyncio.Event()
         monkeypatch.setattr(front_ends, "gather", AsyncMock(side_effect=once(BROKEN, gathered.set)))
         monkeypatch.setattr(processes, "_GATHER_SECONDS", 0.001)
-        front_ends._spawn(front_ends._gather_often())
+        front_ends._spawn(front_ends._gather_periodically())
         await asyncio.wait_for(gathered.wait(), 60)
 
     asyncio.run(gather())

@@ -12,9 +12,9 @@ from dsjax.engine.text.outputs import EngineDeadError
 from dsjax.errors import ChangeUnderWayError
 from dsjax.serve.bounds import MAX_REQUEST_ID_CHARACTERS
 from dsjax.serve.errors import ApiError
-from dsjax.serve.guards import StrictRoute
 from dsjax.serve.profiler import Profiler, device_time
 from dsjax.serve.routes.status import expert_load
+from dsjax.serve.routing import StrictRoute
 from dsjax.serve.sampling_fields import StrictModel
 from dsjax.serve.schemas import Aborted, ExpertLoad, Profiled, Rebalance, Scaled, State, errors
 from dsjax.serve.serving import Serving

@@ -15,9 +15,10 @@ from dsjax.serve.chat import ChatAnswer
 from dsjax.serve.chat_fields import ChatRequest
 from dsjax.serve.chat_prompt import render_prompt
 from dsjax.serve.connections import EventStream, JsonResponse, unless_client_leaves
-from dsjax.serve.guards import StrictRoute, request_id_of
+from dsjax.serve.guards import request_id_of
 from dsjax.serve.responses_answer import NamedEvents, ResponsesAnswer
 from dsjax.serve.responses_request import ResponsesRequest
+from dsjax.serve.routing import StrictRoute
 from dsjax.serve.sampling_fields import CompletionRequest, warning_headers
 from dsjax.serve.schemas import ChatResponse, CompletionResponse, ModelCard, ModelList, errors
 from dsjax.serve.serving import Serving

@@ -11,7 +11,7 @@ from dsjax.serve.answers import token_name
 from dsjax.serve.chat_fields import PromptFields
 from dsjax.serve.chat_prompt import render_prompt
 from dsjax.serve.errors import ApiError
-from dsjax.serve.guards import StrictRoute
+from dsjax.serve.routing import StrictRoute
 from dsjax.serve.sampling_fields import Name, StrictModel
 from dsjax.serve.schemas import Text, TokenizerInfo, Tokens, errors
 from dsjax.serve.serving import Serving
