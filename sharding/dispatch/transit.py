@@ -54,8 +54,8 @@ class Method:
     keeps_choices: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, home: bool) -> Method:
-        """Make the method for a rank's tokens. home: see ``dispatch``."""
+    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, fused_shared: bool) -> Method:
+        """Make the method for a rank's tokens. fused_shared: see ``dispatch``."""
         raise NotImplementedError
 
     @classmethod
