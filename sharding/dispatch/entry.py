@@ -70,8 +70,8 @@ def dispatch(
         spec, mesh, config, x_TD, slots_TK, _leading_dimension(params) if experts is None else experts, fused_shared
     )
     ranks = ExpertsOfMesh(local_experts, params, param_specs)
-    arrived = in_turn(exchange.there, exchange.prepare(x_TD, slots_TK, weights_TK))
-    return exchange.add(in_turn(exchange.back, exchange.compute(arrived, ranks)), ranks)
+    arrived = in_turn(exchange.dispatch_stages, exchange.prepare(x_TD, slots_TK, weights_TK))
+    return exchange.add(in_turn(exchange.combine_stages, exchange.compute(arrived, ranks)), ranks)
 
 
 class ExpertsOfMesh(NamedTuple):
@@ -84,7 +84,7 @@ class ExpertsOfMesh(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """One dispatch in stages: ``prepare``, the exchanges ``there``, ``compute``, the exchanges ``back``, and ``add``.
+    """One dispatch in stages: ``prepare``, the exchanges ``dispatch_stages``, ``compute``, the exchanges ``combine_stages``, and ``add``.
 
     The first exchange of a direction contains only the collectives that carry rows; a second one reorders the rows first. Each stage passes
     a ``Transit`` to the next, whose arrays have a leading rank axis, sharded over ``spec.token_axes``.
@@ -137,14 +137,14 @@ class Exchange:
         return run(*inputs)
 
     @property
-    def there(self) -> tuple[Stage, ...]:
+    def dispatch_stages(self) -> tuple[Stage, ...]:
         """The exchanges of packed rows: one, or two if another rank forwards the rows."""
-        return tuple(partial(self._travel, stage) for stage in self.method.there)
+        return tuple(partial(self._travel, stage) for stage in self.method.dispatch_stages)
 
     @property
-    def back(self) -> tuple[Stage, ...]:
+    def combine_stages(self) -> tuple[Stage, ...]:
         """The exchanges of the experts' results."""
-        return tuple(partial(self._travel, stage) for stage in self.method.back)
+        return tuple(partial(self._travel, stage) for stage in self.method.combine_stages)
 
     def compute(self, transit: Transit, experts: ExpertsOfMesh) -> Transit:
         """Apply the experts to the rows that arrived."""

@@ -82,12 +82,12 @@ class Hierarchical(Padded):
         return self.group.in_two_stages()
 
     @property
-    def there(self) -> tuple[Stage, ...]:
+    def dispatch_stages(self) -> tuple[Stage, ...]:
         """Exchange between hosts, then inside each host."""
         return self.send, self.relay
 
     @property
-    def back(self) -> tuple[Stage, ...]:
+    def combine_stages(self) -> tuple[Stage, ...]:
         """Exchange inside each host, then between hosts."""
         return self.answer, self.relay_back
 

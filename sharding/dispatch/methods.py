@@ -88,14 +88,14 @@ class ByChoice(Method):
         return Transit(inner.rows, _WithShared(inner.kept, shared))
 
     @property
-    def there(self) -> tuple[Stage, ...]:
+    def dispatch_stages(self) -> tuple[Stage, ...]:
         """The stages of ``method``."""
-        return self.send, *map(self._pass_shared_by, self.method.there[1:])
+        return self.send, *map(self._pass_shared_by, self.method.dispatch_stages[1:])
 
     @property
-    def back(self) -> tuple[Stage, ...]:
+    def combine_stages(self) -> tuple[Stage, ...]:
         """The stages of ``method``."""
-        return self.answer, *map(self._pass_shared_by, self.method.back[1:])
+        return self.answer, *map(self._pass_shared_by, self.method.combine_stages[1:])
 
     def send(self, transit: Transit) -> Transit:
         """Run ``method.send``, and gather the rank's own tokens over ``tp`` for the shared expert."""

@@ -114,7 +114,7 @@ def test_each_stage_of_an_exchange_is_a_part_of_its_own_with_one_collective(meth
     x, weights = coded_rows(tokens), weights_of(tokens)
     slots = routings(tokens, EXPERTS, 8)["random, some idle"]
     exchange = Exchange.of(spec, mesh, config, x, slots, EXPERTS)
-    assert len(exchange.there) == len(exchange.back) == stages
+    assert len(exchange.dispatch_stages) == len(exchange.combine_stages) == stages
     found = []
 
     def counted(part, transit):
@@ -123,8 +123,8 @@ def test_each_stage_of_an_exchange_is_a_part_of_its_own_with_one_collective(meth
 
     def step():
         counting = lambda stages: [partial(counted, stage) for stage in stages]  # noqa: E731
-        sent = in_turn(counting(exchange.there), exchange.prepare(x, slots, weights))
-        return in_turn(counting(exchange.back), exchange.compute(sent, experts))
+        sent = in_turn(counting(exchange.dispatch_stages), exchange.prepare(x, slots, weights))
+        return in_turn(counting(exchange.combine_stages), exchange.compute(sent, experts))
 
     jax.eval_shape(step)
     assert found == [1] * 2 * stages
