@@ -12,7 +12,7 @@ from dsjax.engine.contract.sampling_params import MAX_LOGPROBS, SamplingError
 from dsjax.engine.text.tokenizer import Template
 from dsjax.serve import bounds
 from dsjax.serve.errors import ApiError, to_api_error
-from dsjax.serve.sampling_fields import Count, Effort, Name, SamplingFields, StrictModel, for_header
+from dsjax.serve.sampling_fields import Count, Effort, Name, SamplingFields, StrictModel, safe_header_names
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -31,11 +31,11 @@ class TextPart(StrictModel):
         kind = part.get("type")
         if kind == "refusal" and "text" not in part:
             return {"type": kind, "text": part.get("refusal")}
-        refuse_other_kinds(kind, ("text", "refusal"))
+        check_part_type(kind, ("text", "refusal"))
         return part
 
 
-def refuse_other_kinds(kind: Any, kinds: Collection[str]) -> None:
+def check_part_type(kind: Any, kinds: Collection[str]) -> None:
     """Raise a validation error if a part's type is not one of `kinds`."""
     if isinstance(kind, str) and kind not in kinds:
         raise PydanticCustomError(
@@ -265,7 +265,9 @@ class ChatRequest(SamplingFields, PromptFields):
             unused_fields.append("thinking")
         variables = self.chat_template_kwargs or ()
         if unread := [name for name in variables if template is None or not template.reads(name)]:
-            unused_fields += [f"chat_template_kwargs.{name}" for name in for_header(unread)] or ["chat_template_kwargs"]
+            unused_fields += [f"chat_template_kwargs.{name}" for name in safe_header_names(unread)] or [
+                "chat_template_kwargs"
+            ]
         return unused_fields
 
     @property

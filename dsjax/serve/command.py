@@ -170,11 +170,11 @@ def serve_model(
     from dsjax.serve.serving import Serving
     from dsjax.serve.startup_screen import show_facts, show_url, warm_up_bar
 
-    def warm_up(check_going_on: Callable[[], None]) -> "CompileRest | None":
+    def warm_up(raise_if_stopped: Callable[[], None]) -> "CompileRest | None":
         with warm_up_bar(console) as progress:
 
             def between_shapes(done: int, total: int, label: str) -> None:
-                check_going_on()
+                raise_if_stopped()
                 progress(done, total, label)
 
             return model.parts.warm_up(between_shapes, lazily=True)

@@ -6,7 +6,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from dsjax.engine.contract.sampling_params import SamplingError
 from dsjax.serve import bounds
-from dsjax.serve.chat_fields import ChatRequest, Function, FunctionName, as_chat, refuse_other_kinds, text_or_list
+from dsjax.serve.chat_fields import ChatRequest, Function, FunctionName, as_chat, check_part_type, text_or_list
 from dsjax.serve.errors import ApiError
 from dsjax.serve.sampling_fields import Count, DrawFields, Effort, Name, OpenAIFields, RequestId, StrictModel
 
@@ -36,7 +36,7 @@ class Part(Item):
     @classmethod
     def _only_text(cls, part: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
-        refuse_other_kinds(kind, (*_TEXTS, "refusal"))
+        check_part_type(kind, (*_TEXTS, "refusal"))
         return part
 
 

@@ -94,7 +94,7 @@ class OpenAIFields(StrictModel):
         return [name for name, value in given if value is not None and value not in _WITHOUT_EFFECT[name]]
 
 
-def for_header(names: list[str]) -> list[str]:
+def safe_header_names(names: list[str]) -> list[str]:
     """Return at most 8 of the client's names that are short ASCII identifiers and so safe in a header."""
     return [name for name in names if len(name) <= 64 and name.isascii() and name.isidentifier()][:8]
 
@@ -149,7 +149,7 @@ class GuidedFields(StrictModel):
     guided_choice: Choices | None = Field(None, description="deprecated alias of structured_outputs.choice")
     guided_grammar: GrammarText | None = Field(None, description="deprecated alias of structured_outputs.grammar")
 
-    def form_of_text(self) -> dict[str, Any] | None:
+    def output_form(self) -> dict[str, Any] | None:
         """Return the requested form as keyword arguments of `StructuredOutputs`; None: any text.
 
         Raises:

@@ -244,7 +244,7 @@ def fail_client_watch(monkeypatch):
             await asyncio.sleep(0.01)
             return "answer"
 
-        return await connections.unless_client_leaves(SimpleNamespace(receive=receive), work())
+        return await connections.cancel_if_client_leaves(SimpleNamespace(receive=receive), work())
 
     assert asyncio.run(answer()) == "answer"
 
@@ -518,7 +518,7 @@ def fail_observers(monkeypatch):
 
 def fail_warm_up(monkeypatch):
     """Of what is compiled while requests are served: a program is compiled when it is wanted."""
-    how = {"_warm_up": lambda check: Mock(side_effect=BROKEN), "_check_going_on": None, "_warm_up_error": None}
+    how = {"_warm_up": lambda check: Mock(side_effect=BROKEN), "_raise_if_stopped": None, "_warm_up_error": None}
     server = SimpleNamespace(**how, _serving=SimpleNamespace(), _warming=True, _can_serve=False)
     Server._run_warm_up(server)
     assert (server._can_serve, server._warming, server._warm_up_error) == (True, False, None)

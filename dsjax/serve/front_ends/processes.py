@@ -293,7 +293,7 @@ class FrontEnds:
     def _queue_refusal(self, message: Add) -> str | None:
         num_completions = sum(len(request.completions) for request in message.requests)
         num_tokens = sum(len(request.completions) * len(request.token_ids) for request in message.requests)
-        return self.gate and self.gate.full(num_completions, num_tokens)
+        return self.gate and self.gate.why_full(num_completions, num_tokens)
 
     async def _ask(self, question: Callable[[int], Any]) -> list[Any]:
         """Ask all front ends; return the answers that arrive in time."""
