@@ -165,9 +165,7 @@ class PromptFields(StrictModel):
     messages: list[ChatMessage] = Field(min_length=1, max_length=bounds.MAX_MESSAGES)
     tools: Annotated[list[Tool], Field(max_length=bounds.MAX_TOOLS)] | None = None
     add_generation_prompt: bool | None = Field(None, description="default: true unless continue_final_message is true")
-    continue_final_message: bool | None = Field(
-        False, description="continue the last message instead of starting a new one"
-    )
+    continue_final_message: bool | None = Field(False, description="continue the last message")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="additional variables for the chat template")
 
     def check_prompt_fields(self) -> None:
@@ -217,9 +215,7 @@ class ChatRequest(SamplingFields, PromptFields):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = True
     include_reasoning: bool | None = Field(True, description="false omits the reasoning from the response")
-    separate_reasoning: bool | None = Field(
-        True, description="SGLang's extension: false keeps the reasoning in the content"
-    )
+    separate_reasoning: bool | None = Field(True, description="SGLang: false keeps the reasoning in the content")
     reasoning_effort: Effort | None = Field(
         None,
         description="none disables thinking if the chat template supports it; other values are passed to the template",

@@ -68,10 +68,7 @@ def serve(
     api_server_count: Annotated[
         int,
         typer.Option(
-            help="Number of API server processes for HTTP and tokenisation, on one port.",
-            min=1,
-            max=64,
-            hidden=True,
+            help="Number of API server processes for HTTP and tokenisation, on one port.", min=1, max=64, hidden=True
         ),
     ] = 1,
     api_key: ApiKey = None,

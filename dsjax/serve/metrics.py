@@ -75,10 +75,7 @@ class Metrics:
         add_tier_metrics(registry, state)
         add_transfer_metrics(registry, state)
         self._page_waits = registry.histogram(
-            "dsjax_cache_fetch_seconds",
-            "Time that a request waited for pages from a cache tier.",
-            FETCH_SECONDS,
-            "tier",
+            "dsjax_cache_fetch_seconds", "Time that a request waited for pages of a tier.", FETCH_SECONDS, "tier"
         )
         self._preemptions = registry.counter("vllm:num_preemptions", "Preemptions of requests, over all ranks.")
         self._preemptions.add((), 0)
@@ -101,11 +98,7 @@ class Metrics:
             "dsjax_requests_rejected", "Requests rejected before they reached the engine.", "reason"
         )
         self._responses = Counter(
-            registry,
-            "http_requests",
-            "HTTP responses, by route, method and class of status.",
-            ("handler", "method", "status"),
-            {},
+            registry, "http_requests", "HTTP responses, by route and status class.", ("handler", "method", "status"), {}
         )
         metrics_parts.add_background_metrics(registry)
         metrics_parts.add_memory_metrics(registry, device_memory)

@@ -40,11 +40,7 @@ def add_tier_metrics(registry: Registry, state: LatestState) -> None:
         return read
 
     registry.total(
-        "dsjax_prefix_cache_hits",
-        "Prompt tokens found in the prefix cache, by tier.",
-        hits_by_tier,
-        "engine",
-        "tier",
+        "dsjax_prefix_cache_hits", "Prompt tokens found in the prefix cache, by tier.", hits_by_tier, "engine", "tier"
     )
     registry.total(
         "vllm:external_prefix_cache_queries",
@@ -135,9 +131,7 @@ def add_transfer_metrics(registry: Registry, state: LatestState) -> None:
     registry.gauge(f"{name}s_under_way", "Prompts that prefill engines are computing.", count("under_way"))
     registry.total(f"{name}_pages", "Pages received from prefill engines.", count("pages"))
     registry.gauge(
-        f"{name}_landed_bytes",
-        "Bytes received from prefill engines that are not in the KV cache yet.",
-        landed_bytes,
+        f"{name}_landed_bytes", "Bytes received from prefill engines that are not in the KV cache yet.", landed_bytes
     )
     registry.total(
         f"{name}s",

@@ -67,9 +67,7 @@ class OpenAIFields(StrictModel):
         None, description="no effect: all requests use the tier default"
     )
     safety_identifier: Name | None = Field(None, description="no effect")
-    prompt_cache_key: Name | None = Field(
-        None, description="session for DP rank routing; the header X-Session-Affinity overrides it"
-    )
+    prompt_cache_key: Name | None = Field(None, description="routing session, unless X-Session-Affinity is given")
     prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = Field(None, description="no effect")
     prediction: dict[str, Any] | None = Field(None, description="no effect: predicted outputs are not used")
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description="no effect")
@@ -310,9 +308,7 @@ class CompletionRequest(SamplingFields):
     ) = Field(description="one or several prompts, as text or token ids")
     max_tokens: Count | None = Field(16, description="0 with echo returns only the prompt, with its log-probabilities")
     logprobs: Count | None = Field(None, description="number of most probable tokens to return per token, 0 to 20")
-    echo: bool | None = Field(
-        False, description="return the prompt before the completion, with log-probabilities of both"
-    )
+    echo: bool | None = Field(False, description="return the prompt too, with log-probabilities of its tokens")
     suffix: str | None = Field(None, description="not supported; must be empty")
     best_of: Count | None = Field(None, description="not supported; must equal n")
 

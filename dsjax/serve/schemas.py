@@ -251,10 +251,7 @@ class Load(TypedDict):
 
 
 BalancednessBody = _json_object(
-    "Balancedness",
-    "Balancedness: mean ÷ maximum of the EP ranks' loads, each summed over layers.",
-    before=float,
-    after=float,
+    "Balancedness", "Mean ÷ maximum of the EP ranks' loads, each summed over layers.", before=float, after=float
 )
 
 

@@ -34,11 +34,7 @@ Session = Annotated[
 ]
 Rank = Annotated[
     int | None,
-    Header(
-        alias="X-Data-Parallel-Rank",
-        ge=0,
-        description="DP rank to run the request on, for cache-aware routers",
-    ),
+    Header(alias="X-Data-Parallel-Rank", ge=0, description="DP rank to run the request on, for cache-aware routers"),
 ]
 
 

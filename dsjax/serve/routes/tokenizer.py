@@ -30,9 +30,7 @@ class TokenizeMessages(PromptFields):
     """Conversation to tokenize, as `/v1/chat/completions` does."""
 
     model: Name | None = None
-    add_special_tokens: bool | None = Field(
-        False, description="add special tokens in addition to those of the chat template"
-    )
+    add_special_tokens: bool | None = Field(False, description="add special tokens besides the chat template's")
     return_token_strs: bool | None = False
 
 

@@ -171,7 +171,10 @@ def test_a_connection_serves_one_request_after_another(tight):
 
 @pytest.mark.parametrize(
     ("options", "code"),
-    [(ServeOptions(max_queued_requests=2), "2 requests are queued"), (ServeOptions(max_queued_tokens=8), "tokens are queued")],
+    [
+        (ServeOptions(max_queued_requests=2), "2 requests are queued"),
+        (ServeOptions(max_queued_tokens=8), "tokens are queued"),
+    ],
 )
 def test_too_much_waiting_is_429_with_a_time_before_it_is_tokenised(start_server, monkeypatch, options, code):
     server = start_server(options=options, max_rows_decode=1, step_seconds=0.02)

@@ -296,7 +296,7 @@ def test_an_address_that_no_server_can_have_and_a_key_that_no_header_takes_are_r
     result = run("--url", "http://", "--once")
     assert isinstance(result.exception, OptionError)
     assert str(result.exception) == "--url is 'http://': it has no host; expected an address such as http://HOST:PORT"
-    with pytest.raises(NoAnswerError, match="--api-key has letters that no HTTP header takes"):
+    with pytest.raises(NoAnswerError, match="--api-key has characters outside ASCII"):
         StatusClient("http://127.0.0.1:8000", "schlüssel☃")
 
 
