@@ -282,7 +282,7 @@ def test_nobody_there_is_an_error_that_names_the_address():
 
 @pytest.mark.parametrize(
     ("status", "key", "message"),
-    [(503, None, "not ready yet"), (404, None, "is it dsjax serve"), (200, "secret", "give one with --api-key")],
+    [(503, None, "not ready yet"), (404, None, "is it dsjax serve"), (200, "secret", "give it with --api-key")],
 )
 def test_a_server_that_cannot_be_read_is_an_error_that_says_what_to_do(server, status, key, message):
     server.status, server.api_key = status, key
