@@ -96,7 +96,7 @@ def load(
         shared_apart=placement is None or placement.n_logical <= config.n_routed_experts,
     )
     names = TensorNames(config, parameters, placement.physical_to_logical if placement else None)
-    checkpoint = checkpoint.as_wanted(names)
+    checkpoint = checkpoint.in_format_of(names)
     check_structure(
         checkpoint.directory,
         names,
@@ -116,7 +116,7 @@ def load(
             checkpoint.release()
 
         if held is not None:
-            _identify(held, f"{fingerprint(checkpoint.directory)} {names.forms}")
+            _identify(held, f"{fingerprint(checkpoint.directory)} {names.dtypes}")
         started, known = time.monotonic(), held is not None and not held.is_empty
         with progress_bar("Loading weights", total, progress) as show:
 
@@ -197,7 +197,7 @@ def from_hf_tensors(
     names = TensorNames(config, parameters, placement.physical_to_logical if placement else None)
     source = "in memory"
     specs = {name: TensorSpec(value.dtype, tuple(value.shape)) for name, value in tensors.items()}
-    checkpoint = Checkpoint(Path(source), "memory", config, tensors, specs).as_wanted(names)
+    checkpoint = Checkpoint(Path(source), "memory", config, tensors, specs).in_format_of(names)
     tensors = checkpoint.tensors
     check_structure(source, names, checkpoint.specs, problems=checkpoint.problems)
     assembler = Assembler(names, tensors)

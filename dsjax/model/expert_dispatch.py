@@ -107,7 +107,7 @@ class ExpertDispatch:
             jax.ShapeDtypeStruct((tokens, D), x.dtype),
             jax.ShapeDtypeStruct((tokens, K), jnp.int32),
             experts=self.placement.n_physical,
-            home=self.shared_experts_fusion,
+            fused_shared=self.shared_experts_fusion,
         )
         return exchange, ExpertsOfMesh(product, stack | {"layer": of.index}, specs | {"layer": P()})
 

@@ -244,7 +244,7 @@ def fail_client_watch(monkeypatch):
             await asyncio.sleep(0.01)
             return "answer"
 
-        return await connections.unless_client_leaves(SimpleNamespace(receive=receive), work())
+        return await connections.cancel_if_client_leaves(SimpleNamespace(receive=receive), work())
 
     assert asyncio.run(answer()) == "answer"
 
@@ -375,7 +375,7 @@ def request_with(handle, grammar):
     return SimpleNamespace(
         completions=[(handle, f"r{handle}", 0)],
         params=SimpleNamespace(structured_outputs=grammar),
-        requests=lambda rules: [],
+        to_requests=lambda rules: [],
         stop_ids=[],
         token_ids=[1],
     )
@@ -387,7 +387,7 @@ def fail_front_end_requests(monkeypatch):
     async def serve(grammar):
         engine, sent = make_engine(), []
         front_ends = processes.FrontEnds(engine, [], None)
-        link = SimpleNamespace(index=0, preparing=set(), send=sent.append, requests={}, samples=[])
+        link = SimpleNamespace(index=0, compiling=set(), send=sent.append, requests={}, samples=[])
         link.process = SimpleNamespace(poll=lambda: None, wait=lambda: 0, kill=lambda: None)
         front_ends._links[0] = link
 
@@ -412,7 +412,7 @@ def fail_front_end(monkeypatch):
     monkeypatch.setattr(processes, "_RESTART_SECONDS", 0.0)
     front_ends = processes.FrontEnds(make_engine(), [SimpleNamespace(fileno=lambda: 0)], None)
     monkeypatch.setattr(processes.subprocess, "Popen", Mock(side_effect=OSError(errno.EAGAIN, "no process")))
-    with pytest.raises(ValueError, match="front end 0 ended 3 times before it listened"):
+    with pytest.raises(ValueError, match="front end 0 failed to start 3 times"):
         asyncio.run(asyncio.wait_for(front_ends.start("address"), 20))
 
 
@@ -421,7 +421,7 @@ def fail_front_end_counters(monkeypatch):
         front_ends, gathered = processes.FrontEnds(make_engine(), [], None), asyncio.Event()
         monkeypatch.setattr(front_ends, "gather", AsyncMock(side_effect=once(BROKEN, gathered.set)))
         monkeypatch.setattr(processes, "_GATHER_SECONDS", 0.001)
-        front_ends._spawn(front_ends._gather_often())
+        front_ends._spawn(front_ends._gather_periodically())
         await asyncio.wait_for(gathered.wait(), 60)
 
     asyncio.run(gather())
@@ -518,7 +518,7 @@ def fail_observers(monkeypatch):
 
 def fail_warm_up(monkeypatch):
     """Of what is compiled while requests are served: a program is compiled when it is wanted."""
-    how = {"_warm_up": lambda check: Mock(side_effect=BROKEN), "_check_going_on": None, "_warm_up_error": None}
+    how = {"_warm_up": lambda check: Mock(side_effect=BROKEN), "_raise_if_stopped": None, "_warm_up_error": None}
     server = SimpleNamespace(**how, _serving=SimpleNamespace(), _warming=True, _can_serve=False)
     Server._run_warm_up(server)
     assert (server._can_serve, server._warming, server._warm_up_error) == (True, False, None)

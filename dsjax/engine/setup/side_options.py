@@ -67,46 +67,48 @@ class SideOptions:
     """Options of an engine that prefills and decodes on different devices, or sends KV pages to another engine or receives them."""
 
     prefill_mesh: str | None = option(
-        None, "Devices for prompts; with --decode-mesh, for --mesh.", Group.SIDES, of_host=True
+        None, "Mesh for prefills, with --decode-mesh and without --mesh.", Group.SIDES, of_host=True
     )
-    decode_mesh: str | None = option(None, "Devices for output tokens; with --prefill-mesh.", Group.SIDES, of_host=True)
+    decode_mesh: str | None = option(None, "Mesh for decodes, with --prefill-mesh.", Group.SIDES, of_host=True)
     prefill_config: str | dict[str, Any] | None = advanced(
         None,
-        "Sizes of a DP rank of --prefill-mesh that differ from the options of the same names: "
-        '\'{"max_num_seqs": 16, "max_num_batched_tokens": 16384, "prefill_chunk": 16384, "cache_tokens": 65536, "redundant_experts": 0}\'.',
+        """Values for --prefill-mesh that override the options of the same names. JSON: '{"max_num_seqs": 16, "max_num_batched_tokens": """
+        """16384, "prefill_chunk": 16384, "cache_tokens": 65536, "redundant_experts": 0}'.""",
         Group.SIDES,
         of_host=True,
     )
     local_prefill_tokens: int = advanced(
         64,
-        "The decode side itself computes prompts with fewer uncached tokens than this.",
+        "Prompts with fewer uncached tokens than this are prefilled on the decode mesh.",
         Group.SIDES,
         least=1,
         of_host=True,
     )
     transfer_timeout: int = advanced(
         TRANSFER_SECONDS,
-        "Seconds after which the decode side computes missing pages itself, and the prefill side drops pages that were not pulled.",
+        "Timeout of a KV transfer, in seconds. After it the decode side computes the missing pages, and the prefill side releases "
+        "pages that were not fetched.",
         Group.SIDES,
         least=1,
         of_host=True,
     )
     disaggregation_mode: str = option(
         "agg",
-        "prefill, decode: run only this side, under dsjax dynamo.",
+        "Role of this engine. agg: prefill and decode; others need dsjax dynamo.",
         Group.SIDES,
         choices=("agg", "prefill", "decode"),
         of_host=True,
     )
     disaggregation_transfer_backend: str = advanced(
         "jax",
-        "KV transfer backend, the same on both sides: JAX's transfer server, or NIXL (pip install 'dsjax[nixl]').",
+        "How KV cache pages move between processes; must be the same on both sides. jax: JAX's transfer server; nixl: NIXL (pip "
+        "install 'dsjax[nixl]').",
         Group.SIDES,
         choices=tuple(BACKENDS),
         of_host=True,
     )
     transfer_host: str | None = advanced(
-        None, "Address for the other side; default: the group's, or 127.0.0.1.", Group.SIDES, of_host=True
+        None, "Address for the other side. Default: --host-address, or 127.0.0.1.", Group.SIDES, of_host=True
     )
 
     @property

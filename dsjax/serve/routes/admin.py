@@ -12,9 +12,9 @@ from dsjax.engine.text.outputs import EngineDeadError
 from dsjax.errors import ChangeUnderWayError
 from dsjax.serve.bounds import MAX_REQUEST_ID_CHARACTERS
 from dsjax.serve.errors import ApiError
-from dsjax.serve.guards import StrictRoute
 from dsjax.serve.profiler import Profiler, device_time
 from dsjax.serve.routes.status import expert_load
+from dsjax.serve.routing import StrictRoute
 from dsjax.serve.sampling_fields import StrictModel
 from dsjax.serve.schemas import Aborted, ExpertLoad, Profiled, Rebalance, Scaled, State, errors
 from dsjax.serve.serving import Serving
@@ -58,8 +58,8 @@ def admin_routes(serving: Serving) -> APIRouter:
         """Abort requests; their clients get an error."""
         if (body.request_id is None) != body.abort_all:
             raise ApiError(400, "found both or none, expected request_id or abort_all: true", param="request_id")
-        elsewhere = await serving.front_ends.abort(body.request_id) if serving.front_ends is not None else 0
-        return {"aborted": serving.abort(body.request_id) + elsewhere}
+        num_in_front_ends = await serving.front_ends.abort(body.request_id) if serving.front_ends is not None else 0
+        return {"aborted": serving.abort(body.request_id) + num_in_front_ends}
 
     @router.post("/start_profile", responses=documented)
     async def start_profile() -> State:
@@ -72,7 +72,7 @@ def admin_routes(serving: Serving) -> APIRouter:
         folder = await serving.ask(lambda core: profiler.stop())
         spent = await asyncio.to_thread(device_time, folder)
         if serving.metrics is not None:
-            serving.metrics.show_exchange_share(spent.exchange_share)
+            serving.metrics.set_exchange_share(spent.exchange_share)
         return {"status": "written", "exchange_share": spent.exchange_share}
 
     @router.post("/start_expert_distribution_record", responses=documented)
