@@ -24,8 +24,6 @@ RATES = (4, 128)
 REFUSED = {
     "mla_prefill": "it has no MLA",
     "mla_decode": "it has no MLA",
-    "index_scores": "its index keys are scored in the dtype of computation",
-    "kv_cache_dtype": "its cache cannot be FP8 yet",
     "expert_mesh": "experts on devices of their own know plain addition as residual alone",
 }
 """Engine options that V4 does not support, and why (`dsjax/engine/setup/combinations.py`)."""

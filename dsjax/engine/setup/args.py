@@ -21,7 +21,7 @@ from dsjax.model.forms import FORMS
 from dsjax.options import Group, advanced, option
 
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
-INDEX_SCORES = ("float", "fp8")
+INDEX_SCORES = ("float", "fp8", "fp4")
 MLA_FORMS = tuple(FORMS)
 PREFILL_CHUNK = 256
 """Default of `--prefill-chunk`, in tokens."""
@@ -174,8 +174,8 @@ class BasicOptions:
     mla_decode: str = advanced("A_CC_ME", "MLA form of decodes.", Group.KERNELS, choices=MLA_FORMS, classes=True)
     index_scores: str = advanced(
         "float",
-        "Sparse attention's scores. float: in --dtype, as Transformers; fp8: rotate queries and keys, then round them to FP8, as "
-        "DeepSeek's code.",
+        "Sparse attention's scores. float: in --dtype, as Transformers; fp8, of DeepSeek-V4 fp4: rotate queries and keys, then round "
+        "them, as DeepSeek's code.",
         Group.KERNELS,
         choices=INDEX_SCORES,
     )
