@@ -269,10 +269,10 @@ class NativeKernels:
         number; and the same choice as one bit per position.
 
         cache: ``index [L, P, G, A]`` in float32, as the bits of bfloat16, or of e4m3 with ``index_scale [L, P, G, A / 128]``; or
-            ``index_fp4 [L, P, G, A / 2 + A / 32]``, bytes of ``dsjax.model.compressed.precision``. filled: as in ``attention``.
+            ``index_packed [L, P, G, A / 2 + A / 32]``, bytes of ``dsjax.model.compressed.precision``. filled: as in ``attention``.
         """
-        fp4 = "index_fp4" in cache
-        keys = cache["index_fp4" if fp4 else "index"]
+        packed = "index_packed" in cache
+        keys = cache["index_packed" if packed else "index"]
         (R, C, I, A), (Pr, G) = query.shape, (tables.shape[1], keys.shape[2])
         shapes = (((R, C, k), jnp.int32), ((R, C), jnp.int32), ((R, C, -(-Pr * G // 32)), jnp.uint32))
         outs = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
@@ -286,7 +286,7 @@ class NativeKernels:
             tables.astype(jnp.int32),
             jnp.ones((1,), jnp.uint8) if filled is None else filled.astype(jnp.uint8),
             threads=np.int64(self.threads),
-            fp4=fp4,
+            packed=packed,
         )[:3]
 
     def attention(

@@ -18,10 +18,10 @@ from dsjax.engine.tiers.options import TierOptions
 from dsjax.errors import UserError
 from dsjax.hosts.options import GroupOptions
 from dsjax.model.forms import FORMS
+from dsjax.model.sparse.precision import INDEX_SCORES
 from dsjax.options import Group, advanced, option
 
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
-INDEX_SCORES = ("float", "fp8", "fp4")
 MLA_FORMS = tuple(FORMS)
 PREFILL_CHUNK = 256
 """Default of `--prefill-chunk`, in tokens."""
@@ -174,8 +174,8 @@ class BasicOptions:
     mla_decode: str = advanced("A_CC_ME", "MLA form of decodes.", Group.KERNELS, choices=MLA_FORMS, classes=True)
     index_scores: str = advanced(
         "float",
-        "Sparse attention's scores. float: in --dtype, as Transformers; fp8, of DeepSeek-V4 fp4: rotate queries and keys, then round "
-        "them, as DeepSeek's code.",
+        "Sparse attention's scores. float: in --dtype, as Transformers; else rotate queries and keys, then round them to the format that "
+        "DeepSeek's code has for the model.",
         Group.KERNELS,
         choices=INDEX_SCORES,
     )

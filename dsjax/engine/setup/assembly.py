@@ -87,8 +87,8 @@ def make_step(
     prefill_form, decode_form = map(form_of, (args.mla_prefill, args.mla_decode))
     powers = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
     indexer = config.attention.indexer
-    published = "fp8" if config.v4 is None else "fp4"
-    index_scores = IndexScores.parse(args.index_scores, indexer and indexer.head_dim, powers, published)
+    indexed = indexer and indexer.head_dim, powers, config.v4 is not None
+    index_scores = IndexScores.parse(args.index_scores, *indexed)
     expert_side = expert_spec(args)
     check_layout(config, spec, args.num_redundant, weights, expert_side, args.moe_dense_tp_size)
     if scheme.experts is not None and spec.expert_width_shards > 1:

@@ -294,7 +294,7 @@ XLA_FFI_Error* index_choice(Call call) {
   kernel.positions = call.values<int32_t>(5);
   kernel.tables = call.values<int32_t>(6);
   kernel.filled = call.array(7).rank() == 2 ? call.values<uint8_t>(7) : nullptr;
-  kernel.bytes = call.setting<bool>("fp4") ? 0 : call.bytes_of(2);
+  kernel.bytes = call.setting<bool>("packed") ? 0 : call.bytes_of(2);
   kernel.layer = *call.values<int32_t>(4), kernel.pages = pages[1], kernel.G = pages[2];
   kernel.R = shape[0], kernel.C = shape[1], kernel.I = shape[2], kernel.A = shape[3];
   kernel.Pr = call.shape(6)[1], kernel.k = call.result(0).shape()[2];

@@ -271,7 +271,7 @@ class Compressed:
         if name is not None:
             count = (positions + 1) // config.v4.rate(kind)
         if keys is not None and tables.shape[1] * own[name].shape[2] > config.v4.indexer.topk:
-            cached = {"index_fp4" if self.format.fp4_keys else "index": own[keys]}, at[keys]
+            cached = {"index_packed" if self.format.fp4_keys else "index": own[keys]}, at[keys]
 
             def chosen_by(last, query, weight):
                 query = self.format.index_query(query)

@@ -122,12 +122,15 @@ def round_queries(x: Float[Array, "*n A"]) -> Float[Array, "*n A"]:
 def _scaled(
     x: Float[Array, "*n W"], block: int, least: float, largest: float
 ) -> tuple[Float[Array, "*n S block"], UInt8[Array, "*n S"]]:
-    """Return blocks divided by their scales and clipped to ±``largest``, and the scales' bytes. A last short block is padded."""
+    """Return blocks divided by their scales and clipped to ±``largest``, and the scales' bytes. A last short block is padded.
+
+    A number that is not finite makes its block's scale infinite, so that the block has NaNs when it is read.
+    """
     padded = jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % block)])
     blocks = padded.reshape(*x.shape[:-1], -1, block)
     quotient = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1), least) * np.float32(1 / largest)
     # Round up to the next exponent if any fraction bit is set.
-    exponent = (lax.bitcast_convert_type(quotient, jnp.uint32) + 0x7FFFFF) >> 23
+    exponent = jnp.minimum((lax.bitcast_convert_type(quotient, jnp.uint32) + 0x7FFFFF) >> 23, 255)
     scale = lax.bitcast_convert_type(exponent << 23, jnp.float32)
     return jnp.clip(blocks / scale[..., None], -largest, largest), exponent.astype(jnp.uint8)
 

@@ -15,6 +15,9 @@ from jaxtyping import Array, Float
 from dsjax.errors import UserError
 from sharding import fp8
 
+INDEX_SCORES = ("float", "fp8", "fp4")
+"""Values of ``--index-scores``."""
+
 
 @dataclass(frozen=True)
 class IndexScores:
@@ -28,10 +31,10 @@ class IndexScores:
     fp4: bool = False
 
     @classmethod
-    def parse(cls, name: str, width: int | None, powers: bool, published: str = "fp8") -> IndexScores:
+    def parse(cls, name: str, width: int | None, powers: bool, compressed: bool = False) -> IndexScores:
         """Return the options for a value of ``--index-scores`` and index heads of ``width`` (None: the model has no indexer).
 
-        published: the format in which DeepSeek's code scores for this family.
+        compressed: whether index keys are of compressed entries (DeepSeek-V4), which DeepSeek's code rounds to FP4, and others to FP8.
 
         Raises:
             UserError: rounding for a model without an indexer, to a format of another family, or for index heads whose width is not a
@@ -43,6 +46,7 @@ class IndexScores:
             raise UserError(
                 f"--index-scores {name} is for models with sparse attention, and this one has no indexer; leave it out"
             )
+        published = "fp4" if compressed else "fp8"
         if name != published:
             raise UserError(
                 f"--index-scores is {name}, and DeepSeek's code rounds this model's index queries and keys to {published}; "
