@@ -24,7 +24,6 @@ RATES = (4, 128)
 REFUSED = {
     "mla_prefill": "it has no MLA",
     "mla_decode": "it has no MLA",
-    "expert_mesh": "experts on devices of their own know plain addition as residual alone",
 }
 """Engine options that V4 does not support, and why (`dsjax/engine/setup/combinations.py`)."""
 _LATER = ("dspark_", "engram_", "kv_source_layer", "index_source_layer", "candidate_", "text_config", "vision_config")
