@@ -18,10 +18,10 @@ from dsjax.engine.tiers.options import TierOptions
 from dsjax.errors import UserError
 from dsjax.hosts.options import GroupOptions
 from dsjax.model.forms import FORMS
+from dsjax.model.sparse.precision import INDEX_SCORES
 from dsjax.options import Group, advanced, option
 
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
-INDEX_SCORES = ("float", "fp8")
 MLA_FORMS = tuple(FORMS)
 PREFILL_CHUNK = 256
 """Default of `--prefill-chunk`, in tokens."""
@@ -184,8 +184,8 @@ class BasicOptions:
     mla_decode: str = advanced("A_CC_ME", "MLA form for decodes.", Group.KERNELS, choices=MLA_FORMS, classes=True)
     index_scores: str = advanced(
         "float",
-        "Precision of the sparse attention indexer's scores. float: --dtype, as in Transformers; fp8: FP8 after a Hadamard rotation "
-        "of queries and keys, as in DeepSeek's code.",
+        "Precision of the sparse attention indexer's scores. float: --dtype, as in Transformers; else the format of DeepSeek's code for "
+        "the model, after a Hadamard rotation of queries and keys: fp8 for V3.2, fp4 for V4.",
         Group.KERNELS,
         choices=INDEX_SCORES,
     )

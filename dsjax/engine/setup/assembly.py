@@ -81,7 +81,8 @@ def make_step(
     scheme = activation_scheme(args, config, weights, device)
     prefill_form, decode_form = form_of(args.mla_prefill), form_of(args.mla_decode)
     indexer = config.attention.indexer
-    index_scores = IndexScores.parse(args.index_scores, indexer and indexer.head_dim, _has_power_scales(config))
+    indexed = indexer and indexer.head_dim, _has_power_scales(config), config.v4 is not None
+    index_scores = IndexScores.parse(args.index_scores, *indexed)
     expert_side = expert_spec(args)
     expert_mesh = expert_side or spec
     check_layout(config, spec, args.num_redundant, weights, expert_side, args.moe_dense_tp_size)

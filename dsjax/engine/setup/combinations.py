@@ -84,7 +84,6 @@ _REFUSED_VALUES = {
     "mla_prefill": Choice(
         "--mla-prefill", lambda args: args.mla_prefill != (args.mla_decode if args.batch_invariant else "CC")
     ),
-    "kv_cache_dtype": Choice("--kv-cache-dtype fp8", lambda args: args.kv_cache_dtype == "fp8"),
 }
 """Options for which a family refuses only some values."""
 

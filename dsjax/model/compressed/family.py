@@ -26,16 +26,18 @@ from dsjax.model.cache_groups import CacheGroup
 from dsjax.model.compressed.attention import CompressedAttention, CompressedProjections, entries
 from dsjax.model.compressed.fold import empty, fold_row
 from dsjax.model.compressed.groups import compressed_groups
+from dsjax.model.compressed.precision import Format
 from dsjax.model.compressed.rotations import Rotations, rotate_back
 from dsjax.model.forms import Form
 from dsjax.model.layer_values import Tokens
 from dsjax.model.norm import Normalise, normalise, unweighted
 from dsjax.model.paging import Cache, Rows
-from dsjax.model.parameters import Multiply, reinterpret, store, value_of
+from dsjax.model.parameters import Multiply, value_of
 from dsjax.model.rows import GroupShape
 from dsjax.model.softmax import fold
 from dsjax.model.sparse.attend import CPU_BYTES
 from dsjax.model.sparse.choose import choose, index_scores, positions_of
+from dsjax.model.sparse.precision import IndexScores
 from sharding import Rules
 from sharding.indices import take
 from sharding.on_ranks import constrain, on_ranks
@@ -58,11 +60,18 @@ class Compressed:
     cache_dtype: np.dtype
     drafts: int = 0
     kernels: Kernels = Kernels()
+    index_scores: IndexScores = IndexScores()
 
     @property
     def native(self) -> bool:
-        """Whether the native kernels attend; they need a float32 cache."""
-        return self.kernels.name("decode attention") == "native" and np.dtype(self.cache_dtype) == np.float32
+        """Whether the native kernels attend; they need a float32 or FP8 cache."""
+        stored = np.dtype(self.cache_dtype)
+        return self.kernels.name("decode attention") == "native" and (stored == np.float32 or self.format.fp8)
+
+    @property
+    def format(self) -> Format:
+        """The format of entries and index keys."""
+        return Format(self.config, np.dtype(self.cache_dtype), self.index_scores.fp4)
 
     @property
     def batch(self) -> tuple[str, ...] | None:
@@ -76,12 +85,16 @@ class Compressed:
 
     def groups(self, layers: Iterable[int], entries: int = 1) -> tuple[CacheGroup, ...]:
         """Return the cache groups of these layers, with ``entries`` tokens on a page."""
-        return compressed_groups(self.config, layers, np.dtype(self.cache_dtype), entries, drafts=self.drafts)
+        fp4_keys = self.index_scores.fp4
+        return compressed_groups(
+            self.config, layers, np.dtype(self.cache_dtype), entries, drafts=self.drafts, fp4_keys=fp4_keys
+        )
 
     @property
     def form_of_pages(self) -> dict[str, Any]:
-        """The compression rates, and the number of states on a window page."""
-        return {"rates": list(self.config.v4.rates), "states": self.drafts + 1}
+        """The compression rates, the number of states on a window page, and the index keys' format if it is not the cache's."""
+        index = {"index_scores": "fp4"} if self.index_scores.fp4 else {}
+        return {"rates": list(self.config.v4.rates), "states": self.drafts + 1} | index
 
     def turns(self, groups: Sequence[GroupShape], context: int, page_size: int) -> dict[str, int]:
         """Return trip counts for one token: window pages (at most two), and blocks of entries to score and to attend to."""
@@ -137,7 +150,7 @@ class Compressed:
             own = {name: cache[name] for name in names}
 
             def local(own, at, slots, rows, made, norms):
-                own["window"] = self._write(own["window"], at["window"], slots[0], made[0][0])
+                own["window"] = self._write("window", own, at, slots[0], made[0][0])
                 first = 0
                 for shape, group in zip(groups, rows, strict=True):
                     part = [array[0, first : first + shape.tokens] for array in made[1:]]
@@ -206,7 +219,7 @@ class Compressed:
         slot = jnp.where(closes < end, page * (T // rate) + window % (T // rate), -1).reshape(-1)
         for name, key in ((entry_name, "entry"), (index_name, "index")):
             if name is not None:
-                found[name] = self._write(own[name], at[name], slot, made[key])
+                found[name] = self._write(name, own, at, slot, made[key])
         return found
 
     # Reading
@@ -230,7 +243,7 @@ class Compressed:
                     rows = positions[0], tables[0], ring[0], filled
                     return self._attend_native(kind, own, at, sink, *rows, *(array[0] for array in queries))[None]
                 where = np.repeat(np.arange(R), C)
-                one = _Attended(self.config, self.cache_dtype, kind, own, at, sink, tables[0], ring[0], filled)
+                one = _Attended(self.config, self.format, kind, own, at, sink, tables[0], ring[0], filled)
                 flat = (array[0].reshape(R * C, *array.shape[3:]) for array in queries)
                 out = self._each(one, jnp.asarray(where), positions[0].reshape(-1), *flat)
                 return out.reshape(1, R, C, *out.shape[1:])
@@ -258,10 +271,11 @@ class Compressed:
         if name is not None:
             count = (positions + 1) // config.v4.rate(kind)
         if keys is not None and tables.shape[1] * own[name].shape[2] > config.v4.indexer.topk:
-            cached = {"index": own[keys]}, at[keys]
+            cached = {"index_packed" if self.format.fp4_keys else "index": own[keys]}, at[keys]
 
-            def chosen_by(last, *index):
-                return kernels.index_choice(*index, *cached, last, tables, None, config.v4.indexer.topk)[:2]
+            def chosen_by(last, query, weight):
+                query = self.format.index_query(query)
+                return kernels.index_choice(query, weight, *cached, last, tables, None, config.v4.indexer.topk)[:2]
 
             scores = 4 * tables.shape[0] * tables.shape[1] * own[name].shape[2]
             chosen, found = _in_blocks(chosen_by, max(1, CPU_BYTES // scores), count - 1, *index)
@@ -280,6 +294,7 @@ class Compressed:
             count,
             span=config.v4.sliding_window,
             scale=config.softmax_scale,
+            rotated=config.v4.qk_rope_head_dim if self.format.fp8 else 0,
         )
 
     def _normalise(self, x: Float[Array, "*b M"], eps: float) -> Float[Array, "*b M"]:
@@ -306,8 +321,9 @@ class Compressed:
         found = jax.lax.map(lambda row: function(*row), tuple(arrays))
         return jax.tree.map(lambda array: array[:count], found)
 
-    def _write(self, array: Array, layer, slots: Int[Array, "T"], values: Array) -> Array:
-        return paging.write(array, layer, slots, store(values, self.cache_dtype, array.dtype))
+    def _write(self, name: str, own: Cache, at, slots: Int[Array, "T"], values: Array) -> Array:
+        """Return the array of a group with these entries or index keys written."""
+        return paging.write(own[name], at[name], slots, self.format.pack(name, values, own[name].dtype))
 
 
 @dataclass(frozen=True)
@@ -315,7 +331,7 @@ class _Attended:
     """Attention of one token on one rank. at: the layer's number in each group. tables, ring: page tables of all rows."""
 
     config: ModelConfig
-    cache_dtype: np.dtype
+    format: Format
     kind: str
     cache: Cache
     at: dict[str, Int[Array, ""]]
@@ -368,7 +384,7 @@ class _Attended:
         entries = len(table) * self.cache[GROUPS[self.kind][0]].shape[2]
         if self.kind == "hca" or entries <= topk:
             return None, visible
-        query, weight = index
+        query, weight = self.format.index_query(index[0]), index[1]
         blocks = -(-entries // BLOCK)
 
         def score(number, scores):
@@ -389,7 +405,7 @@ class _Attended:
         """Return the entries at positions ``at`` of a page table; positions past its end give arbitrary entries."""
         array = self.cache[name]
         found = paging.read_tokens(array, self.at[name], table[None], at[None])[0]
-        return reinterpret(found, self.cache_dtype).astype(dtype)
+        return self.format.unpack(name, found).astype(dtype)
 
 
 def _in_blocks(run: Callable, most: int, *queries: Shaped[Array, "R C ..."]) -> tuple[Array, ...]:
