@@ -7,8 +7,9 @@ of weights comes from memory once and from the device's cache for every further 
 keep a device busy, its depth is split, and the partial sums are added afterwards.
 
 FP8 weights are widened, exactly, in registers; each product over at most 128 of the depth is multiplied by its block's scale before it
-is added to the float32 sum. If the rows are FP8 too (``fp8.Quantised``), weights are not widened: tensor cores multiply e4m3 by e4m3,
-and each such product is also multiplied by its row's scale (``dsjax/model/fp8_product.py`` is the definition).
+is added to the float32 sum. If the rows are FP8 too (``fp8.Quantised``), tensor cores multiply e4m3 by e4m3
+(Hopper's only in tiles of at least 64 rows), and each such product is also multiplied by its row's scale
+(``dsjax/model/fp8_product.py`` is the definition).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from dsjax.kernels.pallas.order import MESH, ROWS, KernelOrder
 from dsjax.kernels.pallas.shared_memory import Cores, ProductBytes, first_that_fits, shallower
 from dsjax.kernels.pallas.tile_table import Product, TileTable
 from sharding import fp8
+from sharding.jax_internals import multiply_e4m3_on_tensor_cores
 
 BLOCK = 128
 """Side of the blocks that share an FP8 scale."""
@@ -228,6 +230,7 @@ def _product(
         default = replace(default, columns=BLOCK) if quantised and fused else default
         tiles = default.chosen(tiles, kind, _taken(fused, x, weight_dtype), cores)
     if quantised:
+        multiply_e4m3_on_tensor_cores()
         # Pad the depth to whole blocks, so that nothing is masked: the weights' last row, times 0, stands for the missing rows.
         x = fp8.Quantised(jnp.pad(x.values, ((0, 0), (0, -x.values.shape[1] % BLOCK))), x.scales)
         tiles = replace(tiles, columns=BLOCK) if fused else tiles
