@@ -216,7 +216,9 @@ def multiply_e4m3_on_tensor_cores() -> None:
         product = lower(context, a, b, **options)
         if all(operand.dtype.name == "float8_e4m3fn" for operand in context.avals_in):
             # More terms than any tile has: the kernel itself adds its tiles' sums in float32.
-            product.owner.attributes["maxNumImpreciseAcc"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 1 << 30)
+            product.owner.attributes["maxNumImpreciseAcc"] = ir.IntegerAttr.get(
+                ir.IntegerType.get_signless(32), 1 << 30
+            )
         return product
 
     lower_on_tensor_cores.on_tensor_cores = True
