@@ -193,7 +193,7 @@ class Matrix(nnx.Module):
     ``shape`` is ``[..., in, out]``, or ``[..., in, 2, out]`` for a fused gate and up, whose middle axis is called
     ``stack``. Platforms of ``DEPTH_LAST`` store the ``weight`` of an FP8 matrix with ``in`` last.
 
-    by_head: a kernel reads the matrix by heads (``kernels/pallas/heads.py``), in the order ``[in, out]`` on every platform.
+    by_head: products are by head (``kernels/pallas/heads.py``) or by group, from ``[in, out]`` on every platform.
     """
 
     def __init__(
@@ -236,7 +236,8 @@ class GroupedMatrix(Matrix):
     """A matrix ``[in, groups × out]``. Each group of columns multiplies a separate input."""
 
     def __init__(self, declare: Declaration, groups: int, depth: int, width: int, axes: tuple[str | None, str | None]):
-        super().__init__(declare, (depth, groups * width), axes)
+        # From [out, in], XLA would copy the whole stack into its own order before the scan.
+        super().__init__(declare, (depth, groups * width), axes, by_head=True)
         self.width = width
 
     def product(self, x: Float[Array, "*b G K"]) -> Float[Array, "*b G W"]:
