@@ -26,7 +26,6 @@ REFUSED = {
     "mla_decode": "it has no MLA",
     "index_scores": "its index keys are scored in the dtype of computation",
     "kv_cache_dtype": "its cache cannot be FP8 yet",
-    "expert_mesh": "experts on devices of their own know plain addition as residual alone",
 }
 """Engine options that V4 does not support, and why (`dsjax/engine/setup/combinations.py`)."""
 _LATER = ("dspark_", "engram_", "kv_source_layer", "index_source_layer", "candidate_", "text_config", "vision_config")

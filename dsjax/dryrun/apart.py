@@ -173,20 +173,20 @@ class _Reader:
         in_turns: dict[int, SideProgram] = {}
         passes = []
         for layer_passes, made in compiled.passes:
-            halves = []
-            for half, (through, programs) in enumerate(zip(layer_passes, made.programs, strict=True)):
+            kinds = made.kinds
+            of_kind = [[] for _ in range(kinds)]
+            for place, (through, programs) in enumerate(zip(layer_passes, made.programs, strict=True)):
+                half, halves = place // kinds, len(layer_passes) // kinds
                 of_half = {
-                    name: self._of_layer(in_turns, getattr(programs, name), name, through, half, len(layer_passes))
+                    name: self._of_layer(in_turns, getattr(programs, name), name, through, half, halves)
                     for name in ("attend", "share", "receive")
                 }
-                of_half["compute"] = self._of_layer(
-                    in_turns, programs.way.program, "compute", through, half, len(layer_passes)
-                )
+                of_half["compute"] = self._of_layer(in_turns, programs.way.program, "compute", through, half, halves)
                 for name in ("pack", "keep", "receive") if programs.further else ():
                     run = getattr(programs.further, name)
-                    self._of_layer(in_turns, run, f"further rounds, {name}", through, half, len(layer_passes), 0)
-                halves.append((of_half, programs.way.between))
-            passes.append(Pass(layer_passes[0].layers, tuple(halves)))
+                    self._of_layer(in_turns, run, f"further rounds, {name}", through, half, halves, 0)
+                of_kind[through.kind].append((of_half, programs.way.between))
+            passes += [Pass(layer_passes[0].layers, tuple(halves)) for halves in of_kind]
         return [*pieces, *in_turns.values()], passes
 
     def _of_layer(
@@ -276,7 +276,7 @@ def _request(args: DryRunArgs, compiled: ApartStep, sides: _Sides, expert_target
         "batch": shape.rows,
         "chunk": shape.chunk,
         "context": args.row_tokens,
-        "micro_batches": max(len(one) for one, _ in compiled.passes),
+        "micro_batches": max(len(one) // made.kinds for one, made in compiled.passes),
         "dtype": str(step.dtype),
         "weights": str(step.dtype) if args.engine.weights == "auto" else args.engine.weights,
         "activation_scheme": str(step.scheme),

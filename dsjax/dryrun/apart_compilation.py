@@ -40,7 +40,7 @@ class DescribedExperts(ExpertSide):
         answering: the step of an expert process; None if attention and experts share one process.
 
     Attributes:
-        programs: all compiled programs. passes: each pass through a stack of layers, in the order of the step, and its programs.
+        programs: all compiled programs. passes: each pass through a run of layers, in the order of the step, and its programs.
     """
 
     def __init__(self, apart: ExpertsApart, mesh: Mesh, target: str, answering: ModelStep | None = None):
@@ -98,7 +98,7 @@ class ApartStep:
 
     @property
     def passes(self) -> Sequence[tuple[Sequence[LayerPass], CompiledPass]]:
-        """Passes through a stack of layers, each with its programs."""
+        """Passes through a run of layers, each with its programs."""
         return self.experts.passes
 
     def program(self, compiled: Any) -> CompiledProgram:

@@ -388,7 +388,7 @@ def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProc
     )
     jax.block_until_ready(side.params)
     reader = ExpertReader(checkpoint.config, checkpoint, weights, mesh.devices.flat[0].platform, mtp=step.has_module)
-    writer = SlotWriter(side, step.placement.physical_to_logical, reader.read)
+    writer = SlotWriter(side, step.config.layer_runs, step.placement.physical_to_logical, reader.read)
     if args.eplb:
         writer.rehearse()
     space = expert_space(args, step, checkpoint.directory)

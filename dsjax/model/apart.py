@@ -1,4 +1,4 @@
-"""Attention–FFN disaggregation (AFD): a pass through a stack of layers whose routed experts are on separate devices.
+"""Attention–FFN disaggregation (AFD): a pass through a run of layers whose routed experts are on separate devices.
 
 The four parts of a layer (``docs/architecture.md``) become separate programs, and the host carries values from one to the next
 (``docs/attention-ffn-disaggregation.md``). This module defines what each program computes. A step is traced as usual and contains the
@@ -38,9 +38,9 @@ from sharding.placement import CopyTables
 
 @dataclass(frozen=True)
 class ExpertWork:
-    """Describes a pass of tokens through a stack of layers, from the leaves of a ``Passing`` to those of ``x``, ``cache`` and ``report``.
+    """Describes a pass of tokens through a run of layers, from the leaves of a ``Passing`` to those of ``x``, ``cache`` and ``report``.
 
-    passes: one, or one for each micro-batch. tree: structure of the ``Passing``.
+    passes: for each micro-batch, one for each kind of layer. tree: structure of the ``Passing``.
     """
 
     passes: tuple[LayerPass, ...]
@@ -50,7 +50,7 @@ class ExpertWork:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Passing:
-    """Inputs of a pass: the stack's parameters except its experts, the cache, the placement of expert copies, and tokens.
+    """Inputs of a pass: the layers' parameters except their experts, the cache, the placement of expert copies, and tokens.
 
     x, tokens: of the step, or of each micro-batch. report: counts of each layer, which the pass adds to; empty if not requested.
     """
@@ -59,29 +59,30 @@ class Passing:
     cache: Cache
     report: dict[str, Int[Array, "L S ..."]]
     copies: CopyTables
-    x: list[Float[Array, "B T D"]]
+    x: list[Float[Array, "B T *n D"]]
     tokens: list[Tokens]
 
 
 def run_apart(
     step: StepDescription,
-    stack: str,
+    stacks: Sequence[str],
     params: Mapping[str, Array],
-    x: Float[Array, "B T D"],
+    x: Float[Array, "B T *n D"],
     cache: Cache,
     first: int,
     tokens: Tokens,
     copies: CopyTables,
     most: int = 1,
-) -> tuple[Float[Array, "B T D"], Cache, dict[str, Array]]:
-    """Run tokens through the layers at path ``stack``, inside a traced step; the first layer is layer ``first`` of the cache.
+) -> tuple[Float[Array, "B T *n D"], Cache, dict[str, Array]]:
+    """Run tokens through the layers of ``stacks``, inside a traced step; the first layer is layer ``first`` of the cache.
 
     Returns the tokens, the cache, and if ``dispatch.report`` is set each layer's counts.
 
-    copies: of these layers, with a leading axis. most: maximum number of micro-batches; with several, both sides compute at once,
-        each on a different one.
+    stacks: paths of the layers by kind; kinds take turns. copies: of these layers, with a leading axis. most: maximum number of
+        micro-batches; with several, both sides compute at once, each on a different one.
     """
-    own = {path: array for path, array in params.items() if path.startswith(f"{stack}.")}
+    own = {path: array for path, array in params.items() if path.startswith(tuple(f"{stack}." for stack in stacks))}
+    layers, kinds = copies.copies_E.shape[0], len(stacks)
     whole = step.sharding.whole
     xs, of_tokens, batches = [x], [tokens], None
     if most > 1:
@@ -89,9 +90,13 @@ def run_apart(
         xs = jnp.split(x[:, batches.places], batches.borders, axis=1)
         of_tokens = [step.tokens(groups) for groups in batches.groups]
     xs, of_tokens = jax.tree.map(whole, (xs, of_tokens))
-    report = _nothing_counted(step, copies.copies_E.shape[0])
+    report = _nothing_counted(step, layers)
     leaves, tree = jax.tree.flatten(Passing(own, cache, report, copies, xs, of_tokens))
-    passes = tuple(LayerPass(step, stack, first, copies.copies_E.shape[0], tuple(one.shape)) for one in xs)
+    passes = tuple(
+        LayerPass(step, stack, first, layers // kinds, one.shape[:2], kind, kinds)
+        for one in xs
+        for kind, stack in enumerate(stacks)
+    )
     results, shape = jax.tree.flatten((xs, cache, report))
     xs, cache, report = jax.tree.unflatten(shape, outside(ExpertWork(passes, tree), leaves, results))
     if batches is None:
@@ -112,31 +117,36 @@ def _nothing_counted(step: StepDescription, layers: int) -> dict[str, Array]:
 
 
 class Routed(NamedTuple):
-    """Tokens as the experts read them, their physical experts and weights, and rows from each token device to each expert device."""
+    """Tokens as the experts read them, their physical experts and weights, rows from each token device to each expert device, and the
+    ``mix`` for ``Residual.post``."""
 
     normed: Float[Array, "B T D"]
     slots: Int[Array, "N K"]
     weights: Float[Array, "N K"]
     counts: Int[Array, "S E"]
+    mix: Any
 
 
 @dataclass(frozen=True)
 class LayerPass:
-    """Computations of the programs in a pass of tokens through a stack of layers. Equal passes have equal programs.
+    """Computations of the programs for one kind of layer in a pass of tokens through a run. Equal passes have equal programs.
 
-    stack: path of the layers among the parameters. first: number of the first of ``layers`` layers in the cache.
-    shape: ``(B, T, D)`` of the tokens. Each method but ``between`` is traced; ``index`` is a layer's number in the stack.
+    stack: path of the ``layers`` layers among the parameters. first: number of the run's first layer in the cache. shape: ``(B, T)`` of
+    the tokens. kind, kinds: place among the kinds that take turns, and their number. Each method but ``between`` is traced; ``index`` is
+    a layer's number in the run.
     """
 
     step: StepDescription
     stack: str
     first: int
     layers: int
-    shape: tuple[int, int, int]
+    shape: tuple[int, int]
+    kind: int = 0
+    kinds: int = 1
 
     def between(self) -> Between:
         """Return the exchange of a layer's rows between the two meshes."""
-        step, (B, T, _) = self.step, self.shape
+        step, (B, T) = self.step, self.shape
         apart, by_choice = step.apart, sums_by_choice(step)
         experts = step.placement.n_physical
         return Between(step.spec, step.mesh, apart.spec, apart.parts, B * T, experts, wire_of(step), by_choice)
@@ -166,11 +176,11 @@ class LayerPass:
         with jax.default_matmul_precision("highest"):
             of = self._layer(params, tokens, copies, index)
             x, cache = parts.attend(of, x, cache)
-            normed, _, routing = parts.choose(of, x)
+            normed, mix, routing = parts.choose(of, x)
             with jax.named_scope("experts"):
                 slots, weights = parts.experts.assign(of, routing)
                 rows, counts = self.between().pack(whole(rearrange(normed, "b t d -> (b t) d")), slots, weights)
-            routed = Routed(whole(normed), slots, weights, counts)
+            routed = Routed(whole(normed), slots, weights, counts, jax.tree.map(whole, mix))
             return cache, self.count(report, routed, index), whole(x), routed, rows
 
     def share(self, params: Mapping[str, Array], normed: Array, index: Array) -> Array | None:
@@ -189,34 +199,50 @@ class LayerPass:
         with jax.named_scope("experts"):
             return self.between().keep(kept, returned, slots, r)
 
-    def receive(self, x: Array, shared: Array | None, slots: Array, returned: Sequence[Array]) -> Array:
+    def receive(
+        self,
+        params: Mapping[str, Array],
+        x: Array,
+        shared: Array | None,
+        routed: Routed,
+        returned: Sequence[Array],
+        index: Array,
+    ) -> Array:
         """Add to each token the sum of the results of the only round."""
         with jax.default_matmul_precision("highest"), jax.named_scope("experts"):
-            y = self.between().add(returned, slots).reshape(x.shape)
-        return self._added(x, y, shared)
+            y = self.between().add(returned, routed.slots)
+        return self._added(params, x, y, shared, routed, index)
 
-    def receive_kept(self, x: Array, shared: Array | None, slots: Array, kept: Array) -> Array:
+    def receive_kept(
+        self, params: Mapping[str, Array], x: Array, shared: Array | None, routed: Routed, kept: Array, index: Array
+    ) -> Array:
         """Add to each token the sum of the results of all rounds."""
         with jax.default_matmul_precision("highest"), jax.named_scope("experts"):
-            y = self.between().add_kept(kept, slots).reshape(x.shape)
-        return self._added(x, y, shared)
+            y = self.between().add_kept(kept, routed.slots)
+        return self._added(params, x, y, shared, routed, index)
 
-    def _added(self, x: Array, y: Array, shared: Array | None) -> Array:
-        """Add the residual by plain addition, the only kind that AFD supports."""
+    def _added(
+        self, params, x: Array, y: Float[Array, "N D"], shared: Array | None, routed: Routed, index: Array
+    ) -> Array:
         parts = self.step.parts
-        return parts.sharding.whole(x + parts.add_shared(y, shared))
+        residual = parts.products.residual(self._layer(params, None, None, index).block.mlp_residual)
+        return parts.sharding.whole(
+            residual.post(x, routed.mix, parts.add_shared(y.reshape(routed.normed.shape), shared))
+        )
 
     def _layer(
         self, params: Mapping[str, Array], tokens: Tokens | None, copies: CopyTables | None, index: Array
     ) -> Layer:
-        """Return layer ``index`` of the stack with its matrices sliced out, except those that products read in place."""
+        """Return layer ``index`` of the run with its matrices sliced out, except those that products read in place."""
         step = self.step
         table = step.table.without([path for path in step.table.infos if path not in params])
         stack = operator.attrgetter(self.stack)(table.bind(params))
         graph, whole, sliced = step.split(stack, tokens)
-        here = lambda array: jax.lax.dynamic_index_in_dim(array, index, keepdims=False)  # noqa: E731
-        block = nnx.merge(graph, whole, jax.tree.map(here, sliced))
-        return Layer(block, index, self.first + index, tokens, copies and jax.tree.map(here, copies))
+        own = index // self.kinds
+        at = lambda array, index: jax.lax.dynamic_index_in_dim(array, index, keepdims=False)  # noqa: E731
+        block = nnx.merge(graph, whole, jax.tree.map(lambda array: at(array, own), sliced))
+        copies = copies and jax.tree.map(lambda array: at(array, index), copies)
+        return Layer(block, own, self.first + index, tokens, copies)
 
 
 @dataclass(frozen=True, eq=False)

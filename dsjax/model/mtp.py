@@ -70,7 +70,7 @@ def further(
         x = sharding.whole(module.join(hidden, embedded, products.multiply(jnp.int32(0)), normalise))
         own_copies = None if copies is None else jax.tree.map(lambda array: array[moe_layers : moe_layers + 1], copies)
         if step.apart is not None:
-            x, cache, reports = run_apart(step, "mtp.layers", params, x, cache, layers, tokens, own_copies)
+            x, cache, reports = run_apart(step, ["mtp.layers"], params, x, cache, layers, tokens, own_copies)
         elif step.rank_by_rank:
             x, cache, reports = step.run_first(model.mtp.layers, x, cache, jnp.int32(layers), tokens, own_copies)
         else:

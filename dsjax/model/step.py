@@ -115,9 +115,8 @@ class ModelStep(StepDescription):
         """Run a run of layers. first: number of its first layer in the cache. copies: of its layers with experts."""
         shapes = [group.shape for group in tokens.groups]
         if copies is not None and self.apart is not None:
-            (kind,) = run.kinds
-            most = self.micro_batches(shapes)
-            return run_apart(self, kind.stack, params, x, cache, first, tokens, copies, most)
+            stacks, most = [kind.stack for kind in run.kinds], self.micro_batches(shapes)
+            return run_apart(self, stacks, params, x, cache, first, tokens, copies, most)
         split = [self.split(getattr(model, kind.stack), tokens) for kind in run.kinds]
         if copies is not None:  # separate those of each kind with experts
             kinds = sum(kind.routed for kind in run.kinds)

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from dsjax.config.layers import LayerRun, moe_layers, stacks
 from dsjax.engine.afd.expert_side import ExpertSide
 from dsjax.engine.device.expert_programs import MODULES
 from dsjax.model.expert_dispatch import EXPERTS
@@ -36,25 +37,29 @@ class StackRow(NamedTuple):
     layer: int
 
 
-def stack_rows(infos: Mapping[str, ParameterInfo]) -> list[StackRow]:
-    """Return the layers of a placement's rows: the model's, then the MTP module's. infos: of the experts' parameters."""
-    layers = {path.split(EXPERTS)[0]: info.shape[0] for path, info in infos.items()}
-    behind = sorted(layers, key=lambda stack: stack == MODULES)
-    return [StackRow(stack, layer) for stack in behind for layer in range(layers[stack])]
+def stack_rows(runs: Sequence[LayerRun], infos: Mapping[str, ParameterInfo]) -> list[StackRow]:
+    """Return the layers of a placement's rows: the model's in order, then the MTP module's. infos: of the experts' parameters."""
+    rows = {
+        number: StackRow(kind.stack, layer)
+        for kind, numbers in stacks(runs).items()
+        for layer, number in enumerate(numbers)
+    }
+    modules = max((info.shape[0] for path, info in infos.items() if path.startswith(MODULES + EXPERTS)), default=0)
+    return [rows[number] for number in moe_layers(runs)] + [StackRow(MODULES, layer) for layer in range(modules)]
 
 
 class SlotWriter:
     """Writes experts into the slots of an ``ExpertSide``, replacing its parameters.
 
-    rows: ``physical_to_logical``; ``NOBODY`` after a failed write. lock: for reading and writing; callers of ``place`` and ``adopt`` also
-    acquire it.
+    runs: the model's layers. rows: ``physical_to_logical``; ``NOBODY`` after a failed write. lock: for reading and writing; callers of
+    ``place`` and ``adopt`` also acquire it.
     """
 
-    def __init__(self, side: ExpertSide, rows: np.ndarray, read: ReadExpert):
+    def __init__(self, side: ExpertSide, runs: Sequence[LayerRun], rows: np.ndarray, read: ReadExpert):
         self.side, self.rows, self._read = side, np.array(rows, np.int32), read
         self.lock = threading.RLock()
         self._reading = threading.Lock()  # because ``stage`` reads without ``lock``
-        self.stack_rows = stack_rows(side.infos)
+        self.stack_rows = stack_rows(runs, side.infos)
         self._staged: dict[tuple[int, int], tuple[int, Expert]] = {}  # (row, slot) → an expert and its parameters
         self.own = side.slots
         self._per_device = len(self.own) // side.local.ep_size

@@ -103,13 +103,17 @@ class Side:
         """Return the programs of a pass; several steps can share them."""
         passes, tree = work.passes, work.tree
         shardings = tuple((one.shape, str(one.dtype), one.sharding) for one in described)
-        key = tuple((one.stack, one.first, one.shape) for one in passes), tree, shardings
+        key = tuple((one.stack, one.first, one.shape, one.kind) for one in passes), tree, shardings
         with self._lock:
             if key not in self._passes:
                 passing: Passing = jax.tree.unflatten(tree, described)
-                layers = self.numbers(passes[0].step.mesh, passes[0].layers)
-                programs = [PassPrograms.of(self, self.way(one), one, passing, half) for half, one in enumerate(passes)]
-                self._passes[key] = CompiledPass(programs, layers, self.waits, self.give_up)
+                kinds = passes[0].kinds
+                layers = self.numbers(passes[0].step.mesh, passes[0].layers * kinds)
+                programs = [
+                    PassPrograms.of(self, self.way(one), one, passing, place // kinds)
+                    for place, one in enumerate(passes)
+                ]
+                self._passes[key] = CompiledPass(programs, layers, self.waits, kinds, self.give_up)
             return self._passes[key]
 
 
@@ -124,7 +128,7 @@ class FurtherRounds(NamedTuple):
 
     @classmethod
     def of(
-        cls, side: Side, through: LayerPass, x: Any, shared: Any, routed: Routed, receive: Callable
+        cls, side: Side, through: LayerPass, params: Any, x: Any, shared: Any, routed: Routed, receive: Callable
     ) -> FurtherRounds | None:
         """Compile the programs; None if one round is always enough. receive: wraps a function so that its result is laid out like ``x``."""
         between = through.between()
@@ -138,7 +142,7 @@ class FurtherRounds(NamedTuple):
         return cls(
             side.build(jax.jit(through.further).lower(routed, number)),
             side.build(jax.jit(keep).lower(kept, routed.slots, returned, number)),
-            side.build(jax.jit(receive(through.receive_kept)).lower(x, shared, routed.slots, kept)),
+            side.build(jax.jit(receive(through.receive_kept)).lower(params, x, shared, routed, kept, number)),
             side.ready(zeros),
             side.numbers(through.step.mesh, most),
         )
@@ -147,6 +151,7 @@ class FurtherRounds(NamedTuple):
 class Away(NamedTuple):
     """A layer's tokens while the experts compute their rows."""
 
+    programs: PassPrograms
     x: Array
     shared: Array | None
     routed: Routed
@@ -183,18 +188,21 @@ class PassPrograms(NamedTuple):
         def pinned(receive: Callable) -> Callable:
             return lambda *taken: described_like(receive(*taken), x)
 
-        received = side.build(jax.jit(pinned(through.receive)).lower(after, _results(shared), routed.slots, returned))
-        further = FurtherRounds.of(side, through, after, _results(shared), routed, pinned)
+        params, own = passing.params, _results(shared)
+        received = side.build(jax.jit(pinned(through.receive)).lower(params, after, own, routed, returned, here))
+        further = FurtherRounds.of(side, through, params, after, own, routed, pinned)
         return cls(attended, shared, received, way, further)
 
 
 @dataclass(frozen=True, eq=False)
 class CompiledPass:
-    """A pass through a stack of layers. programs: one entry per micro-batch of the step. layers: layer numbers on the token devices."""
+    """A pass through a run of layers. programs: for each micro-batch of the step, one entry per kind of layer. kinds: their number.
+    layers: layer numbers on the token devices."""
 
     programs: Sequence[PassPrograms]
     layers: Sequence[Array]
     waits: bool
+    kinds: int = 1
     give_up: Callable[[], None] = lambda: None
 
     def run(self, passing: Passing) -> tuple[list[Array], dict[str, Array], dict[str, Array]]:
@@ -213,31 +221,32 @@ class CompiledPass:
         xs, report = passing.x, passing.report
         away: list[Away | None] = [None] * len(xs)
         for number, here in enumerate(self.layers):
-            for half, programs in enumerate(self.programs):
+            for half, programs in enumerate(self.programs[number % self.kinds :: self.kinds]):
                 if away[half] is not None:
-                    xs[half] = self._received(programs, away[half])
+                    xs[half] = self._received(params, away[half])
                 cache, report, x, routed, rows = self._done(
                     programs.attend(params, cache, report, xs[half], tokens[half], copies, here)
                 )
                 counts = OnHost(routed.counts)
-                called = programs.way.call(rows, counts, number)
+                called = programs.way.call(rows, counts, number // self.kinds)
                 shared = self._done(programs.share(params, routed.normed, here))
-                away[half] = Away(x, shared, routed, counts, called, number)
-        xs = [self._received(programs, one) for programs, one in zip(self.programs, away, strict=True)]
+                away[half] = Away(programs, x, shared, routed, counts, called, number)
+        xs = [self._received(params, one) for one in away]
         return xs, cache, report
 
-    def _received(self, programs: PassPrograms, away: Away) -> Array:
+    def _received(self, params: dict[str, Array], away: Away) -> Array:
         """Return the tokens with their experts' output added. Runs the remaining rounds, if any."""
+        programs, here = away.programs, self.layers[away.layer]
         returned, rounds = programs.way.returned(away.called)
         if rounds == 1:
-            return self._done(programs.receive(away.x, away.shared, away.routed.slots, returned))
+            return self._done(programs.receive(params, away.x, away.shared, away.routed, returned, here))
         further, slots = programs.further, away.routed.slots
         kept = self._done(further.keep(further.nothing, slots, returned, further.numbers[0]))
         for r in range(1, rounds):
             rows = self._done(further.pack(away.routed, further.numbers[r]))
-            returned, _ = programs.way.returned(programs.way.call(rows, away.counts, away.layer, r))
+            returned, _ = programs.way.returned(programs.way.call(rows, away.counts, away.layer // self.kinds, r))
             kept = self._done(further.keep(kept, slots, returned, further.numbers[r]))
-        return self._done(further.receive(away.x, away.shared, slots, kept))
+        return self._done(further.receive(params, away.x, away.shared, away.routed, kept, here))
 
     def _done(self, results: Any) -> Any:
         return jax.block_until_ready(results) if self.waits else results

@@ -95,7 +95,7 @@ class ExpertRecorder:
     def _statistics(self, counts: Mapping[str, np.ndarray], size: _Size) -> DispatchStatistics:
         step, (slots, exchanges) = self._step, size
         if step.apart is not None:
-            shape = step.spec.dp_size, slots, step.config.hidden_size
+            shape = step.spec.dp_size, slots
             return LayerPass(step, "moe_layers", 0, 0, shape).between().statistics(counts, padded=step.apart.padded)
         if exchanges > 1:
             step = dataclasses.replace(step, dispatch=dataclasses.replace(step.dispatch, overlapped=True))

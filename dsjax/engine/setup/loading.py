@@ -275,7 +275,7 @@ class _Loader:
         if isinstance(side, ExpertSide):
             platform = side.mesh.devices.flat[0].platform
             reader = ExpertReader(self.config, self.checkpoint, self.weights, platform, mtp=step.has_module)
-            writer = SlotWriter(side, step.placement.physical_to_logical, reader.read)
+            writer = SlotWriter(side, step.config.layer_runs, step.placement.physical_to_logical, reader.read)
             writer.rehearse()
         return lambda device, _: ExpertPart(device, per_exchange, writer)
 

@@ -1,4 +1,5 @@
-"""A DeepSeek-V4 in two batches, in stages whose experts follow the load, and with prefill apart from decode makes one device's tokens."""
+"""A DeepSeek-V4 in two batches, in stages whose experts follow the load, with experts apart, and with prefill apart from decode makes one
+device's tokens."""
 
 import pytest
 from v4_engine import DRAFTS, answers, engine, one_devices, prompts, write
@@ -20,6 +21,16 @@ BALANCED = {
     "eplb_config": {"num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "payback": 0},
 }
 
+APART = {
+    "attention_mesh": "dp=2",
+    "expert_mesh": "ep=2",
+    "enable_dbo": True,
+    "dbo_decode_token_threshold": 1,
+    "dbo_prefill_token_threshold": 1,
+    "enable_eplb": True,
+    "eplb_config": {"num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "payback": 0},
+}
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
@@ -31,7 +42,11 @@ def expected(checkpoint):
     return one_devices(checkpoint)
 
 
-@pytest.mark.parametrize("options", [OVERLAPPED, BALANCED], ids=["in two batches", "balanced in two stages"])
+@pytest.mark.parametrize(
+    "options",
+    [OVERLAPPED, BALANCED, APART],
+    ids=["in two batches", "balanced in two stages", "balanced on devices apart, in two batches"],
+)
 def test_with_drafts_the_tokens_are_those_of_one_device(checkpoint, expected, options):
     llm = engine(checkpoint, **options, **DRAFTS)
     for _ in range(2):  # found in the cache the second time

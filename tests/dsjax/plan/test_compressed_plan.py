@@ -68,7 +68,6 @@ def test_layouts_divide_the_groups_of_the_output_projection():
     ("options", "named"),
     [
         (("--kv-cache-dtype", "fp8"), "an FP8 cache is asked for"),
-        (("--attention-mesh", "dp=4", "--expert-mesh", "ep=4"), "deepseek_v4 model has no released option"),
     ],
 )
 def test_what_dsjax_lacks_with_these_models_is_refused_by_name(options, named):

@@ -79,7 +79,7 @@ class Recorded:
 
     def attend(self, params, cache, report, x, tokens, copies, layer):
         self.started.append(f"attend {self.half}{layer}")
-        return cache + [f"{self.half}{layer}"], report, x, Routed("normed", "slots", "weights", "counts"), "rows"
+        return cache + [f"{self.half}{layer}"], report, x, Routed("normed", "slots", "weights", "counts", None), "rows"
 
     def call(self, rows, counts, layer):
         self.started.append(f"compute {self.half}{layer}")
@@ -87,7 +87,7 @@ class Recorded:
     def share(self, params, normed, layer):
         self.started.append(f"share {self.half}{layer}")
 
-    def receive(self, x, shared, slots, returned):
+    def receive(self, params, x, shared, routed, returned, layer):
         self.started.append(f"receive {self.half}")
         return x + 1
 
