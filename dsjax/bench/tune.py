@@ -82,6 +82,8 @@ def find_products(
             continue
         split = zip(info.shape, rules.spec(info.logical_axes), strict=True)
         local = [size // math.prod(ways[axis] for axis in axes_of(entry)) for size, entry in split]
+        if info.depth_last:
+            local.insert(2 if ".experts." in path else 1, local.pop())
         suffix, dtype = "_fp8" * (info.quantised and quantises), info.dtype.name
         for count in tokens:
             if ".experts." in path:

@@ -49,9 +49,10 @@ def check_structure(
     copies, unreadable, scales, problems = names.copies(), set(unreadable), set(), [*problems]
     for name, shape in expected.items():
         if name in specs:
-            is_matrix = places[name][1].transposed
-            wanted = names.parameters[places[name][0]].dtype
-            problems += _mismatches(name, shape, specs[name], is_matrix, wanted)
+            path, piece = places[name]
+            info = names.parameters[path]
+            is_matrix = piece.transposed or info.depth_last
+            problems += _mismatches(name, shape, specs[name], is_matrix, info.dtype)
             if specs[name].dtype == FP8 and is_matrix and name.endswith(".weight"):
                 scales.add(name + SCALE_SUFFIX)
                 problems += _scale_mismatches(name, specs, unreadable)

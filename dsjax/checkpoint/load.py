@@ -237,7 +237,13 @@ def to_hf_tensors(config: ModelConfig, params: Mapping[str, np.ndarray | jax.Arr
     if params and all(value.dtype == np.float32 for value in params.values()):
         kept = "f32"
     mtp = any(path.startswith("mtp.") for path in params)
-    names = TensorNames(config, abstract_parameters(config, weights=kept, platform="any", mtp=mtp))
+    names, of_gpus = (
+        TensorNames(config, abstract_parameters(config, weights=kept, platform=platform, mtp=mtp))
+        for platform in ("any", "gpu")
+    )
+    shapes = {path: tuple(value.shape) for path, value in params.items()}
+    if shapes == {path: info.shape for path, info in of_gpus.parameters.items()}:
+        names = of_gpus
     problems = [f"{path}: missing" for path in names.parameters if path not in params]
     problems += [f"{path}: not a parameter of this configuration" for path in params if path not in names.parameters]
     for path, info in names.parameters.items():

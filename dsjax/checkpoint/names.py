@@ -1,7 +1,7 @@
 """Mapping between Hugging Face's tensor names and dsjax's parameter paths, for reading and writing.
 
 A parameter consists of *pieces*. Each is one Hugging Face tensor and its place in the parameter (layer, physical expert, gate or up).
-``torch.nn.Linear`` stores ``[out, in]`` and dsjax ``[in, out]``, so most pieces are transposed.
+``torch.nn.Linear`` stores ``[out, in]`` and dsjax ``[in, out]``, so most pieces are transposed, except for FP8 matrices on GPUs.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ class TensorNames:
             axes.append(range(*region[0].indices(shape[0])))
         if source.per_expert:
             axes.append(range(*region[1].indices(shape[1])))
-        stack_axis = len(shape) - 2 if len(source.templates) == 2 else None
+        depth_last = self.parameters[path].depth_last
+        stack_axis = len(shape) - (3 if depth_last else 2) if len(source.templates) == 2 else None
         parts = range(*region[stack_axis].indices(2)) if stack_axis is not None else (0,)
         for indices in itertools.product(*axes):
             for part in parts:
@@ -148,7 +149,7 @@ class TensorNames:
                 index: list[int | slice] = [*indices, *[slice(None)] * (len(shape) - len(indices))]
                 if stack_axis is not None:
                     index[stack_axis] = part
-                yield TensorPiece(name, tuple(index), source.transposed)
+                yield TensorPiece(name, tuple(index), source.transposed and not depth_last)
 
     @property
     def dtypes(self) -> str:
