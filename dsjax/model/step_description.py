@@ -91,7 +91,7 @@ class StepDescription:
 
     def stored(self, placement: LayerPlacements) -> LayerPlacements:
         """Return a placement of the routed experts. With ``shared_experts_fusion`` each rank's last slot has the shared expert."""
-        return placement.with_one_of_all(self.spec.ep_size) if self.shared_experts_fusion else placement
+        return placement.with_fused_shared(self.spec.ep_size) if self.shared_experts_fusion else placement
 
     @property
     def is_exact(self) -> bool:

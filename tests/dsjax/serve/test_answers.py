@@ -29,7 +29,7 @@ def answer(options: dict) -> ChatAnswer:
 @pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}, {"service_tier": "auto"}])
 def test_events_of_a_chat_s_text_are_those_of_its_chunks(options):
     as_events, as_chunks = answer(options), answer(options)
-    as_events._common_fields["created"] = as_chunks._head["created"]
+    as_events._common_fields["created"] = as_chunks._common_fields["created"]
     made = 0
     for text in TEXTS:
         output = RequestOutput("r", None, [1], [CompletionOutput(0, text, [7])], False)
