@@ -1,6 +1,6 @@
 """A DeepSeek-V4 served from a cache in FP8 with index scores in FP4: one device's tokens on other meshes, in other chunks, and again.
 
-What is kept and what is computed from it is held to the published code in `tests/dsjax/model/compressed/test_quantised_cache.py`.
+What is kept and what is computed from it is held to the published code in `test_quantised_cache.py`.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""A DeepSeek-V4's cache in FP8 with index keys in FP4, against the arithmetic of DeepSeek's `inference/kernel.py` and `model.py`.
+"""A DeepSeek-V4's cache in FP8 with index keys in FP4, against the arithmetic of DeepSeek's inference code.
 
 The references below are NumPy with ml_dtypes' number formats: `act_quant` in blocks of 64 on unrotated values, a Hadamard matrix and
 `fp4_act_quant` in blocks of 32 on index queries and keys, whose rotated pairs lie side by side, and attention to what they return.
