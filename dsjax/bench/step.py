@@ -34,6 +34,7 @@ SCOPES = ("mla_project", "cache_write", "attend", "mla_output", "router", "exper
 _OTHERS = "norms, residuals, embedding"
 _COLLECTIVE = re.compile(r"all[-_]gather|reduce[-_]scatter|all[-_]to[-_]all|all[-_]reduce|collective")
 _TRACED = 5
+_BLOCK = 1_048_573  # a prime, so that no two pages are equal
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,9 @@ class StepOptions(Checked):
 def step(args: EngineArgs, options: StepOptions) -> None:
     """Time the engine's decode step, and show the time of each part of the model, measured with JAX's profiler.
 
-    On emulated devices, an operation's time includes waiting for a core, so read the shares. Collectives are listed separately, because
-    most of their time is waiting for the last device. `dsjax bench modules` shows what the device can reach for each part.
+    The cache has random content. On emulated devices, an operation's time includes waiting for a core, so read the shares. Collectives are
+    listed separately, because most of their time is waiting for the last device. `dsjax bench modules` shows what the device can reach for
+    each part.
     """
     check_place("--json", options.json_file)
     from dsjax.checkpoint.hub import resolve_config
@@ -102,10 +104,18 @@ def decode_step(llm: LLM, rows: int, context: int, pages: int, busy: int) -> tup
     executor = llm.executor
     executor.buckets = dataclasses.replace(executor.buckets, decode=(rows,))
     tokens = np.random.default_rng(0).integers(3, llm.config.vocab_size, rows).tolist()
-    positions = pages * llm.executor.limits.page_size
+    positions = pages * executor.limits.page_size
     sampling, decodes = Sampling(context + 1, 0), int32s(value for slot in range(rows) for value in (slot, positions))
     admissions = [Admission(slot, context, token, sampling) for slot, token in enumerate(tokens)]
     tables = [PageChange(slot, 0, list(range(1 + slot * pages, 1 + (slot + 1) * pages))) for slot in range(rows)]
+    limits = executor.limits
+    if limits.window_columns:
+        first, last = max(0, context // limits.page_size - 1), pages
+        for slot in range(rows):
+            for place, index in enumerate(range(first, last)):
+                page = limits.pages_per_rank + 1 + slot * (last - first) + place
+                tables.append(PageChange(slot, limits.max_pages + index % limits.window_columns, [page]))
+    fill(llm)
     idle = [RankStep([], [], int32s(()), [], [])] * (executor.limits.num_ranks - busy)
     first, following = (
         Step([RankStep(*news, decodes, [], [])] * busy + idle) for news in ((admissions, tables), ([], []))
@@ -113,6 +123,23 @@ def decode_step(llm: LLM, rows: int, context: int, pages: int, busy: int) -> tup
     executor.collect(executor.launch(first))
     program = executor.programs.get("step", executor.programs.shape(Rectangle(rows, 1), None), False)
     return lambda: executor.collect(executor.launch(following)), program.as_text()
+
+
+def fill(llm: LLM) -> None:
+    """Fill the cache with positive random values, so that what is chosen among its entries lies anywhere, as in a real context."""
+    import jax
+    import jax.numpy as jnp
+
+    executor, rng = llm.executor, np.random.default_rng(0)
+    dtypes = {name: dtype for group in executor.model.cache_groups for name, (_, dtype) in group.arrays.items()}
+
+    def filled(array: jax.Array, dtype: np.dtype) -> jax.Array:
+        block = (0.5 + rng.random(_BLOCK, np.float32)).astype(dtype).view(array.dtype)
+        made = jax.jit(lambda block: jnp.resize(block, array.shape), out_shardings=array.sharding)
+        return made(block)
+
+    cache = {name: filled(array, dtypes[name]) for name, array in executor.state.cache.items()}
+    executor.state = dataclasses.replace(executor.state, cache=cache)
 
 
 def measure(run: Callable[[], None], warm_up: int, steps: int) -> dict[str, float]:

@@ -21,6 +21,8 @@ KINDS = {
 """Kinds of attention → transformers' `layer_types`: sliding window only; window plus overlapping compressed entries chosen by an indexer;
 window plus all non-overlapping compressed entries."""
 RATES = (4, 128)
+INDEX_FORMAT = "fp4"
+"""Format to which DeepSeek's code rounds index queries and keys (`--index-scores`)."""
 REFUSED = {
     "mla_prefill": "it has no MLA",
     "mla_decode": "it has no MLA",

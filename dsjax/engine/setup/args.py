@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsjax.config import ModelConfig
+from dsjax.config.deepseek_v4 import INDEX_FORMAT
 from dsjax.config.weights import ROW_FORMATS, SERVED
 from dsjax.engine.afd.options import ApartOptions, check_apart, expert_share, expert_spec
 from dsjax.engine.contract.executor import ExecutorLimits
@@ -18,7 +19,6 @@ from dsjax.engine.tiers.options import TierOptions
 from dsjax.errors import UserError
 from dsjax.hosts.options import GroupOptions
 from dsjax.model.forms import FORMS
-from dsjax.model.sparse.precision import INDEX_SCORES
 from dsjax.options import Group, advanced, option
 
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
@@ -184,10 +184,10 @@ class BasicOptions:
     mla_decode: str = advanced("A_CC_ME", "MLA form for decodes.", Group.KERNELS, choices=MLA_FORMS, classes=True)
     index_scores: str = advanced(
         "float",
-        "Precision of the sparse attention indexer's scores. float: --dtype, as in Transformers; else the format of DeepSeek's code for "
-        "the model, after a Hadamard rotation of queries and keys: fp8 for V3.2, fp4 for V4.",
+        "Precision of the sparse attention indexer's scores. float: --dtype, as in Transformers; else the format that DeepSeek's code has "
+        "for the model, after a Hadamard rotation of queries and keys.",
         Group.KERNELS,
-        choices=INDEX_SCORES,
+        choices=("float", "fp8", INDEX_FORMAT),
     )
     kernel_cache: str | None = advanced(
         None, "Directory from dsjax kernels build. Default: build at the first start.", Group.KERNELS

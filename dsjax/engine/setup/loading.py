@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -184,7 +184,7 @@ class _Loader:
             for layout, one in zip(self.layouts, params, strict=True)
         ]
         space = page_space(args, self.step, directory) if lock or limits.transfers else None
-        disk = lock and (lambda shapes: DiskPages(PageFiles(lock, space, shapes), args.disk_cache_bytes))
+        disk = lock and (lambda *arrays: DiskPages(PageFiles(lock, space, *arrays), args.disk_cache_bytes))
         with explained_out_of_memory("its cache was made", SMALLER_CACHE):
             pages = DividedPages(len(self.steps), disk) if disk and self.stages else None
             executors = [
@@ -294,7 +294,7 @@ class _Loader:
         layout: EngineLayout,
         params: dict[str, Array],
         limits: ExecutorLimits,
-        disk: Callable[[Shapes], Any] | None,
+        disk: Callable[[Shapes, Collection[str]], Any] | None,
         opened: contextlib.ExitStack,
     ) -> MeshExecutor:
         """Create the executor of one mesh."""

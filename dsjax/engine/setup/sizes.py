@@ -155,16 +155,12 @@ def _limits(args: EngineArgs, step: ModelStep, sizes: ExecutorLimits, pool: Pool
             f"--max-model-len is {args.max_model_len:,}, but the cache of a DP rank holds {room:,} tokens, so a request of that length "
             f"could never run; lower it{cache_tokens or ' or use a mesh of more devices'}"
         )
-    for flag, given in (("--disk-cache", args.disk_cache), ("--page-source", args.page_source)):
-        if given is not None and sizes.windows_per_rank:
-            raise UserError(
-                f"{flag} keeps pages of one kind, and this model also has window pages, without which the others are of no use; leave it "
-                "out, or use --host-cache-bytes"
-            )
     on_disk = 0 if args.disk_cache is None else bytes_on_disk(page_bytes(args, step))
-    if on_disk and args.disk_cache_bytes < on_disk:
+    window_on_disk = bytes_on_disk(page_bytes(args, step, "window")) if on_disk and sizes.windows_per_rank else 0
+    if args.disk_cache_bytes < on_disk + window_on_disk:
         raise UserError(
-            f"--disk-cache-bytes is {args.disk_cache_bytes:,}, which is less than one page takes; give at least {on_disk:,}"
+            f"--disk-cache-bytes is {args.disk_cache_bytes:,}, which is less than one page takes; give at least "
+            f"{on_disk + window_on_disk:,}"
         )
     host_pages, host_windows = _host_pages(args, step)
     return replace(
@@ -176,6 +172,7 @@ def _limits(args: EngineArgs, step: ModelStep, sizes: ExecutorLimits, pool: Pool
         host_windows_per_rank=host_windows,
         disk_pages=args.disk_cache_bytes // on_disk if on_disk else 0,
         disk_page_bytes=on_disk,
+        disk_pages_per_window=-(-window_on_disk // on_disk) if window_on_disk else 1,
     )
 
 

@@ -139,12 +139,17 @@ def latent_attention(
         interpret=interpret,
         name="latent_attention",
     )(*scalars, by_pair(q_latent, wide), by_pair(q_rope, narrow), *flat, *holes)
-    if splits > 1:
-        with jax.named_scope("context_splits"):
-            weights = jnp.exp2(peak - jnp.max(peak, axis=0))
-            total = jnp.sum(weights, axis=0)
-            out = jnp.einsum("srpm,srp->rpm", out, weights / total)[None].astype(q_latent.dtype)
-    return out[0, :, : C * H, :M].reshape(R, C, H, M)
+    return merge_splits(out, peak, q_latent.dtype)[:, : C * H, :M].reshape(R, C, H, M)
+
+
+def merge_splits(out: Float[Array, "splits R P M"], peak: Float[Array, "splits R P"], dtype) -> Float[Array, "R P M"]:
+    """Merge attention over parts of the context. peak: base-2 logarithm of each part's sum of weights."""
+    if len(out) == 1:
+        return out[0]
+    with jax.named_scope("context_splits"):
+        weights = jnp.exp2(peak - jnp.max(peak, axis=0))
+        total = jnp.sum(weights, axis=0)
+        return jnp.einsum("srpm,srp->rpm", out, weights / total).astype(dtype)
 
 
 def _kernel(

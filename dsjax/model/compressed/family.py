@@ -2,13 +2,14 @@
 
 On CPUs a token's result has the same bits in every chunk and batch: native kernels (``native/compressed.h``) attend token by token. The
 JAX reference also computes each token separately, in loops whose body has the same shape in every program. On accelerators it computes
-tokens in parallel.
+tokens in parallel. On GPUs Pallas kernels attend and score (``kernels/pallas/compressed.py`` and ``index.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
 from dsjax.config import ModelConfig
+from dsjax.kernels.pallas import index as gpu_index
+from dsjax.kernels.pallas.compressed import compressed_attention
 from dsjax.kernels.table import Kernels
 from dsjax.model import paging
 from dsjax.model.cache_groups import CacheGroup
@@ -35,7 +38,7 @@ from dsjax.model.paging import Cache, Rows
 from dsjax.model.parameters import Multiply, value_of
 from dsjax.model.rows import GroupShape
 from dsjax.model.softmax import fold
-from dsjax.model.sparse.attend import CPU_BYTES
+from dsjax.model.sparse.attend import ACCELERATOR_BYTES, CPU_BYTES
 from dsjax.model.sparse.choose import choose, index_scores, positions_of
 from dsjax.model.sparse.precision import IndexScores
 from sharding import Rules
@@ -46,6 +49,8 @@ BLOCK = 128
 """Number of compressed entries that a token attends to at once."""
 MATRICES = ("q_a", "q_b", "kv", "gate", "query", "head_weights", "o_b")
 """Names of a layer's ungrouped matrices, including its compressors' and its indexer's."""
+IN_STACK = ("q_a", "q_b", "query", "o_b")
+"""Names of matrices whose products are in the dtype of computation."""
 GROUPS = {"csa": ("c4", "c4_index", "state4"), "hca": ("c128", None, "state128")}
 """Kind of layer → cache groups of its entries, index keys and states. Arrays have the names of their groups."""
 
@@ -72,6 +77,13 @@ class Compressed:
     def format(self) -> Format:
         """The format of entries and index keys."""
         return Format(self.config, np.dtype(self.cache_dtype), self.index_scores.fp4)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether native or Pallas kernels attend, which read the cache in place. Those of Pallas are for GPUs and unquantised caches."""
+        own = self.kernels.pallas
+        is_pallas = own is not None and own.platform == "gpu" and self.kernels.name("decode attention") == "pallas"
+        return self.native or (is_pallas and not self.format.fp8 and not self.format.fp4_keys)
 
     @property
     def batch(self) -> tuple[str, ...] | None:
@@ -106,11 +118,11 @@ class Compressed:
 
     def backend(self, form: Form) -> str:
         """Return the backend, which is the same for prefill and decode."""
-        return "native" if self.native else "plain"
+        return self.kernels.name("decode attention") if self.in_place else "plain"
 
     def in_stack(self, forms: Sequence[Form]) -> frozenset[str]:
-        """Return ``MATRICES`` if native kernels multiply, which read them from the stack."""
-        return frozenset(MATRICES if self.kernels.name("other products") == "native" else ())
+        """Return ``MATRICES`` for native kernels, and those that are not multiplied in float32 for Pallas kernels."""
+        return frozenset(MATRICES if self.kernels.name("other products") == "native" else IN_STACK)
 
     def project(
         self, weights: CompressedAttention, x: Float[Array, "B T D"], rotation: Rotations, forms: Sequence[Form], *,
@@ -239,9 +251,9 @@ class Compressed:
             sink = value_of(weights.sink)
 
             def local(own, at, sink, positions, tables, ring, filled, queries):
-                if self.native:
+                if self.in_place:
                     rows = positions[0], tables[0], ring[0], filled
-                    return self._attend_native(kind, own, at, sink, *rows, *(array[0] for array in queries))[None]
+                    return self._attend_in_place(kind, own, at, sink, *rows, *(array[0] for array in queries))[None]
                 where = np.repeat(np.arange(R), C)
                 one = _Attended(self.config, self.format, kind, own, at, sink, tables[0], ring[0], filled)
                 flat = (array[0].reshape(R * C, *array.shape[3:]) for array in queries)
@@ -261,26 +273,29 @@ class Compressed:
             out = run(own, self._at(names, layer), sink, positions, rows.tables, rows.windows, rows.filled, queries)
             return rotate_back(p.rotation, out).astype(p.query.dtype)
 
-    def _attend_native(
+    def _attend_in_place(
         self, kind: str, own: Cache, at, sink: Float[Array, "H"], positions: Int[Array, "R C"], tables: Int[Array, "R Pr"],
         ring: Int[Array, "R Pw"], filled: Array | None, query: Float[Array, "R C H M"], *index: Array,
     ) -> Float[Array, "R C H M"]:  # fmt: skip
-        """Return the heads' values on one rank, computed by the native kernels. Arguments as in ``_Attended``."""
-        config, kernels, chosen, count = self.config, self.kernels.native, None, jnp.zeros_like(positions)
+        """Return the heads' values on one rank, computed by native or Pallas kernels. Arguments as in ``_Attended``."""
+        config, chosen, count = self.config, None, jnp.zeros_like(positions)
         name, keys, _ = GROUPS.get(kind, (None, None, None))
         if name is not None:
             count = (positions + 1) // config.v4.rate(kind)
         if keys is not None and tables.shape[1] * own[name].shape[2] > config.v4.indexer.topk:
-            cached = {"index_packed" if self.format.fp4_keys else "index": own[keys]}, at[keys]
-
-            def chosen_by(last, query, weight):
-                query = self.format.index_query(query)
-                return kernels.index_choice(query, weight, *cached, last, tables, None, config.v4.indexer.topk)[:2]
-
+            choose_by = partial(self._choose_in_place, own[keys], at[keys], tables)
             scores = 4 * tables.shape[0] * tables.shape[1] * own[name].shape[2]
-            chosen, found = _in_blocks(chosen_by, max(1, CPU_BYTES // scores), count - 1, *index)
+            together = (CPU_BYTES if self.native else ACCELERATOR_BYTES) // scores
+            chosen, found = _in_blocks(choose_by, max(1, together), count - 1, *index)
             count = jnp.minimum(count, found)
-        return kernels.compressed_attention(
+        native, pallas = self.kernels.native, self.kernels.pallas
+        if self.native:
+            rotated = config.v4.qk_rope_head_dim if self.format.fp8 else 0
+            attend = partial(native.compressed_attention, rotated=rotated)
+        else:
+            settings = {"interpret": pallas.interpret, "cores": pallas.cores}
+            attend = partial(compressed_attention, stored=np.dtype(self.cache_dtype), **settings)
+        return attend(
             query,
             sink,
             own["window"],
@@ -294,8 +309,21 @@ class Compressed:
             count,
             span=config.v4.sliding_window,
             scale=config.softmax_scale,
-            rotated=config.v4.qk_rope_head_dim if self.format.fp8 else 0,
         )
+
+    def _choose_in_place(
+        self, keys: Array, layer: Int[Array, ""], tables: Int[Array, "R Pr"], last: Int[Array, "R C"],
+        query: Float[Array, "R C I A"], weight: Float[Array, "R C I"],
+    ) -> tuple[Int[Array, "R C k"], Int[Array, "R C"]]:  # fmt: skip
+        """Return the entries that queries attend to among entries 0 to ``last``, ascending, and their number."""
+        topk, query = self.config.v4.indexer.topk, self.format.index_query(query)
+        where = {"index_packed" if self.format.fp4_keys else "index": keys}, layer, last, tables
+        if self.native:
+            return self.kernels.native.index_choice(query, weight, *where, None, topk)[:2]
+        stored, interpret = np.dtype(self.cache_dtype), self.kernels.pallas.interpret
+        scores = gpu_index.index_scores(query, weight, where[0], stored, *where[1:], interpret=interpret)
+        with jax.named_scope("choose"):
+            return positions_of(choose(scores, topk, 1 if interpret else 4), topk)
 
     def _normalise(self, x: Float[Array, "*b M"], eps: float) -> Float[Array, "*b M"]:
         """Apply ``unweighted``, with the native kernel if native kernels attend."""

@@ -15,9 +15,6 @@ from jaxtyping import Array, Float
 from dsjax.errors import UserError
 from sharding import fp8
 
-INDEX_SCORES = ("float", "fp8", "fp4")
-"""Values of ``--index-scores``."""
-
 
 @dataclass(frozen=True)
 class IndexScores:

@@ -20,7 +20,7 @@ from jax.sharding import SingleDeviceSharding
 
 from dsjax.dryrun.topology import cuda_target
 from dsjax.hardware import load_hardware
-from dsjax.kernels.pallas import attention, products
+from dsjax.kernels.pallas import attention, compressed, products
 from sharding import fp8
 
 pytestmark = pytest.mark.skipif(
@@ -55,6 +55,26 @@ def attention_ptx(folder: Path, rows: int) -> Path:
     return ptx(
         folder, "latent_attention", attend, *queries, cache, *[of((rows,), jnp.int32)] * 2, of((rows, 256), jnp.int32)
     )
+
+
+def compressed_ptx(folder: Path, rows: int, kind: str) -> Path:
+    """Of DeepSeek-V4-Flash, at 131,072 tokens: a window, and entries of 128 tokens ("hca") or 512 chosen ones of 4 ("csa")."""
+    of, H, M, i32 = jax.ShapeDtypeStruct, 64, 512, jnp.int32
+    slots = {"window": None, "hca": 1, "csa": 32}[kind]
+    entries = None if slots is None else of((2, 512, slots, M), BF16)
+    chosen = of((rows, 1, 512), i32) if kind == "csa" else None
+
+    def attend(q, sink, window, entries, positions, ring, tables, chosen, count):
+        return compressed.compressed_attention(
+            q, sink, window, entries, (LAYER, LAYER), positions, ring, tables, None, chosen, count,
+            span=128, scale=0.1, stored=BF16,
+        )  # fmt: skip
+
+    return ptx(
+        folder, "compressed_attention", attend, of((rows, 1, H, M), BF16), of((H,), jnp.float32),
+        of((2, 96, 128, M), BF16), entries, of((rows, 1), i32), of((rows, 3), i32), of((rows, 1024), i32), chosen,
+        of((rows, 1), i32),
+    )  # fmt: skip
 
 
 def dense_ptx(folder: Path, stored: np.dtype, quantised: bool) -> Path:
@@ -127,6 +147,15 @@ def test_attention_multiplies_in_tensor_cores_and_copies_entries_without_waiting
     assert sum("cp.async" in line for line in loop) >= 16
     assert waiting_copies(loop) == 0
     assert spilled(path) <= 256
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("window", 32), ("hca", 1), ("hca", 256), ("csa", 256)])
+def test_attention_to_entries_multiplies_in_tensor_cores_and_copies_them_asynchronously(kind, rows, tmp_path):
+    path = compressed_ptx(tmp_path, rows, kind)
+    loop = loops(path.read_text().replace("\t", " ").splitlines())[-1]
+    assert sum("wgmma.mma_async" in line for line in loop) >= 32
+    assert sum("cp.async" in line for line in loop) >= 16
+    assert spilled(path) <= 512
 
 
 INSTRUCTION: Mapping[tuple[np.dtype, bool], str] = {

@@ -87,7 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if windows is not None and limits["page_size"] > 1:  # so many more than one request needs
             columns = window_columns(max(limits["max_chunk"], 3 * 3 + 2), limits["page_size"])
             limits = limits | {"windows_per_rank": columns + 3 + windows, "window_columns": columns}
-            limits |= {"host_windows_per_rank": (limits["host_pages_per_rank"] + 1) // 2, "disk_pages": 0}
+            limits |= {"host_windows_per_rank": (limits["host_pages_per_rank"] + 1) // 2}
         disk = pages_of(SHARED, limits["page_size"]) if limits["disk_pages"] and left_over else None
         self.executor = FakeExecutor(max_model_len=MAX_LEN, disk=disk, **limits)
         speculation = drafts and SpeculativeConfig(

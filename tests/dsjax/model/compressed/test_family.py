@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from compressed_layer import CONTEXT, KINDS, LENGTH, WINDOWS, Layer, T, model, programs, projected, weights_of, whole
 
+from dsjax.kernels.table import Kernels, PallasKernels
 from dsjax.model.compressed import family
 from dsjax.model.native_products import NativeProducts
 from dsjax.model.transformer import XlaProducts
@@ -19,6 +20,17 @@ def test_a_prompt_gives_what_the_plain_form_gives(kind, topk, backend):
     plain = jax.jit(lambda params, p: weights_of(layer.table, params, kind).attend(p))
     expected = np.asarray(plain(layer.params, p))[0]
     assert np.abs(out - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "topk"), [("window", 16), ("csa", 16), ("csa", 96), ("hca", 16)])
+def test_the_pallas_kernels_interpreted_give_what_the_plain_form_gives(kind, topk):
+    pallas = Kernels(pallas=PallasKernels(interpret=True))
+    _, expected, p = whole(kind, topk)
+    layer, cut = Layer(kind, topk=topk, kernels=pallas), 290
+    prompt = layer.feed(p, [0], [cut])[0, 0, :cut]
+    steps = [layer.feed(p, [at], [1], 1)[0, 0, 0] for at in range(cut, LENGTH)]
+    assert np.abs(np.concatenate([prompt, steps]) - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 @pytest.mark.slow
