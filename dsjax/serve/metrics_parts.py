@@ -62,6 +62,12 @@ def add_load_metrics(registry: Registry, state: LatestState) -> None:
 
         return read
 
+    registry.gauge(
+        "vllm:kv_cache_usage_perc",
+        "Share of KV cache pages in use by requests, from 0 to 1.",
+        per_rank(lambda load: load.used_pages / load.usable_pages if load.usable_pages else 0.0),
+        "engine",
+    )
     for name, documentation, attribute in (
         ("vllm:num_requests_running", "Running requests, which have a slot and KV cache pages.", "running"),
         ("vllm:num_requests_waiting", "Requests in the queue of a rank.", "waiting"),
@@ -72,12 +78,6 @@ def add_load_metrics(registry: Registry, state: LatestState) -> None:
         ("dsjax_rank_pages_cached", "Evictable pages, kept for prefix caching only.", "cached_pages"),
     ):
         registry.gauge(name, documentation, per_rank(attrgetter(attribute)), "engine")
-    registry.gauge(
-        "vllm:kv_cache_usage_perc",
-        "Share of KV cache pages in use by requests, from 0 to 1.",
-        per_rank(lambda load: load.used_pages / load.usable_pages if load.usable_pages else 0.0),
-        "engine",
-    )
 
 
 def add_memory_metrics(registry: Registry, read: Callable[[], Iterable[tuple[str, int, int]]]) -> None:
