@@ -44,9 +44,8 @@ class Block(Part):
         kind = block.get("type") if isinstance(block, dict) else None
         check_part_type(kind, _NEEDED)
         if missing := [name for name in _NEEDED.get(kind, ()) if name not in block]:
-            raise PydanticCustomError(
-                "block", "a block of type {kind} needs {name}", {"kind": kind, "name": missing[0]}
-            )
+            found = {"kind": kind, "name": missing[0]}
+            raise PydanticCustomError("block", "a block of type {kind} needs {name}", found)
         return block
 
 
@@ -141,15 +140,14 @@ class TokenCountRequest(StrictModel):
             more["include_reasoning"] = thinking.display != "omitted"
         messages = self._messages()
         last = messages[-1]
+        goes_on = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
         chat = {
             "model": self.model,
             "messages": messages,
             "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
             "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
             "reasoning_effort": config.effort,
-            "continue_final_message": last["role"] == "assistant"
-            and bool(last["content"])
-            and "tool_calls" not in last,
+            "continue_final_message": goes_on,
             **more,
         }
         return as_chat(chat, "messages")

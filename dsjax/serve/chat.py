@@ -174,12 +174,8 @@ class ChatAnswer(Answer):
             piece = parser.push(completion.text, completion.finished, completion.token_ids)
             self._counter.count_reasoning(completion.index, parser.reasoning_tokens)
             for part, delta in _split_by_delta(completion, piece, parser.reasoning_tokens - num_reasoning_before):
-                if (
-                    as_events
-                    and self._only_text_changes
-                    and not part.finished
-                    and ("content" in delta or "reasoning" in delta)
-                ):
+                adds_text = "content" in delta or "reasoning" in delta
+                if as_events and self._only_text_changes and adds_text and not part.finished:
                     chunks.append(self._text_event(part.index, delta))
                     continue
                 choice = self._chunk(part, parser, delta)

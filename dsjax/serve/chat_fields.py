@@ -38,9 +38,8 @@ class TextPart(StrictModel):
 def check_part_type(kind: Any, kinds: Collection[str]) -> None:
     """Raise a validation error if a part's type is not one of `kinds`."""
     if isinstance(kind, str) and kind not in kinds:
-        raise PydanticCustomError(
-            "text_only", "found a part of type {kind}, but this model reads text only", {"kind": kind}
-        )
+        reason = "found a part of type {kind}, but this model reads text only"
+        raise PydanticCustomError("text_only", reason, {"kind": kind})
 
 
 def text_or_list(part: Any, most: int) -> Any:
@@ -261,9 +260,8 @@ class ChatRequest(SamplingFields, PromptFields):
             unused_fields.append("thinking")
         variables = self.chat_template_kwargs or ()
         if unread := [name for name in variables if template is None or not template.reads(name)]:
-            unused_fields += [f"chat_template_kwargs.{name}" for name in safe_header_names(unread)] or [
-                "chat_template_kwargs"
-            ]
+            named = [f"chat_template_kwargs.{name}" for name in safe_header_names(unread)]
+            unused_fields += named or ["chat_template_kwargs"]
         return unused_fields
 
     @property

@@ -34,15 +34,11 @@ ServedModelNames = Annotated[
     list[str] | None, typer.Option(help="Model name in the API. Can be repeated. Default: the value of --model.")
 ]
 ShutdownTimeout = Annotated[
-    float,
-    typer.Option(help="Seconds to let running requests finish after SIGINT or SIGTERM.", min=0, hidden=True),
+    float, typer.Option(help="Seconds to let running requests finish after SIGINT or SIGTERM.", min=0, hidden=True)
 ]
 StepTimeout = Annotated[
-    float,
-    typer.Option(help="Exit if a step hangs for this many seconds. 0: never.", min=0, hidden=True),
+    float, typer.Option(help="Exit if a step hangs for this many seconds. 0: never.", min=0, hidden=True)
 ]
-
-
 ApiKey = Annotated[
     list[str] | None, typer.Option(help="API key that clients must send. Can be repeated.", envvar=KEY_VARIABLE)
 ]
@@ -80,8 +76,7 @@ def serve(
         ),
     ] = None,
     allow_unauthenticated: Annotated[
-        bool,
-        typer.Option("--allow-unauthenticated", help="Let other machines connect without an API key."),
+        bool, typer.Option("--allow-unauthenticated", help="Let other machines connect without an API key.")
     ] = False,
     step_timeout: StepTimeout = 300.0,
     log_level: Annotated[str, typer.Option(help="Log level: critical, error, warning, info, debug or trace.")] = "info",

@@ -396,15 +396,11 @@ def bounded_connections(
             if self._head_timer is None:
                 self._head_bytes = 0
                 seconds = min(head_timeout, _PROBE_SECONDS) if self._is_beyond else head_timeout
-                self._head_timer = self.loop.call_later(seconds, self._close_late)
+                self._head_timer = self.loop.call_later(seconds, self.transport.close)
 
         def _unwatch_head(self) -> None:
             if self._head_timer is not None:
                 self._head_timer.cancel()
                 self._head_timer = None
-
-        def _close_late(self) -> None:
-            if not self.transport.is_closing():
-                self.transport.close()
 
     return BoundedConnection

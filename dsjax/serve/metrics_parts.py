@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from dsjax.background import failure_counts
@@ -61,33 +62,22 @@ def add_load_metrics(registry: Registry, state: LatestState) -> None:
 
         return read
 
-    for name, documentation, value in (
-        (
-            "vllm:num_requests_running",
-            "Running requests, which have a slot and KV cache pages.",
-            lambda load: load.running,
-        ),
-        ("vllm:num_requests_waiting", "Requests in the queue of a rank.", lambda load: load.waiting),
-        (
-            "vllm:kv_cache_usage_perc",
-            "Share of KV cache pages in use by requests, from 0 to 1.",
-            lambda load: load.used_pages / load.usable_pages if load.usable_pages else 0.0,
-        ),
-        (
-            "dsjax_rank_waiting_tokens",
-            "Tokens of the requests in the queue of a rank.",
-            lambda load: load.waiting_tokens,
-        ),
-        (
-            "dsjax_rank_cost",
-            "Cost of routing the next request to this DP rank; the lowest is chosen.",
-            lambda load: load.cost,
-        ),
-        ("dsjax_rank_pages", "KV cache pages of a rank.", lambda load: load.usable_pages),
-        ("dsjax_rank_pages_used", "KV cache pages in use by requests.", lambda load: load.used_pages),
-        ("dsjax_rank_pages_cached", "Evictable pages, kept for prefix caching only.", lambda load: load.cached_pages),
+    registry.gauge(
+        "vllm:kv_cache_usage_perc",
+        "Share of KV cache pages in use by requests, from 0 to 1.",
+        per_rank(lambda load: load.used_pages / load.usable_pages if load.usable_pages else 0.0),
+        "engine",
+    )
+    for name, documentation, attribute in (
+        ("vllm:num_requests_running", "Running requests, which have a slot and KV cache pages.", "running"),
+        ("vllm:num_requests_waiting", "Requests in the queue of a rank.", "waiting"),
+        ("dsjax_rank_waiting_tokens", "Tokens of the requests in the queue of a rank.", "waiting_tokens"),
+        ("dsjax_rank_cost", "Cost of routing the next request to this DP rank; the lowest is chosen.", "cost"),
+        ("dsjax_rank_pages", "KV cache pages of a rank.", "usable_pages"),
+        ("dsjax_rank_pages_used", "KV cache pages in use by requests.", "used_pages"),
+        ("dsjax_rank_pages_cached", "Evictable pages, kept for prefix caching only.", "cached_pages"),
     ):
-        registry.gauge(name, documentation, per_rank(value), "engine")
+        registry.gauge(name, documentation, per_rank(attrgetter(attribute)), "engine")
 
 
 def add_memory_metrics(registry: Registry, read: Callable[[], Iterable[tuple[str, int, int]]]) -> None:
@@ -186,15 +176,8 @@ def add_prefill_metrics(registry: Registry, engines: Sequence[PrefillEngine]) ->
         per_engine(lambda engine: engine.buffers.num_pages_kept),
         label,
     )
-    registry.total(
-        f"{name}_tokens",
-        "Prompt tokens computed by the prefill engine.",
-        per_engine(lambda engine: engine.service.counts.tokens),
-        label,
-    )
-    registry.total(
-        f"{name}_step_seconds",
-        "Time spent in steps of the prefill engine; the rate is its utilisation.",
-        per_engine(lambda engine: engine.service.counts.seconds),
-        label,
-    )
+    for suffix, documentation, count in (
+        ("tokens", "Prompt tokens computed by the prefill engine.", "tokens"),
+        ("step_seconds", "Time spent in steps of the prefill engine; the rate is its utilisation.", "seconds"),
+    ):
+        registry.total(f"{name}_{suffix}", documentation, per_engine(attrgetter(f"service.counts.{count}")), label)

@@ -164,7 +164,8 @@ class ResponsesAnswer(ConvertedAnswer):
 
     def _convert(self, choice: ChatChoice) -> list[Event]:
         reasoning_tokens = self._chat.usage()["completion_tokens_details"]["reasoning_tokens"]
-        events = self._items.push(choice["delta"], _logprobs(choice), reasoning_tokens)
+        logprobs = (choice["logprobs"] or {}).get("content") or []
+        events = self._items.push(choice["delta"], logprobs, reasoning_tokens)
         self._finish_reason = choice["finish_reason"] or self._finish_reason
         return self._numbered(events)
 
@@ -239,10 +240,6 @@ class NamedEvents(EventStream):
 
     def _failure(self, error: ApiError) -> Mapping[str, Any]:
         return self._answer.failure(error)
-
-
-def _logprobs(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return list((choice.get("logprobs") or {}).get("content") or ())
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:

@@ -199,9 +199,8 @@ class ResponsesRequest(DrawFields, OpenAIFields):
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
             raise SamplingError("max_output_tokens", f"found {self.max_output_tokens}, expected at least 1")
         if self.background:
-            raise ApiError(
-                400, "background: this server answers in the foreground only; leave it out", param="background"
-            )
+            reason = "background: this server answers in the foreground only; leave it out"
+            raise ApiError(400, reason, param="background")
         if self.truncation == "auto":
             reason = "truncation: this server shortens no conversation by itself; send one that fits, or leave it out"
             raise ApiError(400, reason, param="truncation")
@@ -299,11 +298,8 @@ class ResponsesRequest(DrawFields, OpenAIFields):
 
 def _turn(messages: list[dict[str, Any]], has: str = "") -> dict[str, Any]:
     """Return the assistant message to extend: the last message, or a new one if the last already has calls or the field `has`."""
-    if (
-        not messages
-        or messages[-1]["role"] != "assistant"
-        or (has and (has in messages[-1] or "tool_calls" in messages[-1]))
-    ):
+    last = messages[-1] if messages else {"role": None}
+    if last["role"] != "assistant" or (has and (has in last or "tool_calls" in last)):
         messages.append({"role": "assistant"})
     return messages[-1]
 

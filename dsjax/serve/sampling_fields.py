@@ -79,9 +79,8 @@ class OpenAIFields(StrictModel):
         """Raise `ApiError` for fields that this server cannot support."""
         if "audio" in (self.modalities or ()) or self.audio is not None:
             field = "audio" if self.audio is not None else "modalities"
-            raise ApiError(
-                400, f'{field}: this model reads and writes text only; send modalities ["text"]', param=field
-            )
+            reason = f'{field}: this model reads and writes text only; send modalities ["text"]'
+            raise ApiError(400, reason, param=field)
         if self.web_search_options is not None:
             reason = "web_search_options: this server searches nothing; offer the model a search of your own as a tool"
             raise ApiError(400, reason, param="web_search_options")

@@ -154,13 +154,8 @@ class Serving:
         if name is None:
             return self.model_names[0]
         if name not in self.model_names:
-            raise ApiError(
-                404,
-                f"the model {name!r} does not exist; available: {', '.join(self.model_names)}",
-                type="not_found_error",
-                param="model",
-                code="model_not_found",
-            )
+            reason = f"the model {name!r} does not exist; available: {', '.join(self.model_names)}"
+            raise ApiError(404, reason, type="not_found_error", param="model", code="model_not_found")
         return name
 
     def with_whitespace(self, form: dict[str, Any] | None) -> dict[str, Any] | None:

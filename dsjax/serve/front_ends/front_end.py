@@ -31,28 +31,7 @@ from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.connections import error_response
 from dsjax.serve.errors import ApiError
-from dsjax.serve.front_ends.messages import (
-    Abort,
-    AbortById,
-    Add,
-    AddResponse,
-    Channel,
-    Count,
-    EndProcess,
-    EndStreams,
-    Failed,
-    FromEngine,
-    Gather,
-    Hello,
-    NewRequest,
-    PhaseIs,
-    Resized,
-    Snapshot,
-    StepUpdates,
-    UpdateEntry,
-    Welcome,
-    read_welcome,
-)
+from dsjax.serve.front_ends import messages
 from dsjax.serve.guards import ADMIN_PATHS, Guard
 from dsjax.serve.logs import configure_logging
 from dsjax.serve.metrics import Metrics
@@ -77,7 +56,7 @@ class RemoteEngine(RequestStreams):
         num_ranks: DP ranks of the mesh.
     """
 
-    channel: Channel
+    channel: messages.Channel
     waiting = (0, 0)
     """Requests and tokens in the queue: always 0, because the engine's process admits requests for all front ends."""
     change_under_way = None
@@ -85,7 +64,7 @@ class RemoteEngine(RequestStreams):
     running = False
     """False: no thread of this process runs a step."""
 
-    def __init__(self, welcome: Welcome, tokenizer: Tokenizer | None):
+    def __init__(self, welcome: messages.Welcome, tokenizer: Tokenizer | None):
         inputs = InputProcessor(
             tokenizer,
             welcome.scheduler,
@@ -120,14 +99,14 @@ class RemoteEngine(RequestStreams):
         self.channel.close()
 
     async def _admit(self, prepared: Sequence[PreparedRequest]) -> None:
-        messages = []
+        new_requests = []
         for request in prepared:
             handles = [next(self._handles) for _ in request.completions]
             for handle, completion in zip(handles, request.completions, strict=True):
                 self._by_handle[handle] = completion
                 self._handles_by_id[completion.request_id] = handle
-            messages.append(NewRequest.from_prepared(request, handles[0]))
-        response = await self.channel.ask(lambda number: Add(number, messages))
+            new_requests.append(messages.NewRequest.from_prepared(request, handles[0]))
+        response = await self.channel.ask(lambda number: messages.Add(number, new_requests))
         if response.refusal is None:
             return
         for request in prepared:
@@ -144,7 +123,7 @@ class RemoteEngine(RequestStreams):
         self.num_ranks = num_ranks
         self._inputs.change(scheduler)
 
-    def receive(self, entries: Sequence[UpdateEntry]) -> None:
+    def receive(self, entries: Sequence[messages.UpdateEntry]) -> None:
         """Deliver the updates of a step, as the engine's thread does within one process."""
         updates = []
         for handle, result, finish_reason, progress in entries:
@@ -173,7 +152,7 @@ class RemoteEngine(RequestStreams):
     def _end(self, completion_ids: Sequence[str]) -> None:
         handles = [self._handles_by_id[name] for name in completion_ids if name in self._handles_by_id]
         if handles:
-            self.channel.send(Abort(handles))
+            self.channel.send(messages.Abort(handles))
         self._forget_handles(completion_ids)
 
     def _forget_handles(self, completion_ids: Any) -> None:
@@ -224,7 +203,7 @@ class FrontEndServer(Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Connect to the engine's process, then listen for clients."""
         reader, writer = await asyncio.open_connection(sock=self._channel_socket)
-        self._channel = self._remote.channel = Channel(reader, writer, FromEngine)
+        self._channel = self._remote.channel = messages.Channel(reader, writer, messages.FromEngine)
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -233,7 +212,7 @@ class FrontEndServer(Server):
     async def _become_ready(self) -> None:
         tune_interpreter()
         self._remote.start()
-        self._channel.send(Hello())
+        self._channel.send(messages.Hello())
         async for message in self._channel.messages():
             with contained("front end requests", "A message of the engine's process is lost."):
                 self._receive(message)
@@ -241,25 +220,25 @@ class FrontEndServer(Server):
 
     def _receive(self, message: Any) -> None:
         match message:
-            case StepUpdates():
+            case messages.StepUpdates():
                 self._remote.receive(message.updates)
-            case AddResponse():
+            case messages.AddResponse():
                 self._channel.resolve(message.number, message)
-            case PhaseIs():
+            case messages.PhaseIs():
                 self._serving.phase = Phase(message.phase)
-            case Resized():
+            case messages.Resized():
                 self._remote.resize(message.scheduler, message.num_ranks)
                 self._serving.max_model_len = message.max_model_len
                 self._serving.metrics.on_change(message.num_ranks, 0)
-            case Gather():
-                self._channel.send(Snapshot(message.number, self._samples()))
-            case AbortById():
-                self._channel.send(Count(message.number, self._serving.abort(message.request_id)))
-            case EndStreams():
+            case messages.Gather():
+                self._channel.send(messages.Snapshot(message.number, self._samples()))
+            case messages.AbortById():
+                self._channel.send(messages.Count(message.number, self._serving.abort(message.request_id)))
+            case messages.EndStreams():
                 self._remote.abort_all()
-            case EndProcess():
+            case messages.EndProcess():
                 self.should_exit = True
-            case Failed():
+            case messages.Failed():
                 self._remote.mark_dead()
 
     def _samples(self) -> list[tuple[str, str, tuple[str, ...], float]]:
@@ -278,7 +257,7 @@ def run(channel_fd: int, listener_fd: int) -> int:
     channel_socket = socket.socket(fileno=channel_fd)
     listener = socket.socket(fileno=listener_fd)
     try:
-        welcome = read_welcome(channel_socket)
+        welcome = messages.read_welcome(channel_socket)
     except EOFError:
         return 1
     configure_logging(welcome.log_level, as_json=welcome.log_json)

@@ -16,23 +16,8 @@ from dsjax.background import contained, note_failure
 from dsjax.engine.contract.sampling_params import SamplingError
 from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.errors import UserError
+from dsjax.serve.front_ends import messages
 from dsjax.serve.front_ends.link import FrontEnd
-from dsjax.serve.front_ends.messages import (
-    Abort,
-    AbortById,
-    Add,
-    AddResponse,
-    Channel,
-    Count,
-    EndProcess,
-    Failed,
-    FromFrontEnd,
-    Gather,
-    Hello,
-    PhaseIs,
-    Snapshot,
-    Welcome,
-)
 from dsjax.serve.front_ends.shared_engine import SharedEngine
 from dsjax.serve.metrics_families import Family, sum_over_processes
 from dsjax.serve.serving import Phase, QueueGate
@@ -54,7 +39,7 @@ class FrontEnds:
     """
 
     def __init__(
-        self, engine: SharedEngine, listeners: Sequence[socket.socket], welcome: Callable[[int, str], Welcome]
+        self, engine: SharedEngine, listeners: Sequence[socket.socket], welcome: Callable[[int, str], messages.Welcome]
     ):
         self.engine, self._listeners, self._welcome = engine, list(listeners), welcome
         self._links: dict[int, FrontEnd] = {}
@@ -100,21 +85,21 @@ class FrontEnds:
     def fail(self) -> None:
         """Report an engine failure; each front end fails its requests and exits."""
         self._ending = True
-        self.send_all(Failed())
+        self.send_all(messages.Failed())
 
     def send_phase(self, phase: Phase) -> None:
         """Send the server's phase to every front end."""
         self._phase = phase
-        self.send_all(PhaseIs(phase.value))
+        self.send_all(messages.PhaseIs(phase.value))
 
     async def abort(self, request_id: str | None) -> int:
         """Abort the requests with an id, or all, in every front end; return their number."""
-        counts = await self._ask(lambda number: AbortById(number, request_id))
+        counts = await self._ask(lambda number: messages.AbortById(number, request_id))
         return sum(counts)
 
     async def gather(self) -> None:
         """Collect the counters of all front ends."""
-        await self._ask(Gather)
+        await self._ask(messages.Gather)
 
     def families(self, families: Sequence[Family]) -> list[Family]:
         """Return the engine's metric families plus the counts of all front ends, ended ones included."""
@@ -124,7 +109,7 @@ class FrontEnds:
     async def end(self) -> None:
         """Make all front ends stop listening and exit; kill any that take too long."""
         self._ending = True
-        self.send_all(EndProcess())
+        self.send_all(messages.EndProcess())
         deadline = time.monotonic() + _END_SECONDS
         links = self.links
         while any(link.process.poll() is None for link in links) and time.monotonic() < deadline:
@@ -201,9 +186,9 @@ class FrontEnds:
             own_socket.close()
             await asyncio.to_thread(process.wait)
             raise
-        link = self._links[index] = FrontEnd(index, process, Channel(reader, writer, FromFrontEnd))
+        link = self._links[index] = FrontEnd(index, process, messages.Channel(reader, writer, messages.FromFrontEnd))
         link.send(self._welcome(index, self.address))
-        link.send(PhaseIs(self._phase.value))
+        link.send(messages.PhaseIs(self._phase.value))
         return link
 
     async def _serve(self, link: FrontEnd) -> None:
@@ -213,7 +198,7 @@ class FrontEnds:
                 try:
                     self._receive(link, message)
                 except Exception as error:
-                    if isinstance(message, Add):
+                    if isinstance(message, messages.Add):
                         self._refuse(link, message, error)
                     else:
                         note_failure("front end requests", error)
@@ -233,29 +218,29 @@ class FrontEnds:
 
     def _receive(self, link: FrontEnd, message: Any) -> None:
         match message:
-            case Add():
+            case messages.Add():
                 self._add(link, message)
-            case Abort():
+            case messages.Abort():
                 link.compiling.difference_update(message.handles)
                 self.engine.drop(link, message.handles)
-            case Snapshot():
+            case messages.Snapshot():
                 link.samples = message.samples
                 link.channel.resolve(message.number, len(message.samples))
-            case Count():
+            case messages.Count():
                 link.channel.resolve(message.number, message.count)
-            case Hello():
+            case messages.Hello():
                 link.is_listening.set()
 
-    def _add(self, link: FrontEnd, message: Add) -> None:
+    def _add(self, link: FrontEnd, message: messages.Add) -> None:
         refusal = self._queue_refusal(message)
         if refusal is not None:
-            link.send(AddResponse(message.number, refusal))
+            link.send(messages.AddResponse(message.number, refusal))
         elif any(request.params.structured_outputs is not None for request in message.requests):
             self._spawn(self._add_with_grammars(link, message))
         else:
             self._admit(link, message, self._build_requests(message))
 
-    async def _add_with_grammars(self, link: FrontEnd, message: Add) -> None:
+    async def _add_with_grammars(self, link: FrontEnd, message: messages.Add) -> None:
         handles = {handle for request in message.requests for handle, _, _ in request.completions}
         link.compiling |= handles
         try:
@@ -268,7 +253,7 @@ class FrontEnds:
         finally:
             link.compiling -= handles
 
-    def _build_requests(self, message: Add) -> list[list[Request]]:
+    def _build_requests(self, message: messages.Add) -> list[list[Request]]:
         """Create the core's requests. This is slow if a grammar has to be compiled."""
         make_rules = self.engine.make_rules
         return [
@@ -276,21 +261,21 @@ class FrontEnds:
             for request in message.requests
         ]
 
-    def _admit(self, link: FrontEnd, message: Add, requests: list[list[Request]]) -> None:
+    def _admit(self, link: FrontEnd, message: messages.Add, requests: list[list[Request]]) -> None:
         for request, completions in zip(message.requests, requests, strict=True):
             self.engine.admit(link, request, completions)
-        link.send(AddResponse(message.number))
+        link.send(messages.AddResponse(message.number))
 
-    def _refuse(self, link: FrontEnd, message: Add, error: Exception) -> None:
+    def _refuse(self, link: FrontEnd, message: messages.Add, error: Exception) -> None:
         """Tell a front end why its requests were not admitted."""
         if isinstance(error, SamplingError):
-            link.send(AddResponse(message.number, error.reason, error.param))
+            link.send(messages.AddResponse(message.number, error.reason, error.param))
             return
         note_failure("front end requests", error, "Its requests end with an error.")
         self.engine.drop(link, [handle for request in message.requests for handle, _, _ in request.completions])
-        link.send(AddResponse(message.number, "the engine process failed to add the request", failed=True))
+        link.send(messages.AddResponse(message.number, "the engine process failed to add the request", failed=True))
 
-    def _queue_refusal(self, message: Add) -> str | None:
+    def _queue_refusal(self, message: messages.Add) -> str | None:
         num_completions = sum(len(request.completions) for request in message.requests)
         num_tokens = sum(len(request.completions) * len(request.token_ids) for request in message.requests)
         return self.gate and self.gate.why_full(num_completions, num_tokens)

@@ -93,9 +93,8 @@ def admin_routes(serving: Serving) -> APIRouter:
         """Return the counts since the record began."""
         await read_record()
         if serving.expert_counts is None:
-            raise ApiError(
-                400, "nothing was recorded; post to /start_expert_distribution_record first", code="no_record"
-            )
+            reason = "nothing was recorded; post to /start_expert_distribution_record first"
+            raise ApiError(400, reason, code="no_record")
         return expert_load(serving.expert_counts, serving.model_root)
 
     @router.post("/rebalance_experts", responses=errors(403, 409, 503))
@@ -106,9 +105,8 @@ def admin_routes(serving: Serving) -> APIRouter:
         except RebalanceUnderWayError as error:
             raise ApiError(409, str(error), code="rebalance_under_way") from error
         if moves is None:
-            raise ApiError(
-                400, "this server does not move experts; it was started without --enable-eplb", code="no_eplb"
-            )
+            reason = "this server does not move experts; it was started without --enable-eplb"
+            raise ApiError(400, reason, code="no_eplb")
         return moves
 
     @router.post("/scale", responses=errors(403, 409, 503))
