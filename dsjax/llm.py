@@ -91,29 +91,31 @@ class LLM:
             )
 
         # A kept exception, as in a notebook, must not keep threads, connections and caches alive.
-        with contextlib.ExitStack() as opened:
+        with contextlib.ExitStack() as cleanup:
             if group is not None:  # the others wait for this process, which may live on
-                opened.callback(group.leave, "its engine could not be started")
+                cleanup.callback(group.leave, "its engine could not be started")
             if group is not None and not group.is_leader:
                 from dsjax.engine.elastic.follower import Follower
 
                 Follower(group).run_with(self.args)
                 raise SystemExit(0)
-            self._load(group, event_sink, show_progress, opened)
-            opened.pop_all()
+            self._load(group, event_sink, show_progress, cleanup)
+            cleanup.pop_all()
         self._ids = itertools.count()
 
     def _load(
-        self, group: HostGroup | None, event_sink: EventSink | None, show_progress: bool, opened: contextlib.ExitStack
+        self, group: HostGroup | None, event_sink: EventSink | None, show_progress: bool, cleanup: contextlib.ExitStack
     ) -> None:
-        """Load the model and create the engine. opened: what to close if that fails."""
+        """Load the model and create the engine. cleanup: closes what was opened if loading fails."""
         from dsjax.engine.elastic.generations import Generations
         from dsjax.engine.program_cache.library import ProgramLibrary
         from dsjax.engine.setup.loading import load_model
         from dsjax.engine.transfer.prefill_links import PrefillLinks
 
         library, prefills = ProgramLibrary(), None
-        linked = partial(PrefillLinks, local_tokens=self.args.local_prefill_tokens, timeout=self.args.transfer_timeout)
+        create_links = partial(
+            PrefillLinks, local_tokens=self.args.local_prefill_tokens, timeout=self.args.transfer_timeout
+        )
         if self.args.disaggregation_mode == "prefill":
             raise UserError(
                 "an engine that computes prompts for others makes no text; dsjax.engine.disaggregated.load_prefill has it"
@@ -122,23 +124,23 @@ class LLM:
             from dsjax.engine.disaggregated import load_separated
 
             loaded, link = load_separated(self.args, show_progress=show_progress)
-            prefills = linked([link])
-            opened.callback(link.close)
+            prefills = create_links([link])
+            cleanup.callback(link.close)
         else:
             loaded = load_model(self.args, group, library=library, show_progress=show_progress)
-        opened.callback(loaded.executor.shutdown)
+        cleanup.callback(loaded.executor.shutdown)
         if self.args.disaggregation_mode == "decode":
             from dsjax.engine.disaggregated import remote_links
 
             dialer = remote_links(self.args, loaded, group)
-            prefills = linked([], dialer)
-            opened.callback(dialer.close)
+            prefills = create_links([], dialer)
+            cleanup.callback(dialer.close)
         if loaded.facts.kernels_note and set(loaded.facts.kernels.values()) == {"plain"}:
             _log.warning("Plain kernels are used: %s.", loaded.facts.kernels_note)
         self.group = group
         self.tokenizer, self.config = loaded.tokenizer, loaded.config
-        fixed = self.args.separated or (group is not None and MeshSpec.parse(self.args.mesh).pp_size > 1)
-        self._generations = None if fixed else Generations(self.args, group, loaded, library)
+        is_fixed = self.args.separated or (group is not None and MeshSpec.parse(self.args.mesh).pp_size > 1)
+        self._generations = None if is_fixed else Generations(self.args, group, loaded, library)
         self.parts = EngineParts(
             loaded.executor,
             self.tokenizer,
@@ -173,7 +175,7 @@ class LLM:
         Raises:
             UserError, MeshError: the change is not possible; nothing has changed.
         """
-        with self._turn():
+        with self._exclusive():
             self.engine.scale(None if mesh is None else str(mesh), expert_mesh, afd_address)
 
     def generate(
@@ -196,20 +198,20 @@ class LLM:
         Raises:
             UserError: a prompt or parameter is invalid (nothing is run then), or the engine was shut down.
         """
-        wanted = "text, {'prompt_token_ids': [...]}, or a list of prompts"
-        prompts = [prompts] if isinstance(prompts, str | Mapping) else _listed("prompts", prompts, wanted)
+        expected = "text, {'prompt_token_ids': [...]}, or a list of prompts"
+        prompts = [prompts] if isinstance(prompts, str | Mapping) else _as_list("prompts", prompts, expected)
         if prompts and isinstance(prompts[0], numbers.Integral):
             prompts = [prompts]
         params = _params_for(prompts, sampling_params)
-        wanted = "a list with an integer for each prompt"
-        priorities = [0] * len(prompts) if priority is None else _listed("priority", priority, wanted)
+        expected = "a list with an integer for each prompt"
+        priorities = [0] * len(prompts) if priority is None else _as_list("priority", priority, expected)
         if len(priorities) != len(prompts):
             raise UserError(f"found {len(priorities)} priorities for {len(prompts)} prompts; give one for each")
         ids = [f"generate-{next(self._ids)}" for _ in prompts]
-        options = [RequestOptions(plain(place), cache_salt, session) for place in priorities]
+        options = [RequestOptions(plain(value), cache_salt, session) for value in priorities]
         outputs: dict[str, RequestOutput] = {}
         progress = counting(Console(stderr=True), use_tqdm, "prompts", len(prompts))
-        with self._turn(), progress as report, deferred_interrupts() as raise_interrupt:
+        with self._exclusive(), progress as report, deferred_interrupts() as raise_interrupt:
             try:
                 for request in zip(ids, prompts, params, options, strict=True):
                     self.engine.add_request(*request)
@@ -258,7 +260,9 @@ class LLM:
             "chat_template_kwargs": chat_template_kwargs,
         }
         conversations = _conversations(messages)
-        prompts = [conversation_prompt(self.tokenizer, messages=one, **fields) for one in conversations]
+        prompts = [
+            conversation_prompt(self.tokenizer, messages=conversation, **fields) for conversation in conversations
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer | None:
@@ -271,11 +275,11 @@ class LLM:
         Raises:
             UserError: a sequence is empty or too long, a token id is no integer or outside the vocabulary, or requests are running.
         """
-        with self._turn(), deferred_interrupts() as raise_interrupt:
+        with self._exclusive(), deferred_interrupts() as raise_interrupt:
             if self.engine.has_unfinished():
                 raise UserError("logits() was called while requests are running; finish or abort them first")
-            listed = _listed("token_ids", token_ids, "a list of lists of token ids")
-            sequences = [self._checked(each) for each in listed]
+            sequences = _as_list("token_ids", token_ids, "a list of lists of token ids")
+            sequences = [self._check_sequence(sequence) for sequence in sequences]
             pool = self.engine.core.scheduler.ranks[0].pool
             logits = []
             for sequence in sequences:
@@ -294,7 +298,7 @@ class LLM:
 
     def warm_up(self, progress=None) -> None:
         """Compile every program now, so that no request waits for it."""
-        with self._turn():
+        with self._exclusive():
             self.parts.warm_up(progress)
 
     def shutdown(self) -> None:
@@ -312,14 +316,14 @@ class LLM:
         self.shutdown()
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         """Lock the engine for this thread. Raise `UserError` if it was shut down."""
         with self._lock:
             if self._is_shut_down:
-                raise UserError("this LLM was shut down; make another one")
+                raise UserError("this LLM was shut down; create another one")
             yield
 
-    def _checked(self, sequence: Sequence[int]) -> list[int]:
+    def _check_sequence(self, sequence: Sequence[int]) -> list[int]:
         try:
             sequence = [operator.index(token) for token in sequence]
         except TypeError:
@@ -335,30 +339,32 @@ class LLM:
         return sequence
 
 
-def _listed(name: str, given: object, wanted: str) -> list:
+def _as_list(name: str, values: object, expected: str) -> list:
     """Convert a sequence to a list, or raise. Bytes would become integers, and sets have no order."""
-    if not isinstance(given, str | bytes | bytearray | Mapping | Set):
+    if not isinstance(values, str | bytes | bytearray | Mapping | Set):
         with contextlib.suppress(TypeError):
-            return list(given)
-    raise UserError(f"{name} is {given!r}, expected {wanted}")
+            return list(values)
+    raise UserError(f"{name} is {values!r}, expected {expected}")
 
 
-def _params_for(prompts: list[Prompt], given: object) -> list[SamplingParams]:
+def _params_for(prompts: list[Prompt], sampling_params: object) -> list[SamplingParams]:
     """Give each prompt its parameters. Only finished outputs are returned, so the intermediate ones need not be made."""
-    if given is None or isinstance(given, SamplingParams):
-        given = [given or SamplingParams()] * len(prompts)
-    given = _listed("sampling_params", given, "SamplingParams, or a list with one for each prompt")
-    if len(given) != len(prompts):
-        raise UserError(f"found {len(given)} sampling parameters for {len(prompts)} prompts; give one, or one for each")
-    for params in given:
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+    all_params = _as_list("sampling_params", sampling_params, "SamplingParams, or a list with one for each prompt")
+    if len(all_params) != len(prompts):
+        raise UserError(
+            f"found {len(all_params)} sampling parameters for {len(prompts)} prompts; give one, or one for each"
+        )
+    for params in all_params:
         if not isinstance(params, SamplingParams):
             raise UserError(f"sampling_params has {params!r}, expected SamplingParams")
-    return [dataclasses.replace(params, output_kind=OutputKind.FINAL_ONLY) for params in given]
+    return [dataclasses.replace(params, output_kind=OutputKind.FINAL_ONLY) for params in all_params]
 
 
 def _conversations(messages: object) -> list[list]:
     """Return a list of conversations from one or several."""
-    wanted = "a list of messages such as {'role': 'user', 'content': 'Hello'}"
-    given = _listed("messages", messages, f"{wanted}, or a list of such lists")
-    conversations = [given] if not given or isinstance(given[0], Mapping) else given
-    return [_listed("a conversation", each, wanted) for each in conversations]
+    expected = "a list of messages such as {'role': 'user', 'content': 'Hello'}"
+    items = _as_list("messages", messages, f"{expected}, or a list of such lists")
+    conversations = [items] if not items or isinstance(items[0], Mapping) else items
+    return [_as_list("a conversation", conversation, expected) for conversation in conversations]

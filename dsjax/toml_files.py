@@ -56,13 +56,13 @@ def convert(what: str, values: Any, kind: type[Kind]) -> Kind:
     """
     if isinstance(values, dict):
         fields = msgspec.inspect.type_info(kind).fields
-        check_fields(what, values, [one.name for one in fields], [one.name for one in fields if one.required])
+        check_fields(what, values, [field.name for field in fields], [field.name for field in fields if field.required])
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        said, _, path = str(error).rstrip("`").partition(" - at `$.")
-        found = values
+        reason, _, path = str(error).rstrip("`").partition(" - at `$.")
+        value = values
         for name in filter(None, re.split(r"[.\[\]]+", path)):
-            found = found[int(name)] if isinstance(found, list) else found.get(name, found)
-        where = f"{path} is {found!r}, " if path else ""
-        raise UserError(f"{what}: {where}{said[0].lower()}{said[1:]}") from error
+            value = value[int(name)] if isinstance(value, list) else value.get(name, value)
+        where = f"{path} is {value!r}, " if path else ""
+        raise UserError(f"{what}: {where}{reason[0].lower()}{reason[1:]}") from error

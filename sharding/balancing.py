@@ -61,8 +61,8 @@ def rebalance(
     Raises:
         MeshError: fewer slots than experts, numbers that do not divide, an unknown policy, or an invalid load.
     """
-    load_LE = checked_load(load_LE)
-    checked_numbers(load_LE, n_physical=n_physical, ranks=ranks, groups=groups, hosts=hosts)
+    load_LE = check_load(load_LE)
+    check_sizes(load_LE, n_physical=n_physical, ranks=ranks, groups=groups, hosts=hosts)
     layers, experts = load_LE.shape
     if policy not in ("auto", "global", "hierarchical"):
         raise MeshError(f"balancing policy {policy!r}; expected auto, global or hierarchical")
@@ -74,7 +74,7 @@ def rebalance(
     if not by_host(policy, groups, hosts):
         groups = hosts = 1
 
-    load_LE = _weights(load_LE)
+    load_LE = _to_weights(load_LE)
     size = experts // groups
     host_LG, place_LG = pack(load_LE.reshape(layers, groups, size).sum(axis=2), np.arange(groups), hosts)
     group_LG = np.argsort(host_LG * groups + place_LG, axis=1)
@@ -93,12 +93,12 @@ def within_hosts(
     """Replicate each host's experts and pack the copies onto its ranks by load. expert_LE: all experts, ordered by host."""
     layers, experts = expert_LE.shape
     expert_XM = expert_LE.reshape(layers * hosts, experts // hosts)
-    load_XM = np.take_along_axis(_weights(load_LE), expert_LE, axis=1).reshape(expert_XM.shape)
+    load_XM = np.take_along_axis(_to_weights(load_LE), expert_LE, axis=1).reshape(expert_XM.shape)
     item_XP, share_XP = _replicate(load_XM, n_physical // hosts, most=ranks // hosts)
     rank_XP, place_XP = pack(share_XP, item_XP, ranks // hosts)
     slot_XP = np.argsort(rank_XP * item_XP.shape[1] + place_XP, axis=1)
     item_XP, share_XP = (np.take_along_axis(array, slot_XP, axis=1) for array in (item_XP, share_XP))
-    _part_copies(item_XP, share_XP, ranks // hosts)
+    _separate_copies(item_XP, share_XP, ranks // hosts)
     return np.take_along_axis(expert_XM, item_XP, axis=1).reshape(layers, n_physical).astype(np.int32)
 
 
@@ -106,7 +106,7 @@ def rank_loads(
     load_LE: Float[np.ndarray, "L E"], physical_to_logical_LP: Int[np.ndarray, "L P"], ranks: int
 ) -> Float[np.ndarray, "L R"]:
     """Return the load of each rank in each layer. Copies of an expert share its load evenly. One placement may serve all layers."""
-    load_LE = checked_load(load_LE)
+    load_LE = check_load(load_LE)
     placement_LP = np.broadcast_to(physical_to_logical_LP, (len(load_LE), np.shape(physical_to_logical_LP)[-1]))
     if placement_LP.shape[1] % ranks:
         raise MeshError(f"{placement_LP.shape[1]} physical experts on {ranks} ranks; expected as many on each")
@@ -153,10 +153,10 @@ def keep_in_place(
     experts = int(max(old_LP.max(), new_LP.max())) + 1
     moved_LRS = np.empty_like(new_LRS)
     for layer in range(layers):
-        stays_RR = _shared(_counts(new_LRS[layer], experts), _counts(old_LRS[layer], experts))
-        becomes_R = _renumbered(stays_RR, hosts)
+        stays_RR = _count_shared(_counts(new_LRS[layer], experts), _counts(old_LRS[layer], experts))
+        becomes_R = _renumber(stays_RR, hosts)
         moved_LRS[layer, becomes_R] = new_LRS[layer]
-    return _same_slots(old_LRS, moved_LRS).reshape(layers, slots)
+    return _keep_slots(old_LRS, moved_LRS).reshape(layers, slots)
 
 
 def experts_moved(old_LP: Int[np.ndarray, "L P"], new_LP: Int[np.ndarray, "L P"]) -> Int[np.ndarray, "L"]:
@@ -164,7 +164,7 @@ def experts_moved(old_LP: Int[np.ndarray, "L P"], new_LP: Int[np.ndarray, "L P"]
     return (np.asarray(old_LP) != np.asarray(new_LP)).sum(axis=1)
 
 
-def checked_load(load_LE: Float[np.ndarray, "L E"]) -> Float[np.ndarray, "L E"]:
+def check_load(load_LE: Float[np.ndarray, "L E"]) -> Float[np.ndarray, "L E"]:
     """Return the load as float64.
 
     Raises:
@@ -178,7 +178,7 @@ def checked_load(load_LE: Float[np.ndarray, "L E"]) -> Float[np.ndarray, "L E"]:
     return load_LE
 
 
-def checked_numbers(load_LE: np.ndarray, *, n_physical: int, ranks: int, groups: int, hosts: int) -> None:
+def check_sizes(load_LE: np.ndarray, *, n_physical: int, ranks: int, groups: int, hosts: int) -> None:
     """Raise ``MeshError`` if slots, ranks, hosts and groups do not divide evenly, or there are too few slots for the experts."""
     experts = load_LE.shape[1]
     if n_physical < experts or n_physical % ranks:
@@ -252,7 +252,7 @@ def pack(load_XN: np.ndarray, item_XN: np.ndarray, packs: int) -> tuple[np.ndarr
     return pack_XN, place_XN
 
 
-def _part_copies(item_XP: np.ndarray, share_XP: np.ndarray, ranks: int) -> None:
+def _separate_copies(item_XP: np.ndarray, share_XP: np.ndarray, ranks: int) -> None:
     """Swap second copies of an item on a rank with another rank's items, in place, if neither rank exceeds the heavier one before."""
     sorted_XRS = np.sort(item_XP.reshape(len(item_XP), ranks, -1), axis=-1)
     for row, rank in np.argwhere((sorted_XRS[..., 1:] == sorted_XRS[..., :-1]).any(axis=-1)):
@@ -271,7 +271,7 @@ def _part_copies(item_XP: np.ndarray, share_XP: np.ndarray, ranks: int) -> None:
                 shares_RS[rank, slot], shares_RS[other] = shares_RS[other], share
 
 
-def _weights(load_LE: np.ndarray) -> np.ndarray:
+def _to_weights(load_LE: np.ndarray) -> np.ndarray:
     """Return load as weights: tiny ones for unused experts, so that these are spread out too; equal ones in a layer without load."""
     total_L1 = load_LE.sum(axis=1, keepdims=True)
     return np.where(total_L1 > 0, np.maximum(load_LE, total_L1 * 1e-12), 1.0)
@@ -283,28 +283,30 @@ def _counts(held_RS: np.ndarray, experts: int) -> np.ndarray:
     return np.bincount((held_RS + rows * experts).ravel(), minlength=len(held_RS) * experts).reshape(-1, experts)
 
 
-def _shared(new_RE: np.ndarray, old_RE: np.ndarray) -> np.ndarray:
+def _count_shared(new_RE: np.ndarray, old_RE: np.ndarray) -> np.ndarray:
     """Return how many experts (counting copies) each new rank has in common with each old one: ``[new, old]``."""
     most = int(min(new_RE.max(), old_RE.max()))
     return sum((new_RE >= n).astype(np.float32) @ (old_RE >= n).astype(np.float32).T for n in range(1, most + 1))
 
 
-def _renumbered(stays_RR: np.ndarray, hosts: int) -> np.ndarray:
+def _renumber(stays_RR: np.ndarray, hosts: int) -> np.ndarray:
     """Return the old rank whose number each new rank takes, so that the most experts stay; ranks of one host stay together."""
     from scipy.optimize import linear_sum_assignment  # half a second of imports, not needed for placing alone
 
-    each = len(stays_RR) // hosts
+    ranks_per_host = len(stays_RR) // hosts
     stays_HH, within = np.zeros((hosts, hosts)), {}
     for new in range(hosts):
         for old in range(hosts):
-            block = stays_RR[new * each : (new + 1) * each, old * each : (old + 1) * each]
+            block = stays_RR[
+                new * ranks_per_host : (new + 1) * ranks_per_host, old * ranks_per_host : (old + 1) * ranks_per_host
+            ]
             rows, columns = linear_sum_assignment(block, maximize=True)
             stays_HH[new, old], within[new, old] = block[rows, columns].sum(), columns
     _, host_H = linear_sum_assignment(stays_HH, maximize=True)
-    return np.concatenate([old * each + within[new, old] for new, old in enumerate(host_H)])
+    return np.concatenate([old * ranks_per_host + within[new, old] for new, old in enumerate(host_H)])
 
 
-def _same_slots(old_LRS: np.ndarray, new_LRS: np.ndarray) -> np.ndarray:
+def _keep_slots(old_LRS: np.ndarray, new_LRS: np.ndarray) -> np.ndarray:
     """Return the experts of each new rank: those that the old rank had keep their slots, the others fill the free slots in order."""
     kept_LRS, used_LRS = np.full_like(new_LRS, -1), np.zeros(new_LRS.shape, bool)
     for slot in range(new_LRS.shape[-1]):

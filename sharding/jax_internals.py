@@ -195,3 +195,31 @@ def equations_as_function(jaxpr: Any, equations: list, takes: list, gives: list,
     info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     part = jaxpr.replace(constvars=used, invars=takes, outvars=gives, eqns=equations, debug_info=info)
     return lambda *values: core.eval_jaxpr(part, [constants[variable] for variable in used], *values)
+
+
+def multiply_e4m3_on_tensor_cores() -> None:
+    """Make products of e4m3 with e4m3 in Pallas's kernels for GPUs use Hopper's FP8 ``wgmma``, which sums with fewer bits than float32.
+
+    Pallas does not set ``maxNumImpreciseAcc`` of Triton's ``tt.dot``: the number of terms that may be summed so. By default it is 0, and
+    Triton widens both operands to float16. No precision of ``jax.lax`` changes it.
+    """
+    from jax import lax
+    from jax._src.lib.mlir import ir
+    from jax._src.pallas.triton import lowering
+
+    rules = lowering.triton_lowering_rules
+    lower = rules[lax.dot_general_p]
+    if getattr(lower, "on_tensor_cores", False):
+        return
+
+    def lower_on_tensor_cores(context: Any, a: Any, b: Any, **options: Any) -> Any:
+        product = lower(context, a, b, **options)
+        if all(operand.dtype.name == "float8_e4m3fn" for operand in context.avals_in):
+            # More terms than any tile has: the kernel itself adds its tiles' sums in float32.
+            product.owner.attributes["maxNumImpreciseAcc"] = ir.IntegerAttr.get(
+                ir.IntegerType.get_signless(32), 1 << 30
+            )
+        return product
+
+    lower_on_tensor_cores.on_tensor_cores = True
+    rules[lax.dot_general_p] = lower_on_tensor_cores

@@ -70,7 +70,7 @@ class LayerPlacements:
             )
         return CopyTables(*(np.stack(arrays) for arrays in zip(*rows, strict=True)))
 
-    def with_one_of_all(self, ranks: int) -> LayerPlacements:
+    def with_fused_shared(self, ranks: int) -> LayerPlacements:
         """Add one more expert, numbered ``n_logical``, with a slot on each of ``ranks`` ranks."""
         rows = self.physical_to_logical.reshape(self.n_layers, ranks, -1)
         more = np.full((self.n_layers, ranks, 1), self.n_logical, np.int32)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from sharding.balancing import checked_load, rebalance
+from sharding.balancing import check_load, rebalance
 from sharding.errors import MeshError
 from sharding.indices import take
 from sharding.mesh import MeshSpec
@@ -67,7 +67,7 @@ class Placement:
         """
         if load is None and n_physical == n_logical and n_physical % ranks == 0:
             return cls.identity(n_logical)
-        load_1E = checked_load(np.ones((1, n_logical)) if load is None else np.asarray(load)[None])
+        load_1E = check_load(np.ones((1, n_logical)) if load is None else np.asarray(load)[None])
         if load_1E.shape[1] != n_logical:
             raise MeshError(
                 f"load of {load_1E.shape[1]} experts; expected {n_logical} counts of tokens, one per logical expert"

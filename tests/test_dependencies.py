@@ -13,7 +13,7 @@ DISTRIBUTIONS = {"orbax": "orbax-checkpoint", "zmq": "pyzmq", "dynamo": "ai-dyna
 PRIVATE = {
     "jax._src": ["sharding/jax_internals.py"],
     "uvicorn.protocols": ["dsjax/serve/connections.py"],
-    "fastapi.routing": ["dsjax/serve/guards.py"],
+    "fastapi.routing": ["dsjax/serve/routing.py"],
 }
 """Which files may reach into the modules that a package does not promise to keep."""
 

@@ -3,6 +3,7 @@
     python tools/check_accuracy.py                         # about 60 KB of text, dp=2
     python tools/check_accuracy.py --bytes 800000 --json accuracy.json
     python tools/check_accuracy.py --only "FP8 weights" "FP8 activations"
+    python tools/check_accuracy.py --model demo-v4 --only "FP8 cache" "FP8 cache, FP4 index scores"
 
 Every format reads the same text through the paged cache of a served engine. Told of each: bits a byte; the share of positions
 at which the most likely token is float32's, and that share among the positions where float32's two largest logits
@@ -26,6 +27,7 @@ from rich.progress import track
 from scipy.special import log_softmax
 
 from dsjax import LLM
+from dsjax.engine.device.cache import bytes_per_page
 from dsjax.tables import table
 from tools.demo.corpus import read_corpus
 
@@ -58,6 +60,7 @@ FORMATS = {
     "INT4 experts, FP8 activations": Format({"weights": "int4-bf16"} | DYNAMIC, 0.02, 0.98, 0.06),
     "NVFP4 experts, NVFP4 rows": Format({"weights": "nvfp4-bf16", "activation_scheme": "nvfp4"}, 0.03, 0.97, 0.08),
     "FP8 cache": Format({"kv_cache_dtype": "fp8"}, 0.005, 0.99, 0.01),
+    "FP8 cache, FP4 index scores": Format({"kv_cache_dtype": "fp8", "index_scores": "fp4"}, 0.005, 0.99, 0.01),
     "FP8 wire": Format({"dispatch_wire": "fp8"}, 0.005, 0.99, 0.01),
     "all four FP8": Format(
         {"weights": "fp8", "kv_cache_dtype": "fp8", "dispatch_wire": "fp8"} | DYNAMIC, 0.02, 0.98, 0.06
@@ -73,10 +76,12 @@ CLEAR = 1 / 32
 def main() -> None:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    usual = [name for name, form in FORMATS.items() if form.options and "index_scores" not in form.options]
+    parser.add_argument("--model", default="demo", help="default: demo")
     parser.add_argument("--mesh", default="dp=2", help="one whose rows travel; default: dp=2")
     parser.add_argument("--bytes", type=int, default=60_000, help="of held-out text, whole files, at least")
     parser.add_argument(
-        "--only", nargs="+", choices=[*FORMATS][1:], default=[*FORMATS][1:], help="these beside float32"
+        "--only", nargs="+", choices=[*FORMATS][1:], default=usual, help="these beside float32; default: what demo has"
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -90,7 +95,7 @@ def main() -> None:
     for name, form in FORMATS.items():
         if name not in args.only and name != "float32":
             continue
-        logits, tokens, bytes_a_token = read(args.mesh, texts, name, form.options)
+        logits, tokens, bytes_a_token = read(args.mesh, texts, name, form.options, args.model)
         reference = logits if reference is None else reference
         found[name] = compare(logits, reference, tokens, size) | {"cache_bytes_a_token": bytes_a_token}
     rows = [
@@ -113,18 +118,19 @@ def main() -> None:
         sys.exit("\n".join(beyond))
 
 
-def read(mesh: str, texts: list[str], name: str, options: dict) -> tuple[list[np.ndarray], list[np.ndarray], int]:
-    """Logits ``[tokens - 1, vocab]`` of each window, the tokens that came, and bytes of cache a token."""
-    llm = LLM("demo", mesh=mesh, **({"dtype": "float32", "max_num_seqs": 4, "max_model_len": WINDOW} | options))
+def read(
+    mesh: str, texts: list[str], name: str, options: dict, model: str = "demo"
+) -> tuple[list[np.ndarray], list[np.ndarray], int]:
+    """Logits ``[tokens - 1, vocab]`` of each window, the tokens that came, and bytes of cache a token (without window pages)."""
+    llm = LLM(model, mesh=mesh, **({"dtype": "float32", "max_num_seqs": 4, "max_model_len": WINDOW} | options))
     logits, tokens = [], []
     windows = [ids[at : at + WINDOW] for ids in map(llm.tokenizer.encode, texts) for at in range(0, len(ids), WINDOW)]
     for window in track([w for w in windows if len(w) > 1], description=name):
         (scored,) = llm.logits([window])
         logits.append(scored[:-1])
         tokens.append(np.asarray(window[1:]))
-    cache = llm.executor.state.cache.values()
-    slots = math.prod(next(iter(cache)).shape[1:3])
-    return logits, tokens, sum(array.nbytes for array in cache) // slots
+    step = llm.executor.model
+    return logits, tokens, bytes_per_page(step) // step.page_size
 
 
 def compare(logits: list[np.ndarray], reference: list[np.ndarray], tokens: list[np.ndarray], size: int) -> dict:

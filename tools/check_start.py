@@ -142,7 +142,7 @@ CONDITIONS = (
               prepare=lambda folder: (folder / "pages").mkdir() or {}, shell="mount -t tmpfs -o ro,mode=0700 none pages", unshare=MOUNTS),
     Condition("everything is read-only", "(Read-only file system)", prepare=lambda _: {"JAX_COMPILATION_CACHE_DIR": None},
               shell=READ_ONLY, unshare=MOUNTS),
-    Condition("everything is read-only, 2 front ends", "none can be made", False, SERVE, lambda _: ("--api-server-count", "2"),
+    Condition("everything is read-only, 2 front ends", "cannot create a socket", False, SERVE, lambda _: ("--api-server-count", "2"),
               shell=READ_ONLY, unshare=MOUNTS),
     Condition("everything is read-only, dsjax doctor", "trouble", False, ("doctor",),
               prepare=lambda _: {"JAX_COMPILATION_CACHE_DIR": None}, shell=READ_ONLY, unshare=MOUNTS),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dsjax.config import load_config
 from dsjax.plan.layout import layouts
-from dsjax.plan.skew import DEFAULT_SKEW, DRIFT, PLACEMENTS, Placed, Slots, busiest, drawn
+from dsjax.plan.skew import DEFAULT_SKEW, DRIFT, PLACEMENTS, Imbalance, Slots, busiest, drawn
 
 _FILE = Path(__file__).parents[1] / "configs" / PLACEMENTS
 _EXPERTS = 256
@@ -36,16 +36,16 @@ def asked() -> list[tuple[Slots, bool]]:
             slots = Slots(ranks, _EXPERTS + layout.redundant, config.n_group, ranks // each if whole else 1)
             found.add((slots._replace(groups=1, hosts=1), False))
             if layout.redundant:
-                found.add((slots.told_apart, True))
+                found.add((slots.normalized, True))
     return sorted(found)
 
 
-def placed(slots: Slots, balanced: bool) -> Placed:
+def placed(slots: Slots, balanced: bool) -> Imbalance:
     """What the balancer makes of the default skew."""
     variations = (DEFAULT_SKEW.variation, DEFAULT_SKEW.low, DEFAULT_SKEW.high)
     drifts = DRIFT if balanced else (0.0, 0.0, 0.0)
     loads = tuple(drawn(variation, _EXPERTS, drift) for variation, drift in zip(variations, drifts, strict=True))
-    return Placed(*(mean for mean, _, _ in busiest(loads, slots, balanced)))
+    return Imbalance(*(mean for mean, _, _ in busiest(loads, slots, balanced)))
 
 
 def main(check: bool) -> None:
@@ -60,7 +60,7 @@ def main(check: bool) -> None:
         sys.exit(f"{_FILE.name}: {differ} of {len(now)} rows differ; run it without --check" if now != before else 0)
     with _FILE.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow((*Slots._fields, "balanced", *Placed._fields))
+        writer.writerow((*Slots._fields, "balanced", *Imbalance._fields))
         writer.writerows(rows)
 
 

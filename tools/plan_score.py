@@ -51,13 +51,7 @@ from dsjax.plan.calibration import (
 
 DATA, PAGE = ROOT / "configs" / "blind_predictions.csv", ROOT / "docs" / "plan-validation.md"
 BEGIN, END = "<!-- python tools/plan_score.py --page -->\n", "<!-- end -->"
-KINDS = {
-    RATE: "rate",
-    TPOT: "TPOT",
-    TTFT: "TTFT, mean",
-    TTFT_MEDIAN: "TTFT, median",
-    TTFT_P99: "TTFT, P99",
-}
+KINDS = {RATE: "rate", TPOT: "TPOT", TTFT: "TTFT, mean", TTFT_MEDIAN: "TTFT, median", TTFT_P99: "TTFT, P99"}
 ON_THE_PAGE = r"\*\*.*|(rate|TPOT|TTFT, median), (one host|several hosts|with drafts|another device or engine)"
 """Names of the groups that the page shows."""
 Interval = tuple[float, float]

@@ -15,41 +15,22 @@ from collections import Counter
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).parents[1]
-CODE = (".py", ".cc", ".h")
+CODE = ("*.py", "*.cc", "*.h")
 PRODUCT = "product: dsjax, sharding"
 WORDS = "words: docs, README"
 
 
-def files_now() -> dict[str, bytes]:
-    """The files of the working tree that git tracks or does not ignore."""
-    names = _git("ls-files", "-z", "--cached", "--others", "--exclude-standard").decode().split("\0")
-    return {name: (ROOT / name).read_bytes() for name in names if _counts(name) and (ROOT / name).is_file()}
-
-
-def files_at(revision: str) -> dict[str, bytes]:
-    """The files of a commit."""
-    names = [name for name in _git("ls-tree", "-rz", "--name-only", revision).decode().split("\0") if _counts(name)]
-    wanted = "".join(f"{revision}:{name}\n" for name in names)
-    rest, found = _git("cat-file", "--batch", text=wanted.encode()), {}
-    for name in names:  # for each: "<object> blob <bytes>\n<content>\n"
-        head, _, rest = rest.partition(b"\n")
-        length = int(head.split()[-1])
-        found[name], rest = rest[:length], rest[length + 1 :]
-    return found
-
-
-def sizes(files: dict[str, bytes]) -> Counter[str]:
-    """Lines by room, and the words of the pages."""
+def sizes(revision: str | None) -> Counter[str]:
+    """Return the lines by room, and the words of the pages, at a commit; None: in the working tree, with files that git does not ignore."""
+    tree = ["", revision] if revision else ["--untracked", ""]  # the empty pattern matches every line
     rooms: Counter[str] = Counter()
-    for name, content in files.items():
+    for counted in _git("grep", "-c", *tree, "--", *CODE).splitlines():  # [REVISION:]PATH:LINES
+        name, _, lines = counted.removeprefix(f"{revision}:").rpartition(":")
         path = PurePosixPath(name)
-        if path.suffix == ".md":
-            rooms[WORDS] += len(content.split()) if name == "README.md" or path.parts[0] == "docs" else 0
-            continue
-        lines = content.count(b"\n")
-        rooms[PRODUCT] += lines if path.parts[0] in ("dsjax", "sharding") else 0
+        rooms[PRODUCT] += int(lines) if path.parts[0] in ("dsjax", "sharding") else 0
         for room in _rooms(path):
-            rooms[room] += lines
+            rooms[room] += int(lines)
+    rooms[WORDS] = len(_git("grep", "-h", *tree, "--", "README.md", "docs/**.md").split())
     return rooms
 
 
@@ -75,14 +56,10 @@ def _rooms(path: PurePosixPath) -> list[str]:
     return ["/".join(folders[:2]), *(["/".join(folders[:3])] if folders[1] == "engine" and len(folders) > 2 else [])]
 
 
-def _counts(name: str) -> bool:
-    return name.endswith((*CODE, ".md"))
-
-
-def _git(*arguments: str, text: bytes | None = None) -> bytes:
-    ran = subprocess.run(["git", *arguments], cwd=ROOT, input=text, capture_output=True)
+def _git(*arguments: str) -> str:
+    ran = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
     if ran.returncode:
-        sys.exit(f"git {' '.join(arguments)}: {ran.stderr.decode().strip()}")
+        sys.exit(f"git {' '.join(arguments)}: {ran.stderr.strip()}")
     return ran.stdout
 
 
@@ -91,8 +68,7 @@ def main() -> None:
     parser.add_argument("before", nargs="?", default="HEAD", metavar="COMMIT", help="default: the last commit")
     parser.add_argument("after", nargs="?", metavar="COMMIT", help="default: the working tree")
     options = parser.parse_args()
-    before = sizes(files_at(options.before))
-    after = sizes(files_at(options.after) if options.after else files_now())
+    before, after = sizes(options.before), sizes(options.after)
     print(f"{'lines':28s} {options.before[:8]:>8s} {(options.after or 'now')[:8]:>8s}   change")
     print("\n".join(table(before, after)))
 

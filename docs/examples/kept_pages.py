@@ -1,4 +1,4 @@
-"""A KV connector of one's own: evicted pages stay in the memory of this process, 64 of each DP rank, and come back.
+"""A KV connector of one's own: evicted pages stay in the memory of this process, 64 of each kind and DP rank, and come back.
 
     dsjax serve --page-source kept_pages        # with this file's folder on PYTHONPATH
 
@@ -7,20 +7,23 @@ It assumes one process: on several hosts each process sees only the shards of it
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import numpy as np
 
-from dsjax.engine.contract.commands import Custom, int32s
+from dsjax.engine.contract.commands import WINDOW_NUMBERS, Custom, int32s
 from dsjax.engine.device.access import DevicePart, Handler
 from dsjax.engine.device.page_staging import PageStore, StagedPiece, cut, packed
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.page_source import CommandTurn, PageLoad, PageSource
+from dsjax.model.cache_groups import TABLES
 
 
 class KeptPages(PageSource):
-    """The bookkeeping, in the engine's thread: which page of a rank is in which slot."""
+    """The bookkeeping, in the engine's thread: which page of a rank is in which slot. Window pages have slots of their own."""
 
-    slots, slot_tier, tiers = 64, "kept", ("kept",)
+    slots, slot_tier, tiers, keeps_windows = 64, "kept", ("kept",), True
 
     def bind(self, ranks):
         self.ranks, self.slot_of, self.stores = ranks, [{} for _ in ranks], [[] for _ in ranks]
@@ -35,13 +38,13 @@ class KeptPages(PageSource):
         return PageLoad(self.slot_of[rank][name], "kept")
 
     def evict(self, rank, page, name):
-        slots = self.slot_of[rank]
+        slots, first = self.slot_of[rank], WINDOW_NUMBERS if self.ranks[rank].pool.is_window(page) else 0
         if name in slots:
             return
-        if len(slots) == self.slots:
-            slots[name] = slots.pop(next(iter(slots)))  # the slot of the oldest page
-        else:
-            slots[name] = min({*range(self.slots)} - {*slots.values()})
+        own = range(first, first + self.slots)
+        if not (free := {*own} - {*slots.values()}):
+            free = {slots.pop(next(old for old, slot in slots.items() if slot in own))}  # the slot of the oldest page
+        slots[name] = min(free)
         self.fresh.add((rank, name))
         self.stores[rank] += (page, slots[name])
 
@@ -63,10 +66,9 @@ class KeptValues(DevicePart, PageStore):
     """The values, on the host: copies pages off the devices into slots, and sends slots back."""
 
     def __init__(self, device, staging):
-        self.device, self.shapes = device, device.programs.described_moved()
-        self.memory = {
-            key: np.zeros((a.shape[0], KeptPages.slots, *a.shape[2:]), a.dtype) for key, a in self.shapes.items()
-        }
+        self.device, self.shapes = device, {table: device.programs.described_moved(table) for table in TABLES}
+        arrays = self.shapes["context"] | self.shapes["window"]
+        self.memory = {key: np.zeros((a.shape[0], KeptPages.slots, *a.shape[2:]), a.dtype) for key, a in arrays.items()}
         staging.add(self)
 
     def register(self, table):
@@ -74,26 +76,34 @@ class KeptValues(DevicePart, PageStore):
 
     def store(self, pending, command):
         """Carry out the command "kept": (page, slot) pairs of each rank, before the step overwrites the pages."""
-        for piece in cut([np.frombuffer(own, "<i4").reshape(-1, 2) for own in command.ranks]):
-            taken = self.device.programs.get("take pages", "context")(
-                self.device.state, self.device.send(packed(piece))
-            )
-            for key, array in taken.items():
-                for rank, pairs in enumerate(piece):
-                    self.memory[key][rank, pairs[:, 1]] = np.asarray(array)[rank, : len(pairs)]
-            yield next(iter(taken.values()))
+        first = {"context": 0, "window": self.device.limits.pages_per_rank}  # numbers of the pages of each kind
+        stored = [np.frombuffer(own, "<i4").reshape(-1, 2) for own in command.ranks]
+        for table in TABLES:
+            own = [pairs[(pairs[:, 1] >= WINDOW_NUMBERS) == (table == "window")] for pairs in stored]
+            for piece in cut(own, table):
+                pages = self.device.send(packed([pairs[:, 0] - first[table] for pairs in piece], table))
+                taken = self.device.programs.get("take pages", table)(self.device.state, pages)
+                for key, array in taken.items():
+                    for rank, pairs in enumerate(piece):
+                        slots = pairs[:, 1] % WINDOW_NUMBERS
+                        self.memory[key][rank, slots] = np.asarray(array)[rank, : len(slots)]
+                yield next(iter(taken.values()))
 
     def take(self, wanted, places):
         """Give the pages at `places` of the `wanted` slots of each rank, in pieces; none come later."""
-        return [StagedPiece(at, lambda at=at: self.sent(wanted, at)) for at in cut(places)], [own[:0] for own in places]
+        pieces, ranks = [], list(zip(wanted, places, strict=True))
+        for table in TABLES:
+            own = [at[(slots[at] >= WINDOW_NUMBERS) == (table == "window")] for slots, at in ranks]
+            pieces += [StagedPiece(at, partial(self.sent, table, wanted, at), table) for at in cut(own, table)]
+        return pieces, [own[:0] for own in places]
 
-    def sent(self, wanted, places):
+    def sent(self, table, wanted, places):
         """Send a piece of the wanted pages to the devices."""
         arrays = {}
-        for key, shape in self.shapes.items():
+        for key, shape in self.shapes[table].items():
             values = np.zeros(shape.shape, shape.dtype)
             for rank, own in enumerate(places):
-                values[rank, : len(own)] = self.memory[key][rank, wanted[rank][own]]
+                values[rank, : len(own)] = self.memory[key][rank, wanted[rank][own] % WINDOW_NUMBERS]
             arrays[key] = jax.device_put(values, shape.sharding)
         return arrays
 

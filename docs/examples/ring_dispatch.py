@@ -28,8 +28,8 @@ class Ring(Method):
     name = "ring"
 
     @classmethod
-    def of(cls, group, wire, plan, home):
-        if home:
+    def of(cls, group, wire, plan, fused_shared):
+        if fused_shared:
             raise MeshError("ring has no expert for a rank's own tokens; leave out --enable-shared-experts-fusion")
         return cls(group, wire)
 

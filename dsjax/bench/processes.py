@@ -77,7 +77,7 @@ class Processes:
     def __init__(self, group: HostGroup | None = None):
         self._group = group
         self.leads = group is None or group.is_leader
-        self.agree: Agree = alone if group is None else group.agreement.ask
+        self.agree: Agree = alone if group is None else group.agreement.all_gather
 
     @property
     def members(self) -> list[dict[str, Any]]:
@@ -159,7 +159,7 @@ def _explained(group: HostGroup, error: Exception) -> Exception:
     from dsjax.hosts.rendezvous import GroupError
 
     if group.is_leader:
-        return error if isinstance(error, GroupError) else group.lost_by(error) or error
+        return error if isinstance(error, GroupError) else group.find_loss() or error
     last = group.next_announcement(group.options.heartbeat_timeout + 2.0)
     if last is None:
         return error

@@ -34,26 +34,28 @@ SCOPES = ("mla_project", "cache_write", "attend", "mla_output", "router", "exper
 _OTHERS = "norms, residuals, embedding"
 _COLLECTIVE = re.compile(r"all[-_]gather|reduce[-_]scatter|all[-_]to[-_]all|all[-_]reduce|collective")
 _TRACED = 5
+_BLOCK = 1_048_573  # a prime, so that no two pages are equal
 
 
 @dataclass(frozen=True)
 class StepOptions(Checked):
     """Options of the step to time, named as in `vllm bench latency`."""
 
-    batch_size: int = option(32, "Requests of each DP rank.", least=1)
-    input_len: int = option(160, "Tokens before the one that is decoded first.", least=1)
-    ranks: int | None = option(None, "DP ranks that have requests; default: all.", least=1)
-    num_iters_warmup: int = option(3, "Steps that are not counted.", least=0)
-    num_iters: int = option(30, "Steps that are timed.", least=1)
-    json_file: str | None = option(None, "Write JSON to this file too; - for standard output.", flag="--json")
+    batch_size: int = option(32, "Number of requests per DP rank.", least=1)
+    input_len: int = option(160, "Number of prompt tokens per request.", least=1)
+    ranks: int | None = option(None, "Number of DP ranks that have requests. Default: all.", least=1)
+    num_iters_warmup: int = option(3, "Number of warm-up steps, which are not counted.", least=0)
+    num_iters: int = option(30, "Number of timed steps.", least=1)
+    json_file: str | None = option(None, "Also write JSON to this file; - for standard output.", flag="--json")
 
 
 @options_of(lambda kind: None, args=EngineArgs, options=StepOptions)
 def step(args: EngineArgs, options: StepOptions) -> None:
     """Time the engine's decode step, and show the time of each part of the model, measured with JAX's profiler.
 
-    On emulated devices, an operation's time includes waiting for a core, so read the shares. Collectives are listed separately, because
-    most of their time is waiting for the last device. `dsjax bench modules` shows what the device can reach for each part.
+    The cache has random content. On emulated devices, an operation's time includes waiting for a core, so read the shares. Collectives are
+    listed separately, because most of their time is waiting for the last device. `dsjax bench modules` shows what the device can reach for
+    each part.
     """
     check_place("--json", options.json_file)
     from dsjax.checkpoint.hub import resolve_config
@@ -102,10 +104,18 @@ def decode_step(llm: LLM, rows: int, context: int, pages: int, busy: int) -> tup
     executor = llm.executor
     executor.buckets = dataclasses.replace(executor.buckets, decode=(rows,))
     tokens = np.random.default_rng(0).integers(3, llm.config.vocab_size, rows).tolist()
-    positions = pages * llm.executor.limits.page_size
+    positions = pages * executor.limits.page_size
     sampling, decodes = Sampling(context + 1, 0), int32s(value for slot in range(rows) for value in (slot, positions))
     admissions = [Admission(slot, context, token, sampling) for slot, token in enumerate(tokens)]
     tables = [PageChange(slot, 0, list(range(1 + slot * pages, 1 + (slot + 1) * pages))) for slot in range(rows)]
+    limits = executor.limits
+    if limits.window_columns:
+        first, last = max(0, context // limits.page_size - 1), pages
+        for slot in range(rows):
+            for place, index in enumerate(range(first, last)):
+                page = limits.pages_per_rank + 1 + slot * (last - first) + place
+                tables.append(PageChange(slot, limits.max_pages + index % limits.window_columns, [page]))
+    fill(llm)
     idle = [RankStep([], [], int32s(()), [], [])] * (executor.limits.num_ranks - busy)
     first, following = (
         Step([RankStep(*news, decodes, [], [])] * busy + idle) for news in ((admissions, tables), ([], []))
@@ -113,6 +123,23 @@ def decode_step(llm: LLM, rows: int, context: int, pages: int, busy: int) -> tup
     executor.collect(executor.launch(first))
     program = executor.programs.get("step", executor.programs.shape(Rectangle(rows, 1), None), False)
     return lambda: executor.collect(executor.launch(following)), program.as_text()
+
+
+def fill(llm: LLM) -> None:
+    """Fill the cache with positive random values, so that what is chosen among its entries lies anywhere, as in a real context."""
+    import jax
+    import jax.numpy as jnp
+
+    executor, rng = llm.executor, np.random.default_rng(0)
+    dtypes = {name: dtype for group in executor.model.cache_groups for name, (_, dtype) in group.arrays.items()}
+
+    def filled(array: jax.Array, dtype: np.dtype) -> jax.Array:
+        block = (0.5 + rng.random(_BLOCK, np.float32)).astype(dtype).view(array.dtype)
+        made = jax.jit(lambda block: jnp.resize(block, array.shape), out_shardings=array.sharding)
+        return made(block)
+
+    cache = {name: filled(array, dtypes[name]) for name, array in executor.state.cache.items()}
+    executor.state = dataclasses.replace(executor.state, cache=cache)
 
 
 def measure(run: Callable[[], None], warm_up: int, steps: int) -> dict[str, float]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsjax.bench.modules.timing import DROWNED, Budget, device_loop
+from dsjax.bench.modules.timing import TOO_NOISY, Budget, device_loop
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError
 from dsjax.kernels.pallas import attention, products
@@ -82,6 +82,8 @@ def find_products(
             continue
         split = zip(info.shape, rules.spec(info.logical_axes), strict=True)
         local = [size // math.prod(ways[axis] for axis in axes_of(entry)) for size, entry in split]
+        if info.depth_last:
+            local.insert(2 if ".experts." in path else 1, local.pop())
         suffix, dtype = "_fp8" * (info.quantised and quantises), info.dtype.name
         for count in tokens:
             if ".experts." in path:
@@ -192,7 +194,7 @@ def device_timer(
         except jax.errors.JaxRuntimeError:
             return None  # the tiles do not fit a core
         if times is None:
-            raise UserError(f"a kernel cannot be timed: {DROWNED}; what was tuned before is kept")
+            raise UserError(f"a kernel cannot be timed: {TOO_NOISY}; what was tuned before is kept")
         return times.median
 
     return timer

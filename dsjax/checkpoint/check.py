@@ -19,9 +19,9 @@ from dsjax.model.parameters import blocks
 _FLOATS = ("float32", "bfloat16", "float16")
 _SCALES = ("float32", "float8_e8m0fnu")
 _INTEGERS = ("int64", "int32")
-_OF_MTP = {"eh_proj.weight", "e_proj.weight"}
+_MTP_TENSORS = {"eh_proj.weight", "e_proj.weight"}
 """Tensors that only an MTP module has; the second is DeepSeek-V4's."""
-_NAMED = 20
+_MAX_LISTED = 20
 
 
 def check_structure(
@@ -49,9 +49,10 @@ def check_structure(
     copies, unreadable, scales, problems = names.copies(), set(unreadable), set(), [*problems]
     for name, shape in expected.items():
         if name in specs:
-            is_matrix = places[name][1].transposed
-            wanted = names.parameters[places[name][0]].dtype
-            problems += _mismatches(name, shape, specs[name], is_matrix, wanted)
+            path, piece = places[name]
+            info = names.parameters[path]
+            is_matrix = piece.transposed or info.depth_last
+            problems += _mismatches(name, shape, specs[name], is_matrix, info.dtype)
             if specs[name].dtype == FP8 and is_matrix and name.endswith(".weight"):
                 scales.add(name + SCALE_SUFFIX)
                 problems += _scale_mismatches(name, specs, unreadable)
@@ -96,9 +97,8 @@ def settle_mtp(source: object, config: ModelConfig, present: Iterable[str]) -> M
     """
     if not config.num_nextn_predict_layers:
         return config
-    behind = re.compile(r"model\.layers\.(\d+)\.")
     for name in present:
-        match = behind.match(name)
+        match = re.match(r"model\.layers\.(\d+)\.", name)
         if match and int(match.group(1)) >= config.num_hidden_layers:
             return config
     message = (
@@ -118,7 +118,7 @@ def settle_head(source: object, config: ModelConfig, tensors: Mapping[str, np.nd
         return config
     if tensors[HEAD].shape != tensors[EMBEDDING].shape or _equal(tensors[HEAD], tensors[EMBEDDING]):
         return config
-    message = f"checkpoint {source}: config.json ties {HEAD} to {EMBEDDING}, and they differ; each is used as it is"
+    message = f"checkpoint {source}: config.json ties {HEAD} to {EMBEDDING}, but they differ; both are used"
     warnings.warn(message, CheckpointWarning, stacklevel=3)
     return dataclasses.replace(config, tie_word_embeddings=False)
 
@@ -164,7 +164,7 @@ def _contradictions(names: TensorNames, present: list[str], extras: list[str]) -
     for name in present:
         if (match := re.match(r"model\.layers\.(\d+)\.(.+)", name)) and name not in copies:
             layers.setdefault(int(match.group(1)), set()).add(match.group(2))
-    modules = {layer for layer, parts in layers.items() if parts & _OF_MTP}
+    modules = {layer for layer, parts in layers.items() if parts & _MTP_TENSORS}
     if ordinary := {layer for layer in layers if layer >= last} - modules:
         problems.append(
             f"config.json has num_hidden_layers={last}, but there are tensors of layer {max(ordinary)}, "
@@ -185,10 +185,10 @@ def _contradictions(names: TensorNames, present: list[str], extras: list[str]) -
 
 def _warn_of_extras(source: object, extras: list[str]) -> None:
     if extras:
-        listed = ", ".join(sorted(extras)[:_NAMED])
-        more = f" and {len(extras) - _NAMED} more" if len(extras) > _NAMED else ""
+        listed = ", ".join(sorted(extras)[:_MAX_LISTED])
+        more = f" and {len(extras) - _MAX_LISTED} more" if len(extras) > _MAX_LISTED else ""
         message = (
-            f"checkpoint {source}: {len(extras)} tensors are not part of the model and are left out: {listed}{more}"
+            f"checkpoint {source}: {len(extras)} tensors are not part of the model and are ignored: {listed}{more}"
         )
         warnings.warn(message, CheckpointWarning, stacklevel=4)
 

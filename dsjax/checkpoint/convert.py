@@ -21,7 +21,7 @@ from dsjax.checkpoint.place import Advance, aligned_empty, progress_bar
 from dsjax.checkpoint.publish import publish
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.checkpoint.shards import INDEX_NAME, write_folder
-from dsjax.checkpoint.source import Checkpoint, open_checkpoint, written
+from dsjax.checkpoint.source import Checkpoint, open_checkpoint, tensors_to_write
 from dsjax.config import ModelConfig
 from dsjax.config.hugging_face import text_part, without_aliases
 from dsjax.config.quantization import QUANTIZATION_FILES, quantization_files
@@ -32,8 +32,8 @@ from dsjax.model.parameters import Weights
 Form = Literal["orbax", "hf"]
 MAX_SHARD_BYTES = 5 * 10**9
 _COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md", "")
-_SETTLED = ("num_nextn_predict_layers", "tie_word_embeddings")
-"""Fields of `config.json` to replace with those of the opened checkpoint, which were checked against its tensors."""
+_ADAPTED_FIELDS = ("num_nextn_predict_layers", "tie_word_embeddings")
+"""Fields of `config.json` whose values come from the opened checkpoint, which adapts them to its tensors."""
 _NOT_COPIED = ("config.json", INDEX_NAME, MANIFEST_NAME, *QUANTIZATION_FILES)
 
 
@@ -62,7 +62,7 @@ def convert_checkpoint(
     checkpoint = open_checkpoint(source)
     fields = json.loads((checkpoint.directory / "config.json").read_text(encoding="utf-8"))
     fields = without_aliases(text_part(fields))
-    fields |= {name: getattr(checkpoint.config, name) for name in _SETTLED if fields.get(name)}
+    fields |= {name: getattr(checkpoint.config, name) for name in _ADAPTED_FIELDS if fields.get(name)}
     return _write(
         checkpoint,
         Path(destination),
@@ -127,8 +127,8 @@ def _write(
 ) -> Path:
     # `platform` is not "cpu": files hold true dtypes, not the storage dtypes of XLA's CPU backend.
     names = TensorNames(checkpoint.config, abstract_parameters(checkpoint.config, weights=weights, platform="any"))
-    changed = weights != checkpoint.stored_weights
-    checkpoint = checkpoint.as_wanted(names)
+    is_requantised = weights != checkpoint.stored_weights
+    checkpoint = checkpoint.in_format_of(names)
     check_structure(
         checkpoint.directory,
         names,
@@ -139,33 +139,35 @@ def _write(
     check_copies(checkpoint.directory, names, checkpoint.tensors)
     assembler = Assembler(names, checkpoint.tensors)
     copies = tuple(name for name in names.copies() if name in checkpoint.specs or name in checkpoint.copies)
-    narrow = _widened(checkpoint, names) if not changed else {}
+    source_dtypes = {} if is_requantised else _narrower_dtypes(checkpoint, names)
     total = sum(info.nbytes for info in names.parameters.values())
     with (
         publish(destination, overwrite=overwrite) as folder,
         progress_bar(f"Converting to {to}", total, progress) as advance,
     ):
         if to == "orbax":
-            write_params(folder, names.parameters, _assembled(checkpoint, assembler, advance))
+            write_params(folder, names.parameters, _assemble_all(checkpoint, assembler, advance))
         else:
-            specs, fetch = _hf_tensors(checkpoint, assembler, copies, narrow, advance)
+            specs, fetch = _hf_tensors(checkpoint, assembler, copies, source_dtypes, advance)
             write_folder(folder, specs, fetch, max_shard_bytes)
         if assembler.problems:
-            raise CheckpointError(checkpoint.directory, assembler.problems, "The values are damaged; nothing was kept.")
+            raise CheckpointError(
+                checkpoint.directory, assembler.problems, "The values are damaged; nothing was written."
+            )
         for companion in companions:
             copy = shutil.copytree if companion.is_dir() else shutil.copyfile
             copy(companion, folder / companion.name)
         # Write last the files that make the directory loadable.
-        config = _config_for(config_fields, weights, changed=changed)
+        config = _build_config(config_fields, weights, is_requantised=is_requantised)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for name, fields in quantization_files(config.get("quantization_config") or {}).items():
             (folder / name).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         if to == "orbax":
-            write_manifest(folder, Manifest(weights, config_hash(folder), copies, narrow), names.parameters)
+            write_manifest(folder, Manifest(weights, config_hash(folder), copies, source_dtypes), names.parameters)
     return destination
 
 
-def _assembled(checkpoint: Checkpoint, assembler: Assembler, advance: Advance) -> dict[str, np.ndarray]:
+def _assemble_all(checkpoint: Checkpoint, assembler: Assembler, advance: Advance) -> dict[str, np.ndarray]:
     """Assemble every parameter, unsharded, in host memory."""
     values = {}
     for path, info in assembler.names.parameters.items():
@@ -177,16 +179,20 @@ def _assembled(checkpoint: Checkpoint, assembler: Assembler, advance: Advance) -
 
 
 def _hf_tensors(
-    checkpoint: Checkpoint, assembler: Assembler, copies: Sequence[str], narrow: Mapping[str, str], advance: Advance
+    checkpoint: Checkpoint,
+    assembler: Assembler,
+    copies: Sequence[str],
+    source_dtypes: Mapping[str, str],
+    advance: Advance,
 ) -> tuple[dict[str, TensorSpec], Callable[[str], np.ndarray]]:
     """Return the specs of all tensors to write, in layer order, and a function that makes a tensor by name."""
     names, places = assembler.names, assembler.names.places()
     specs, recipes = {}, {}
-    for name, (path, piece) in sorted(places.items(), key=lambda item: _numeric(item[0])):
+    for name, (path, piece) in sorted(places.items(), key=lambda item: _layer_order(item[0])):
         info = names.parameters[path]
-        spec = TensorSpec(np.dtype(narrow.get(path, info.dtype)), piece.shape(info.shape))
-        for tensor, (tensor_spec, make) in written(names, path, name, spec).items():
-            specs[tensor], recipes[tensor] = tensor_spec, (path, piece, make)
+        spec = TensorSpec(np.dtype(source_dtypes.get(path, info.dtype)), piece.shape(info.shape))
+        for tensor_name, (tensor_spec, make) in tensors_to_write(names, path, name, spec).items():
+            specs[tensor_name], recipes[tensor_name] = tensor_spec, (path, piece, make)
     specs.update({copy: specs[names.copies()[copy]] for copy in copies})
 
     def fetch(name: str) -> np.ndarray:
@@ -199,21 +205,21 @@ def _hf_tensors(
     return specs, fetch
 
 
-def _widened(checkpoint: Checkpoint, names: TensorNames) -> dict[str, str]:
+def _narrower_dtypes(checkpoint: Checkpoint, names: TensorNames) -> dict[str, str]:
     """Return path → source dtype for parameters whose source tensors share one dtype that is narrower than the parameter's."""
     dtypes: dict[str, set[np.dtype]] = {}
     for name, (path, _) in names.places().items():
         if name in checkpoint.specs:
             dtypes.setdefault(path, set()).add(checkpoint.specs[name].dtype)
-    narrow = {
-        path: next(iter(found)).name
-        for path, found in dtypes.items()
-        if len(found) == 1 and next(iter(found)).itemsize < names.parameters[path].dtype.itemsize
-    }
-    return {**narrow, **checkpoint.narrow}
+    narrower = dict(checkpoint.narrow)
+    for path, source_dtypes in dtypes.items():
+        first, *others = source_dtypes
+        if not others and first.itemsize < names.parameters[path].dtype.itemsize:
+            narrower.setdefault(path, first.name)
+    return narrower
 
 
-def _numeric(name: str) -> list[tuple[int, int, str]]:
+def _layer_order(name: str) -> list[tuple[int, int, str]]:
     """Return a sort key that puts layer 10 after layer 9."""
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]
 
@@ -231,14 +237,14 @@ def _is_companion(name: str, suffix: str) -> bool:
     return suffix in _COPIED_SUFFIXES and name not in _NOT_COPIED and not name.startswith(".")
 
 
-def _config_for(fields: Mapping, weights: Weights, *, changed: bool) -> dict:
+def _build_config(fields: Mapping, weights: Weights, *, is_requantised: bool) -> dict:
     """Return ``config.json`` for these weights, with the quantisation and dtype of the written files."""
     fields = dict(fields)
-    written = WEIGHT_FORMATS[weights].quantization_config(fields.get("first_k_dense_replace") or 0)
-    if written is None:
+    quantization = WEIGHT_FORMATS[weights].quantization_config(fields.get("first_k_dense_replace") or 0)
+    if quantization is None:
         fields.pop("quantization_config", None)
-    elif changed or fields.get("quantization_config") is None:
-        fields["quantization_config"] = written
-    if changed:
+    elif is_requantised or fields.get("quantization_config") is None:
+        fields["quantization_config"] = quantization
+    if is_requantised:
         fields["dtype" if "dtype" in fields else "torch_dtype"] = "float32" if weights == "f32" else "bfloat16"
     return fields

@@ -22,7 +22,7 @@ class ExpertReader:
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, weights: Weights, platform: str, *, mtp: bool):
         self._names = TensorNames(config, abstract_parameters(config, weights=weights, platform=platform, mtp=mtp))
-        self._checkpoint = checkpoint.as_wanted(self._names)
+        self._checkpoint = checkpoint.in_format_of(self._names)
 
     def read(self, path: str, layer: int, expert: int) -> np.ndarray:
         """Return logical expert ``expert`` of one layer of the stacked parameter at ``path``, without the layer and expert axes.

@@ -96,7 +96,7 @@ def load(
         shared_apart=placement is None or placement.n_logical <= config.n_routed_experts,
     )
     names = TensorNames(config, parameters, placement.physical_to_logical if placement else None)
-    checkpoint = checkpoint.as_wanted(names)
+    checkpoint = checkpoint.in_format_of(names)
     check_structure(
         checkpoint.directory,
         names,
@@ -116,7 +116,7 @@ def load(
             checkpoint.release()
 
         if held is not None:
-            _identify(held, f"{fingerprint(checkpoint.directory)} {names.forms}")
+            _identify(held, f"{fingerprint(checkpoint.directory)} {names.dtypes}")
         started, known = time.monotonic(), held is not None and not held.is_empty
         with progress_bar("Loading weights", total, progress) as show:
 
@@ -197,7 +197,7 @@ def from_hf_tensors(
     names = TensorNames(config, parameters, placement.physical_to_logical if placement else None)
     source = "in memory"
     specs = {name: TensorSpec(value.dtype, tuple(value.shape)) for name, value in tensors.items()}
-    checkpoint = Checkpoint(Path(source), "memory", config, tensors, specs).as_wanted(names)
+    checkpoint = Checkpoint(Path(source), "memory", config, tensors, specs).in_format_of(names)
     tensors = checkpoint.tensors
     check_structure(source, names, checkpoint.specs, problems=checkpoint.problems)
     assembler = Assembler(names, tensors)
@@ -237,7 +237,13 @@ def to_hf_tensors(config: ModelConfig, params: Mapping[str, np.ndarray | jax.Arr
     if params and all(value.dtype == np.float32 for value in params.values()):
         kept = "f32"
     mtp = any(path.startswith("mtp.") for path in params)
-    names = TensorNames(config, abstract_parameters(config, weights=kept, platform="any", mtp=mtp))
+    names, of_gpus = (
+        TensorNames(config, abstract_parameters(config, weights=kept, platform=platform, mtp=mtp))
+        for platform in ("any", "gpu")
+    )
+    shapes = {path: tuple(value.shape) for path, value in params.items()}
+    if shapes == {path: info.shape for path, info in of_gpus.parameters.items()}:
+        names = of_gpus
     problems = [f"{path}: missing" for path in names.parameters if path not in params]
     problems += [f"{path}: not a parameter of this configuration" for path in params if path not in names.parameters]
     for path, info in names.parameters.items():

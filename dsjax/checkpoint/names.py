@@ -1,7 +1,7 @@
 """Mapping between Hugging Face's tensor names and dsjax's parameter paths, for reading and writing.
 
 A parameter consists of *pieces*. Each is one Hugging Face tensor and its place in the parameter (layer, physical expert, gate or up).
-``torch.nn.Linear`` stores ``[out, in]`` and dsjax ``[in, out]``, so most pieces are transposed.
+``torch.nn.Linear`` stores ``[out, in]`` and dsjax ``[in, out]``, so most pieces are transposed, except for FP8 matrices on GPUs.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class TensorPiece:
 
     def shape(self, parameter_shape: Sequence[int]) -> tuple[int, ...]:
         """Return the tensor's shape, given the parameter's."""
-        kept = [size for size, at in zip(parameter_shape, self.index, strict=True) if isinstance(at, slice)]
-        return tuple(reversed(kept)) if self.transposed else tuple(kept)
+        sizes = [size for size, at in zip(parameter_shape, self.index, strict=True) if isinstance(at, slice)]
+        return tuple(reversed(sizes)) if self.transposed else tuple(sizes)
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class TensorNames:
     ):
         self.config = config
         self.parameters = {path: info for path, info in parameters.items() if info.init != "derived"}
-        in_order = np.arange(config.n_routed_experts)
-        self.experts = np.atleast_2d(in_order if experts is None else np.asarray(experts))
+        experts = np.arange(config.n_routed_experts) if experts is None else np.asarray(experts)
+        self.experts = np.atleast_2d(experts)
         self._moe_layers = [*moe_layers(config.layer_runs), *range(config.num_hidden_layers, self.end_of_mtp)]
         self._sources = {path: _source(config, path, self.parameters) for path in self.parameters}
 
@@ -135,24 +135,25 @@ class TensorNames:
             axes.append(range(*region[0].indices(shape[0])))
         if source.per_expert:
             axes.append(range(*region[1].indices(shape[1])))
-        stack_axis = len(shape) - 2 if len(source.templates) == 2 else None
+        depth_last = self.parameters[path].depth_last
+        stack_axis = len(shape) - (3 if depth_last else 2) if len(source.templates) == 2 else None
         parts = range(*region[stack_axis].indices(2)) if stack_axis is not None else (0,)
-        for lead in itertools.product(*axes):
+        for indices in itertools.product(*axes):
             for part in parts:
-                expert = self._expert(source, lead) if source.per_expert else ""
+                expert = self._expert(source, *indices) if source.per_expert else ""
                 template = source.templates[part]
                 if expert == self.config.n_routed_experts:
                     template = template.replace("experts.{expert}", "shared_experts")
-                layer = source.layers[lead[0]] if source.layers is not None else ""
+                layer = source.layers[indices[0]] if source.layers is not None else ""
                 name = template.format(layer=layer, expert=expert)
-                index: list[int | slice] = [*lead, *[slice(None)] * (len(shape) - len(lead))]
+                index: list[int | slice] = [*indices, *[slice(None)] * (len(shape) - len(indices))]
                 if stack_axis is not None:
                     index[stack_axis] = part
-                yield TensorPiece(name, tuple(index), source.transposed)
+                yield TensorPiece(name, tuple(index), source.transposed and not depth_last)
 
     @property
-    def forms(self) -> str:
-        """The parameters' dtypes as text: how two loads of one checkpoint may differ."""
+    def dtypes(self) -> str:
+        """The parameters' dtypes as text, by which two loads of one checkpoint may differ."""
         dtypes = {path: info.dtype.name for path, info in self.parameters.items()}
         return " ".join(f"{path}:{name}" for path, name in sorted(dtypes.items()))
 
@@ -163,9 +164,9 @@ class TensorNames:
             return None
         return self.experts[[self._row(source, layer) for layer in range(self.parameters[path].shape[0])]]
 
-    def _expert(self, source: _Source, lead: Sequence[int]) -> int:
-        """Return the logical expert in a physical slot. lead: layer in its stack, and slot."""
-        return int(self.experts[self._row(source, lead[0]), lead[1]])
+    def _expert(self, source: _Source, layer: int, slot: int) -> int:
+        """Return the logical expert in a physical slot of a layer in its stack."""
+        return int(self.experts[self._row(source, layer), slot])
 
     def _row(self, source: _Source, layer: int) -> int:
         """Return the row of ``experts`` for a layer in its stack."""
@@ -193,9 +194,11 @@ class TensorNames:
 
         DeepSeek's MTP layers include copies of the main model's embedding and head; tied models may include the head.
         """
-        main = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": self._head_name()}
+        mtp_copies = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": self._head_name()}
         layers = range(self.config.num_hidden_layers, self.end_of_mtp)
-        originals = {f"model.layers.{layer}.{name}": original for layer in layers for name, original in main.items()}
+        originals = {
+            f"model.layers.{layer}.{name}": original for layer in layers for name, original in mtp_copies.items()
+        }
         if self.config.tie_word_embeddings:
             originals[HEAD] = EMBEDDING
         return originals
@@ -227,7 +230,7 @@ def scaled_weight(path: str, parameters: Mapping[str, ParameterInfo]) -> str | N
 
 
 def _source(config: ModelConfig, path: str, parameters: Mapping[str, ParameterInfo]) -> _Source:
-    """Look up a path in the tables."""
+    """Return a parameter's source, looked up in the tables above."""
     weight = scaled_weight(path, parameters)
     if weight is not None:
         source = _source(config, weight, parameters)
@@ -239,16 +242,20 @@ def _source(config: ModelConfig, path: str, parameters: Mapping[str, ParameterIn
             source = _source(config, weight, parameters)
             names = tuple(template + suffix for template in source.templates)
             return _Source(names, source.layers, source.transposed and part == "scale")
-    matrix = path.endswith(".weight") and path != "embed.weight"
-    of_model, of_layer, of_mtp = _MODEL, _LAYER, _MTP
+    is_matrix = path.endswith(".weight") and path != "embed.weight"
+    model_names, layer_names, mtp_names = _MODEL, _LAYER, _MTP
     if config.v4 is not None:
-        of_model, of_layer, of_mtp = _MODEL | v4_tensors.MODEL, _LAYER | v4_tensors.LAYER, _MTP | v4_tensors.MTP
-    if path in of_model:
-        return _Source((of_model[path],), None, matrix)
-    modules = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
-    layers = {f"{kind.stack}.": numbers for kind, numbers in stacks(config.layer_runs).items()}
-    for stack, numbers in (layers | {"mtp.layers.": modules}).items():
+        model_names, layer_names, mtp_names = (
+            _MODEL | v4_tensors.MODEL,
+            _LAYER | v4_tensors.LAYER,
+            _MTP | v4_tensors.MTP,
+        )
+    if path in model_names:
+        return _Source((model_names[path],), None, is_matrix)
+    mtp_layers = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
+    layers_by_stack = {f"{kind.stack}.": layers for kind, layers in stacks(config.layer_runs).items()}
+    for stack, layers in (layers_by_stack | {"mtp.layers.": mtp_layers}).items():
         if path.startswith(stack):
-            names = of_layer[path.removeprefix(stack)]
-            return _Source(tuple(f"model.layers.{{layer}}.{name}" for name in names), numbers, matrix)
-    return _Source((f"model.layers.{{layer}}.{of_mtp[path.removeprefix('mtp.')]}",), modules, matrix)
+            names = layer_names[path.removeprefix(stack)]
+            return _Source(tuple(f"model.layers.{{layer}}.{name}" for name in names), layers, is_matrix)
+    return _Source((f"model.layers.{{layer}}.{mtp_names[path.removeprefix('mtp.')]}",), mtp_layers, is_matrix)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dsjax.checkpoint.names import TensorNames
 
 
-_OUTPUT = ("self_attn.o_proj.weight", "self_attn.o_b_proj.weight")
+_OUTPUT_PROJECTIONS = ("self_attn.o_proj.weight", "self_attn.o_b_proj.weight")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Checkpoint:
     @property
     def natural_weights(self) -> Weights:
         """Default weight format: ``f32`` if the checkpoint's matrices are float32, else ``bf16``."""
-        dtypes = {spec.dtype.name for name, spec in self.specs.items() if name.endswith(_OUTPUT)}
+        dtypes = {spec.dtype.name for name, spec in self.specs.items() if name.endswith(_OUTPUT_PROJECTIONS)}
         return "f32" if dtypes == {"float32"} else "bf16"
 
     @property
@@ -68,7 +68,7 @@ class Checkpoint:
             return "f32"
         return self.natural_weights
 
-    def as_wanted(self, names: TensorNames) -> Checkpoint:
+    def in_format_of(self, names: TensorNames) -> Checkpoint:
         """Return the checkpoint with its tensors in the format of ``names``'s model, packed or not; itself if they already are."""
         found = Found(self.tensors, self.specs, self.problems, self.unreadable)
         wanted = as_wanted(names, found)
@@ -81,7 +81,7 @@ class Checkpoint:
         return dtypes == {"bfloat16"}
 
 
-def written(names: TensorNames, path: str, name: str, spec: TensorSpec) -> dict[str, tuple[TensorSpec, Make]]:
+def tensors_to_write(names: TensorNames, path: str, name: str, spec: TensorSpec) -> dict[str, tuple[TensorSpec, Make]]:
     """Return the tensors to write for one piece of a parameter (in most formats ``name`` alone), and how to make each from the piece."""
     if names.parameters[path].packed == 1:
         return {name: (spec, lambda read: read())}
@@ -97,14 +97,14 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise CheckpointError(directory, ["is no directory" if directory.exists() else "does not exist"])
+        raise CheckpointError(directory, ["is not a directory" if directory.exists() else "does not exist"])
     check_pulled(directory)
     if not (directory / "config.json").is_file():
-        raise CheckpointError(directory, [f"has no config.json; {_LOOKED_FOR}"])
+        raise CheckpointError(directory, [f"has no config.json; {_EXPECTED_FILES}"])
     if (directory / MANIFEST_NAME).exists():
         return _open_orbax(directory)
     if not any(directory.glob("*.safetensors")) and not (directory / INDEX_NAME).exists():
-        raise CheckpointError(directory, [f"has a config.json but no weights; {_LOOKED_FOR}"])
+        raise CheckpointError(directory, [f"has a config.json but no weights; {_EXPECTED_FILES}"])
     return _open_hf(directory)
 
 
@@ -127,8 +127,8 @@ def _open_hf(directory: Path) -> Checkpoint:
     if vision:
         parts = sorted({name.split(".")[0] for name in vision})
         message = (
-            f"checkpoint {directory}: {len(vision)} tensors of its vision part ({', '.join(parts)}) are left out; dsjax serves the text "
-            "part alone, and refuses images"
+            f"checkpoint {directory}: {len(vision)} tensors of the vision part ({', '.join(parts)}) are ignored; dsjax serves only the "
+            "text part and rejects images"
         )
         warnings.warn(message, CheckpointWarning, stacklevel=3)
     config = settle_mtp(directory, config, [*tensors, *unreadable])
@@ -175,7 +175,7 @@ class _TextPart(Mapping[str, np.ndarray]):
         return len(self._names)
 
 
-_LOOKED_FOR = (
+_EXPECTED_FILES = (
     f"expected config.json with {SINGLE_NAME}, with shards and {INDEX_NAME}, or with {MANIFEST_NAME} and {PARAMS_NAME}/ "
     "(the Orbax form of `dsjax convert`)"
 )

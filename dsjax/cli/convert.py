@@ -14,25 +14,27 @@ from dsjax.errors import UserError
 
 def convert(
     source: Annotated[
-        str, typer.Argument(help="Directory of either form, bundled name, or Hugging Face repository id.")
+        str, typer.Argument(help="Checkpoint directory, name of a bundled model, or Hugging Face repository id.")
     ],
-    destination: Annotated[str, typer.Argument(help="Directory to write. It appears only when it is complete.")],
+    destination: Annotated[str, typer.Argument(help="Output directory, created once the checkpoint is complete.")],
     to: Annotated[
         Literal["orbax", "hf"] | None,
-        typer.Option(help="Form to write: our Orbax form, or Hugging Face safetensors. Default: the other one."),
+        typer.Option(help="Output format: Orbax or Hugging Face safetensors. Default: not the source's."),
     ] = None,
     weights: Annotated[
         Literal[("auto", *CONVERTED)],
         typer.Option(
-            help="How to keep matrices; auto keeps the source's, to the bit. Packed formats are for routed experts."
+            help="Format of weight matrices. auto: unchanged from the source. Packed formats apply to routed experts."
         ),
     ] = "auto",
-    max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file: 5GB, 500MB, …")] = "5GB",
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face repository.")] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(help="Maximum size of a safetensors file, such as 5GB or 500MB.")
+    ] = "5GB",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the Hugging Face repository.")] = None,
     overwrite: Annotated[
         bool, typer.Option(help="Replace the checkpoint at the destination once the new one is complete.")
     ] = False,
-    progress: Annotated[bool, typer.Option(help="Draw a progress bar.")] = True,
+    progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
 ) -> None:
     """Convert a checkpoint between Hugging Face and Orbax, or to another weight format."""
     max_shard_bytes = parse_bytes(max_shard_size)

@@ -22,7 +22,7 @@ from dsjax.versions import installed_version, mismatches
 from sharding.cores import available_cores, most_threads
 
 _STYLES = {"ok": "green", "note": "yellow", "trouble": "bold red"}
-_ROOM = 2 << 30
+_MIN_MEMORY_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,18 @@ def doctor(exact: ExactOptions, json_file: JsonFile = None) -> None:
         _compare_layouts(exact, json_file)
         return
     if exact != ExactOptions():
-        raise OptionError("--mesh, --model and the like say what --exact compares; give --exact too")
-    findings = list(look())
+        raise OptionError("--mesh, --model and other options of the comparison need --exact; give it too")
+    findings = list(run_checks())
     if json_file is not None:
-        write_json(json_file, [asdict(one) for one in findings])
+        write_json(json_file, [asdict(finding) for finding in findings])
     else:
         console = report_console()
-        for one in findings:
-            console.print(
-                Text.assemble((f"{one.state:<8}", _STYLES[one.state]), (f"{one.subject}: ", "bold"), one.found)
-            )
-            if one.advice:
-                console.print(Text("        → " + one.advice))
-    if any(one.state == "trouble" for one in findings):
+        for finding in findings:
+            state, subject = (f"{finding.state:<8}", _STYLES[finding.state]), (f"{finding.subject}: ", "bold")
+            console.print(Text.assemble(state, subject, finding.found))
+            if finding.advice:
+                console.print(Text("        → " + finding.advice))
+    if any(finding.state == "trouble" for finding in findings):
         raise typer.Exit(1)
 
 
@@ -69,19 +68,19 @@ def _compare_layouts(options: ExactOptions, json_file: str | None) -> None:
     if json_file is not None:
         write_json(json_file, rows)
     equal = [row for row in rows if row["verdict"] == "equal"]
-    left_out = sum(row["verdict"].startswith("left out") for row in rows)
+    num_refused = sum(row["verdict"].startswith("left out") for row in rows)
     console.print(
-        f"{len(equal)} of {len(rows) - left_out} equal to one device, {sum(row['exact'] for row in equal)} of them to the bit; "
-        f"{left_out} left out, because the engine refuses them",
+        f"{len(equal)} of {len(rows) - num_refused} equal to one device, {sum(row['exact'] for row in equal)} of them to the bit; "
+        f"{num_refused} left out, because the engine refuses them",
         highlight=False,
     )
-    if not 0 < len(equal) == len(rows) - left_out:
+    if not 0 < len(equal) == len(rows) - num_refused:
         raise typer.Exit(1)
 
 
-def look() -> Iterator[Finding]:
+def run_checks() -> Iterator[Finding]:
     """Yield every finding; checks run before those that depend on them. A check that fails with an exception is a finding too."""
-    for part in (
+    for check in (
         _versions,
         _settings,
         _devices,
@@ -94,9 +93,9 @@ def look() -> Iterator[Finding]:
         _native_kernels,
     ):
         try:
-            yield from part()
+            yield from check()
         except Exception as error:  # such as an import that a package's installed version does not have
-            subject = part.__name__.strip("_").replace("_", " ")
+            subject = check.__name__.strip("_").replace("_", " ")
             yield Finding(subject, "trouble", f"{type(error).__name__}: {' '.join(str(error).split())}", "see above")
 
 
@@ -105,15 +104,13 @@ def _versions() -> Iterator[Finding]:
     installed = {name: installed_version(name) for name in packages}
     shown = ", ".join(f"{name} {version}" for name, version in installed.items())
     wrong = mismatches()
-    for optional in (False, True):
-        these = [one for one in wrong if one.is_optional == optional]
-        if these:
-            told = ", ".join(f"{one.package} is {one.installed or 'not installed'}" for one in these)
-            advice = "pip install " + " ".join(f"'{one.wanted}'" for one in these) + ": other versions are not tested"
-            yield Finding(
-                "optional packages" if optional else "versions", "note" if optional else "trouble", told, advice
-            )
-    if any(not one.is_optional for one in wrong):
+    for subject, state, is_optional in (("versions", "trouble", False), ("optional packages", "note", True)):
+        packages = [package for package in wrong if package.is_optional == is_optional]
+        if packages:
+            found = ", ".join(f"{package.package} is {package.installed or 'not installed'}" for package in packages)
+            requirements = " ".join(f"'{package.wanted}'" for package in packages)
+            yield Finding(subject, state, found, f"pip install {requirements}: other versions are not tested")
+    if any(not package.is_optional for package in wrong):
         return
     if installed["jax"] != installed["jaxlib"]:
         advice = f"pip install jaxlib=={installed['jax']}: jax and jaxlib should be the same"
@@ -124,8 +121,8 @@ def _versions() -> Iterator[Finding]:
 
 def _settings() -> Iterator[Finding]:
     for name, why in (
-        ("JAX_ENABLE_X64", "dsjax computes in float32 and less, and refuses to start"),
-        ("JAX_DISABLE_JIT", "every operation would be started by itself"),
+        ("JAX_ENABLE_X64", "dsjax does not start with it"),
+        ("JAX_DISABLE_JIT", "every operation would run by itself, without compilation"),
     ):
         if os.environ.get(name, "").lower() in ("1", "true", "yes", "on"):
             yield Finding(name, "trouble", "is on", f"unset it: {why}")
@@ -154,7 +151,7 @@ def _devices() -> Iterator[Finding]:
         return
     drivers = [path for path in ("/dev/nvidia0", "/dev/accel0", "/dev/vfio/0") if Path(path).exists()]
     if drivers:
-        advice = f"{drivers[0]} is there, and JAX uses the processor: pip install 'jax[cuda13]' or 'jax[tpu]', and look at JAX_PLATFORMS"
+        advice = f"{drivers[0]} exists, but JAX uses the CPU: pip install 'jax[cuda13]' or 'jax[tpu]', and look at JAX_PLATFORMS"
         yield Finding("devices", "note", shown, advice)
     else:
         most, why = most_devices()
@@ -169,7 +166,7 @@ def _device_memory(devices: list) -> Iterator[Finding]:
             continue
         shown = f"{used / 1e9:.1f} of {limit / 1e9:.1f} GB in use"
         busy = used > 0.1 * limit
-        advice = "another process of this user holds memory here; `nvidia-smi` names it" if busy else ""
+        advice = "another process uses memory of this device; `nvidia-smi` lists it" if busy else ""
         yield Finding(f"memory of device {device.id}", "note" if busy else "ok", shown, advice)
 
 
@@ -178,11 +175,11 @@ def _interconnect() -> Finding:
 
     if shutil.which("nvidia-smi") is None:
         advice = "install the driver's tools to see the links between GPUs"
-        return Finding("interconnect", "note", "nvidia-smi is not here", advice)
+        return Finding("interconnect", "note", "nvidia-smi is not installed", advice)
     command = ["nvidia-smi", "topo", "-m"]
     if " NV" in subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout:
         return Finding("interconnect", "ok", "GPUs are joined by NVLink")
-    advice = "exchanges between ranks go through the host: expect them to bound the step; dsjax bench modules --only dispatch times them"
+    advice = "collectives go through the host and will probably dominate the step time; dsjax bench modules --only dispatch measures them"
     return Finding("interconnect", "note", "no NVLink between GPUs", advice)
 
 
@@ -193,7 +190,11 @@ def _memory() -> Iterator[Finding]:
     if free is None:
         yield Finding("host memory", "note", "unknown on this system", "make sure that the weights fit")
         return
-    advice = "the demo takes about 2 GB; end other processes, or raise the container's limit" if free < _ROOM else ""
+    advice = (
+        "the demo takes about 2 GB; end other processes, or raise the container's limit"
+        if free < _MIN_MEMORY_BYTES
+        else ""
+    )
     yield Finding("host memory", "trouble" if advice else "ok", f"{free / 1e9:.1f} GB available", advice)
 
 
@@ -205,7 +206,7 @@ def _cores() -> Iterator[Finding]:
             "cores",
             "note",
             shown,
-            "even one thread stands still for a part of each period; raise the container's limit",
+            "even one thread is paused in each period; raise the container's limit",
         )
     else:
         bound = f" of the machine's {machine}, by a quota or this process's affinity" if cores < machine else ""
@@ -215,28 +216,30 @@ def _cores() -> Iterator[Finding]:
 def _caches() -> Iterator[Finding]:
     from dsjax.engine.device.process import cache_folder, enable_compile_cache, why_unwritable
 
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         folder = enable_compile_cache()
-    told = "; ".join(str(one.message) for one in said)
-    if folder is None and not told:
+    text = "; ".join(str(warning.message) for warning in caught)
+    if folder is None and not text:
         yield Finding(
-            "compiled programs", "note", "are not kept, as JAX_ENABLE_COMPILATION_CACHE says", "each start compiles"
+            "compiled programs",
+            "note",
+            "not cached, because of JAX_ENABLE_COMPILATION_CACHE",
+            "each start compiles them again",
         )
-    elif told:
-        kept_in = cache_folder()
-        broken = folder is None or why_unwritable(kept_in) is not None
-        advice = "set JAX_COMPILATION_CACHE_DIR to a folder of this user's that can be written"
-        yield Finding("compiled programs", "trouble" if broken else "note", told, advice)
+    elif text:
+        is_broken = folder is None or why_unwritable(cache_folder()) is not None
+        advice = "set JAX_COMPILATION_CACHE_DIR to a writable folder of this user"
+        yield Finding("compiled programs", "trouble" if is_broken else "note", text, advice)
     else:
-        yield _room("compiled programs", folder, "set JAX_COMPILATION_CACHE_DIR to a disk with room")
+        yield _free_space("compiled programs", folder, "set JAX_COMPILATION_CACHE_DIR to a disk with room")
     home = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")).absolute()
-    there = next(path for path in (home, *home.parents) if path.exists())
-    if os.access(there, os.W_OK):
-        yield _room("downloaded models", home, "set HF_HOME to a disk with room: DeepSeek-V3 takes 690 GB")
+    existing = next(path for path in (home, *home.parents) if path.exists())
+    if os.access(existing, os.W_OK):
+        yield _free_space("downloaded models", home, "set HF_HOME to a disk with room: DeepSeek-V3 takes 690 GB")
     else:
-        advice = "set HF_HOME to a folder that can be written; a model that lies in a folder needs none"
-        yield Finding("downloaded models", "note", f"{there} cannot be written", advice)
+        advice = "set HF_HOME to a writable folder; models in local folders do not need it"
+        yield Finding("downloaded models", "note", f"{existing} is not writable", advice)
 
 
 def _temporary_folder() -> Iterator[Finding]:
@@ -246,9 +249,7 @@ def _temporary_folder() -> Iterator[Finding]:
         folder = tempfile.gettempdir()
         check_private_listener()
     except (OSError, UserError) as error:
-        yield Finding(
-            "temporary folder", "trouble", str(error), "set TMPDIR to a folder that can be written, with a short path"
-        )
+        yield Finding("temporary folder", "trouble", str(error), "set TMPDIR to a writable folder with a short path")
     else:
         yield Finding("temporary folder", "ok", folder)
 
@@ -265,10 +266,10 @@ def _open_files() -> Iterator[Finding]:
     )
 
 
-def _room(subject: str, folder: Path, advice: str) -> Finding:
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    state = "ok" if free > 5 * _ROOM else "note"
+def _free_space(subject: str, folder: Path, advice: str) -> Finding:
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    state = "ok" if free > 5 * _MIN_MEMORY_BYTES else "note"
     return Finding(subject, state, f"{folder}, {free / 1e9:.0f} GB free", "" if state == "ok" else advice)
 
 
@@ -278,7 +279,7 @@ def _compilers() -> Iterator[Finding]:
         ("TPU", ("libtpu",), "tpu"),
     ):
         if any(map(_is_installed, packages)):
-            shown = "is here: dsjax dryrun --target can use it, without such a device"
+            shown = "is installed: dsjax dryrun --target can use it without such a device"
             yield Finding(f"compiler for {name}s", "ok", shown)
         else:
             advice = f"pip install 'dsjax[{extra}]' for dsjax dryrun --target; nothing else needs it on this machine"
@@ -286,7 +287,7 @@ def _compilers() -> Iterator[Finding]:
     from dsjax.kernels.build import compiler
 
     if compiler() is None:
-        yield Finding("C++ compiler", "note", "is not here", "only kernels that are built on this machine need one")
+        yield Finding("C++ compiler", "note", "is not installed", "needed only to build native kernels on this machine")
 
 
 def _native_kernels() -> Iterator[Finding]:

@@ -18,32 +18,24 @@ from sharding import MeshSpec
 class DryRunOptions(Checked):
     """Options of a dry run in addition to the engine's."""
 
-    target: str = option("cpu", "cpu, a name of configs/hardware (h200, tpu-v5e, …), or a TOML file like those.")
-    expert_target: str | None = option(
-        None, "With --expert-mesh: what the experts' programs are compiled for; default: --target."
-    )
-    step: str = option("decode", "decode, prefill or mixed (both in one program).")
-    batch: int | None = option(None, "Rows of a DP rank; default: --max-num-seqs, or 32 decodes.")
-    context: int | None = option(
-        None, "Tokens that a row attends to; default: --max-model-len, or 4096, or the model's positions if fewer."
-    )
-    mla: str | None = option(None, "MLA form of this step: --mla-decode or --mla-prefill by another name.")
+    target: str = option("cpu", "Device to compile for: cpu, a name in configs/hardware (tpu-v5e, …), or a TOML file.")
+    expert_target: str | None = option(None, "With --expert-mesh: target of the expert programs. Default: --target.")
+    step: str = option("decode", "Step to compile: decode, prefill or mixed (both in one program).")
+    batch: int | None = option(None, "Number of requests per DP rank. Default: --max-num-seqs, or 32 for decode.")
+    context: int | None = option(None, "Context length. Default: --max-model-len, or 4096, at most the model's.")
+    mla: str | None = option(None, "MLA form of this step, in place of --mla-decode or --mla-prefill.")
     fit: bool = option(False, "Also find the largest batch, context and cache that fit, by compiling.", switch=True)
-    cluster: str | None = option(
-        None, "Hosts and network: a name of configs/clusters or a file; default: the hardware's own."
-    )
-    timeline: Path | None = option(
-        None, "Predict the step's time; write a trace for ui.perfetto.dev (.json or .json.gz)."
-    )
-    timeline_picture: Path | None = option(None, "Draw it too: .png, .svg or .pdf; default: next to the trace.")
+    cluster: str | None = option(None, "Name in configs/clusters, or a file. Default: as the hardware file assumes.")
+    timeline: Path | None = option(None, "Predict the step time; write a trace for ui.perfetto.dev (.json, .json.gz).")
+    timeline_picture: Path | None = option(None, "Plot of the timeline: .png, .svg, .pdf. Default: next to the trace.")
     reductions: bool = option(
         False,
-        "List every sum whose order of additions could depend on the layout or the batch; fail if one is not explained.",
+        "List every sum whose order of additions may depend on the layout or the batch; fail on an unexplained one.",
         switch=True,
     )
     against: list[str] | None = option(
         None,
-        "With --reductions: compile the step otherwise too and compare. batch=1, mesh=dp=4,tp=8, step=prefill; several may be given.",
+        "With --reductions: also compile a variant and compare: batch=1, mesh=dp=4,tp=8 or step=prefill. Repeatable.",
     )
     json_file: str | None = option(None, "Write JSON to this file instead; - for standard output.", flag="--json")
 

@@ -64,23 +64,21 @@ def parse_slice(text: str) -> slice:
 class ExactOptions(Checked):
     """With --exact."""
 
-    exact: bool = option(False, "Compare layouts with one device instead; takes minutes.", switch=True)
-    model: str = option("demo", "Bundled name, directory or repository.")
-    mesh: list[str] | None = option(None, "These meshes only; ATTENTION+EXPERTS are two. Several may be given.")
-    dispatch: list[str] | None = option(None, f"These only: auto, {', '.join(DISPATCHES)}. Several may be given.")
+    exact: bool = option(False, "Compare mesh layouts with one device. Takes minutes.", switch=True)
+    model: str = option("demo", "Name of a bundled model, Hugging Face repository id, or checkpoint path.")
+    mesh: list[str] | None = option(None, "Only this mesh, or ATTENTION+EXPERTS for AFD. Can be repeated.")
+    dispatch: list[str] | None = option(None, f"Only this method: auto, {', '.join(DISPATCHES)}. Can be repeated.")
     mla: list[str] | None = option(
-        None, "These PREFILL/DECODE only, such as CC/A_CC_ME; own: the model's own. Several may be given."
+        None, "Only these MLA forms, such as CC/A_CC_ME (prefill/decode), or own for the default. Can be repeated."
     )
     vary: list[str] | None = option(
-        None, f"Each run also with this option: {', '.join(VARIED)}. Several may be given, which are combined."
+        None, f"Repeat each run with this option: {', '.join(VARIED)}. Can be repeated for all combinations."
     )
-    slice: str = option(
-        "1/1", "K/N: each N-th run from the K-th on; an N that 2, 3 and 5 do not divide meets all alike."
-    )
-    weights: str = option("auto", "As of dsjax serve, of one device too.")
-    kv_cache_dtype: str = option("auto", "As of dsjax serve, of one device too.")
-    activation_scheme: str = option("auto", "As of dsjax serve, of one device too.")
-    kernels: str = option("auto", "As of dsjax serve; one device's native kernels are held to the plain forms.")
+    slice: str = option("1/1", "K/N: every N-th run from the K-th. An N without factors 2, 3 and 5 covers all options.")
+    weights: str = option("auto", "As in dsjax serve, for all layouts.")
+    kv_cache_dtype: str = option("auto", "As in dsjax serve, for all layouts.")
+    activation_scheme: str = option("auto", "As in dsjax serve, for all layouts.")
+    kernels: str = option("auto", "As in dsjax serve. Native kernels are also compared with plain ones.")
 
     @property
     def runs(self) -> list[tuple[str, str, tuple[str, str], tuple[str, ...]]]:

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 @engine_options
 def generate(
     args: EngineArgs,
-    prompt: Annotated[list[str], typer.Option(help="Text to continue; several may be given. - reads standard input.")],
-    chat: Annotated[bool, typer.Option(help="Take each prompt as a user's message, in the model's template.")] = False,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to make for each prompt.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Keep the most probable tokens that reach this sum.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep so many most probable tokens; 0 keeps all.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; several may be given.")] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Continue past the end-of-sequence token.")] = False,
+    prompt: Annotated[list[str], typer.Option(help="Prompt text; - reads standard input. Can be repeated.")],
+    chat: Annotated[bool, typer.Option(help="Apply the chat template to each prompt.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per prompt.")] = 128,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature. 0: greedy decoding.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Cumulative probability for nucleus sampling.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the top k tokens. 0: from all.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string. Can be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Ignore the end-of-sequence token.")] = False,
 ) -> None:
     """Generate text from prompts and stream it to the terminal. Exit status 1: a prompt was not finished."""
     if args.is_side:
@@ -47,7 +47,7 @@ def generate(
         output_kind=OutputKind.DELTA,
     )
     if prompt.count("-") > 1:
-        raise UserError("--prompt - is given several times, and standard input can be read once; give it once")
+        raise UserError("--prompt - is given several times, but standard input can be read only once")
     prompts = [_standard_input() if text == "-" else text for text in prompt]
     from dsjax.llm import LLM
 
@@ -69,12 +69,12 @@ def _standard_input() -> str:
         UserError: standard input is closed or is not UTF-8.
     """
     if sys.stdin is None:
-        raise UserError("--prompt - reads standard input, which is closed; give it text, or the text as --prompt")
+        raise UserError("--prompt - reads standard input, which is closed; give the text as --prompt")
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"--prompt - has read bytes that are no UTF-8 text, the first of them at place {error.start}; convert the text to UTF-8"
+            f"--prompt - found invalid UTF-8 at byte {error.start} of standard input; convert the text to UTF-8"
         ) from error
 
 
@@ -91,35 +91,35 @@ def write_continuations(
     """
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), _chat_prompt(engine, prompt) if chat else prompt, params)
-    shown, failures = -1, {}
-    for index, text in _in_order(engine, len(prompts), failures):
-        if index != shown:
-            out.write(("\n\n" if shown >= 0 else "") + ("" if chat else prompts[index]))
-            shown = index
+    current, failures = -1, {}
+    for index, text in _stream_in_order(engine, len(prompts), failures):
+        if index != current:
+            out.write(("\n\n" if current >= 0 else "") + ("" if chat else prompts[index]))
+            current = index
         out.write(text)
         out.flush()
     out.write("\n")
     return failures
 
 
-def _in_order(engine: LLMEngine, count: int, failures: dict[int, str]) -> Iterator[tuple[int, str]]:
+def _stream_in_order(engine: LLMEngine, count: int, failures: dict[int, str]) -> Iterator[tuple[int, str]]:
     """Stream (prompt index, text) in prompt order: prompt 0 as it grows, then prompt 1's buffered text and its further pieces, and so on.
 
     Records in `failures` why a prompt ended early.
     """
-    waiting: list[list[str]] = [[] for _ in range(count)]
+    buffered: list[list[str]] = [[] for _ in range(count)]
     finished = [False] * count
     current = 0
     while current < count:
         for output in engine.step():
             index = int(output.request_id)
-            waiting[index].append(output.outputs[0].text)
+            buffered[index].append(output.outputs[0].text)
             finished[index] = output.finished
             if output.outputs[0].finish_reason == "error":
                 failures[index] = str(output.outputs[0].stop_reason)
         while current < count:
-            pieces, waiting[current] = "".join(waiting[current]), []
-            yield current, pieces
+            text, buffered[current] = "".join(buffered[current]), []
+            yield current, text
             if not finished[current]:
                 break
             current += 1
@@ -129,5 +129,5 @@ def _chat_prompt(engine: LLMEngine, text: str) -> EncodedPrompt:
     from dsjax.serve.chat_prompt import conversation_prompt
 
     if engine.tokenizer is None or engine.tokenizer.chat_template is None:
-        raise UserError("--chat: this model has no chat template; leave it out")
+        raise UserError("--chat: this model has no chat template; remove the option")
     return conversation_prompt(engine.tokenizer, messages=[{"role": "user", "content": text}])

@@ -32,13 +32,19 @@ class _Given:
     words: list[str] = field(default_factory=list)
 
     @property
-    def turn(self) -> int:
+    def is_composed(self) -> bool:
+        """Whether the option sets a part of another option's value."""
+        return self.row is not None and self.row.value in _COMPOSED
+
+    @property
+    def order(self) -> int:
         """Order of translation: later translations read the results of earlier ones."""
-        kind = self.row.value if self.row else ""
-        return 1 if kind in _COMPOSED else 2 if kind in _SIZED else 0
+        if self.is_composed:
+            return 1
+        return 2 if self.row is not None and self.row.value in _SIZED else 0
 
 
-def our_words(words: Sequence[str], options: Mapping[str, Any], context: Any) -> list[str]:
+def translate_words(words: Sequence[str], options: Mapping[str, Any], context: Any) -> list[str]:
     """Replace other engines' option names with dsjax's, and set the context's defaults from `--config`.
 
     The last value given for an option wins; options that set part of a value, such as `--tp`, are combined.
@@ -50,54 +56,64 @@ def our_words(words: Sequence[str], options: Mapping[str, Any], context: Any) ->
         UserError: a value has no counterpart in dsjax, or the file cannot be used.
     """
     end = words.index("--") if "--" in words else len(words)
-    typed = []
-    rest = iter(words[:end])
-    for word in rest:
+    typed = _parse(words[:end], options)
+    path = next((given.value for given in reversed(typed) if given.ours == "--config" and given.value), None)
+    from_file = [] if path is None else _read(path, options)
+    values = {name: str(option.default) for name, option in options.items() if option.default is not None}
+    for given in sorted(
+        [*from_file, *typed], key=lambda given: given.order
+    ):  # stable, so the file's options come first
+        _translate(given, options[given.ours] if given.key else None, values, path)
+    if from_file:
+        context.default_map = {}
+        for given in from_file:
+            _set_default(given, options[given.ours], context, path)
+    # The last occurrence of an option whose parts are set one by one has the combined value.
+    composed = {given.ours: given.words for given in typed if given.is_composed}
+    others = (given.words for given in typed if not given.is_composed)
+    return [*itertools.chain(*others, *composed.values()), *words[end:]]
+
+
+def _parse(words: Sequence[str], options: Mapping[str, Any]) -> list[_Given]:
+    """Parse the words of a command line into options and other words, with other engines' names replaced."""
+    parsed = []
+    remaining = iter(words)
+    for word in remaining:
         name, sign, text = word.partition("=")
         row = accepted(name, options)
         option = options.get(row.ours if row else name)
         takes_value = option is not None and option.param_type_name == "option" and not option.is_flag
-        behind = list(itertools.islice(rest, 1)) if takes_value and not sign else []
+        next_word = list(itertools.islice(remaining, 1)) if takes_value and not sign else []
         if row is not None and not takes_value and not sign:
-            typed.append(_Given(None, row.ours, "", words=[row.ours]))
+            parsed.append(_Given(None, row.ours, "", words=[row.ours]))
         elif takes_value:
-            typed.append(_Given(row, row.ours if row else name, (behind or [text])[0], words=[word, *behind]))
+            parsed.append(_Given(row, row.ours if row else name, (next_word or [text])[0], words=[word, *next_word]))
         else:
-            typed.append(_Given(None, word, "", words=[word]))
-    path = next((one.value for one in reversed(typed) if one.ours == "--config" and one.value), None)
-    file = [] if path is None else _read(path, options)
-    given = {name: str(one.default) for name, one in options.items() if one.default is not None}
-    for one in sorted([*file, *typed], key=lambda one: one.turn):  # the file's options first, in the given order
-        _translate(one, options[one.ours] if one.key else None, given, path)
-    if file:
-        context.default_map = {}
-        for one in file:
-            _enter(one, options[one.ours], context, path)
-    last = {one.ours: one.words for one in typed if one.turn == 1}
-    return [*itertools.chain(*(one.words for one in typed if one.turn != 1), *last.values()), *words[end:]]
+            parsed.append(_Given(None, word, "", words=[word]))
+    return parsed
 
 
-def _translate(one: _Given, option: Any, given: dict[str, str], path: str | None) -> None:
-    """Translate another engine's value and record it. option: the option of a key in the file at `path`."""
-    if one.row is not None and not (one.key and option.is_flag):
+def _translate(given: _Given, option: Any, values: dict[str, str], path: str | None) -> None:
+    """Translate another engine's value, and record it in `values`. option: the option of a key in the file at `path`."""
+    if given.row is not None and not (given.key and option.is_flag):
         try:
-            one.value = translate(one.row, _text(one.value) if one.key else one.value, given)
+            given.value = translate(given.row, _text(given.value) if given.key else given.value, values)
         except ValueError as error:
-            if not one.key:
+            if not given.key:
                 raise
-            raise UserError(f"--config {path}: {one.key}: {error}") from error
-        one.words = [one.ours, one.value]
-    elif isinstance(one.value, str | int | float) and one.value != "":
-        given[one.ours] = str(one.value)
+            raise UserError(f"--config {path}: {given.key}: {error}") from error
+        given.words = [given.ours, given.value]
+    elif isinstance(given.value, str | int | float) and given.value != "":
+        values[given.ours] = str(given.value)
 
 
-def _enter(one: _Given, option: Any, context: Any, path: str | None) -> None:
+def _set_default(given: _Given, option: Any, context: Any, path: str | None) -> None:
     """Set a default of the command from a key of the file."""
     try:
-        value = _value(option, one.value, one.ours in option.secondary_opts)
+        value = _value(option, given.value, given.ours in option.secondary_opts)
         option.process_value(context, value)
     except (ValueError, typer.BadParameter) as error:
-        raise UserError(f"--config {path}: {one.key}: {getattr(error, 'message', error)}") from error
+        raise UserError(f"--config {path}: {given.key}: {getattr(error, 'message', error)}") from error
     context.default_map[option.name] = value
 
 
@@ -115,12 +131,12 @@ def _read(path: str, options: Mapping[str, Any]) -> list[_Given]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--config {path} cannot be read: {why_unreadable(error)}") from error
     except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"--config {path} is no YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from error
     if content is None:
         return []
     if not isinstance(content, dict):
         raise UserError(f"--config {path} has a {type(content).__name__}; expected lines such as max-num-seqs: 64")
-    found: dict[str, _Given] = {}
+    by_option: dict[str, _Given] = {}
     for key, value in content.items():
         name = "--" + str(key).replace("_", "-")
         row = accepted(name, options)
@@ -128,12 +144,12 @@ def _read(path: str, options: Mapping[str, Any]) -> list[_Given]:
         option = options.get(ours)
         if option is None or ours in ("--config", "--help", "--help-all"):
             why = "; ".join(advice([name], options)) or "--help-all lists them"
-            raise UserError(f"--config {path}: {key} is no option of this command; {why}")
-        one = _Given(row, ours, _as_written(value, texts.get(str(key), value)), key=str(key))
-        other = found.setdefault(option.name if one.turn != 1 else name, one)
-        if other is not one:
-            raise UserError(f"--config {path}: {other.key} and {key} are one option; leave one of them out")
-    return list(found.values())
+            raise UserError(f"--config {path}: {key} is not an option of this command; {why}")
+        given = _Given(row, ours, _as_written(value, texts.get(str(key), value)), key=str(key))
+        other = by_option.setdefault(name if given.is_composed else option.name, given)
+        if other is not given:
+            raise UserError(f"--config {path}: {other.key} and {key} are the same option; remove one")
+    return list(by_option.values())
 
 
 def _as_written(value: Any, text: Any) -> Any:
@@ -152,11 +168,11 @@ def _value(option: Any, value: Any, negated: bool) -> Any:
     if option.metavar == "JSON" and isinstance(value, dict | list):
         return json.dumps(value, default=str)
     if option.multiple:
-        return [_text(one) for one in (value if isinstance(value, list) else [value])]
+        return [_text(item) for item in (value if isinstance(value, list) else [value])]
     return _text(value)
 
 
 def _text(value: Any) -> str:
     if value is None or isinstance(value, bool | list | dict):
-        raise ValueError(f"found {json.dumps(value, default=str)}, expected a text or a number")
+        raise ValueError(f"found {json.dumps(value, default=str)}, expected a string or a number")
     return str(value)

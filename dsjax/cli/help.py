@@ -20,7 +20,7 @@ PLAIN: dict[str, Any] = {
 
 ALL = "dsjax.all"
 """Key of a context's `meta`: whether help shows advanced options and other engines' option names."""
-_FIRST = ("Arguments", "Options")
+_FIRST_PANELS = ("Arguments", "Options")
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """click's `UsageError`, which typer does not export. Later versions of typer vendor click, so it is not imported from click."""
 
@@ -37,21 +37,22 @@ class PanelledCommand(typer.core.TyperCommand):
         Raises:
             UsageError: the arguments are invalid.
         """
-        from dsjax.cli.given import our_words
+        from dsjax.cli.given import translate_words
         from dsjax.cli.other_engines import advice, unread_variables
 
-        known = {name: one for one in self.get_params(ctx) for name in (*one.opts, *one.secondary_opts)}
-        typed = our_words(args, known, ctx)
+        parameters = self.get_params(ctx)
+        options = {name: option for option in parameters for name in (*option.opts, *option.secondary_opts)}
+        words = translate_words(args, options, ctx)
         try:
-            rest = super().parse_args(ctx, list(typed))
+            rest = super().parse_args(ctx, list(words))
         except _UsageError as error:
-            lines = advice(typed, known)
-            if "unexpected extra argument" in error.message and "--model" in known:
-                lines.append("a model is given as --model MODEL")
+            lines = advice(words, options)
+            if "unexpected extra argument" in error.message and "--model" in options:
+                lines.append("give the model as --model MODEL")
             if not lines:
                 raise
             raise _UsageError("\n".join([error.format_message(), *lines]), ctx) from None
-        for line in unread_variables(typed, known, os.environ):
+        for line in unread_variables(words, options, os.environ):
             typer.echo(f"warning: {line}", err=True)
         return rest
 
@@ -61,24 +62,26 @@ class PanelledCommand(typer.core.TyperCommand):
 
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
-            is_option, text_after = parameter.param_type_name == "option", ""
-            everything = is_option and ctx.meta.get(ALL)
-            if everything:
+            is_option, suffix = parameter.param_type_name == "option", ""
+            shows_all = is_option and ctx.meta.get(ALL)
+            if shows_all:
                 parameter.hidden = False
                 names = (*parameter.opts, *parameter.secondary_opts)
-                others = [row.option for row in rows().values() if row.verdict == "accepted" and row.ours in names]
-                text_after = f"  [also: {', '.join(others)}]" if others else ""
+                aliases = [row.option for row in rows().values() if row.verdict == "accepted" and row.ours in names]
+                suffix = f"  [also: {', '.join(aliases)}]" if aliases else ""
             record = parameter.get_help_record(ctx)
             if record is None:
                 continue
             default_title = "Options" if is_option else "Arguments"
             title = getattr(parameter, "rich_help_panel", None) or default_title
-            if parameter.default is False and parameter.secondary_opts and not everything:
+            if parameter.default is False and parameter.secondary_opts and not shows_all:
                 record = (parameter.opts[0], record[1])  # its `--no-` form is the default
-            names = re.sub(r"<list\[(\w+)\]>", r"<\1>", record[0])  # the help says that several may be given
+            names = re.sub(r"<list\[(\w+)\]>", r"<\1>", record[0])  # the help text says that the option can be repeated
             text = re.sub(r"\[default: \((.*)\)\]", r"[default: \1]", record[1])  # so typer shows a default in words
-            sections.setdefault(title, []).append((names, text + text_after))
-        for title in sorted(sections, key=lambda title: _FIRST.index(title) if title in _FIRST else len(_FIRST)):
+            sections.setdefault(title, []).append((names, text + suffix))
+        for title in sorted(
+            sections, key=lambda title: _FIRST_PANELS.index(title) if title in _FIRST_PANELS else len(_FIRST_PANELS)
+        ):
             with formatter.section(title):
                 formatter.write_dl(sections[title])
 
@@ -90,4 +93,4 @@ class Commands(typer.core.TyperGroup):
         """Write the section."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
-            formatter.write_dl([(name, (one.help or "").partition("\n\n")[0]) for name, one in commands])
+            formatter.write_dl([(name, (command.help or "").partition("\n\n")[0]) for name, command in commands])

@@ -15,11 +15,11 @@ from dsjax.cli.output import JsonFile, report_console, write_json
 
 def info(
     model: Annotated[
-        str, typer.Option(help="Bundled name, a directory with config.json, or a Hugging Face repository id.")
+        str, typer.Option(help="Name of a bundled model, Hugging Face repository id, or model path.")
     ] = "demo",
-    mesh: Annotated[str, typer.Option(help="Devices as for serve; bytes are of one of them.")] = "dp=1",
-    redundant_experts: Annotated[int, typer.Option(help="Physical experts beside the logical ones.", min=0)] = 0,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face repository.")] = None,
+    mesh: Annotated[str, typer.Option(help="Parallelism sizes, as in dsjax serve.")] = "dp=1",
+    redundant_experts: Annotated[int, typer.Option(help="Redundant experts per layer.", min=0)] = 0,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the Hugging Face repository.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Describe a model: parameters by part and in total, bytes per device of a mesh, cache bytes per token, configuration."""

@@ -32,9 +32,9 @@ def show() -> None:
 
 @app.command("build", cls=PanelledCommand)
 def build(
-    output: Annotated[Path, typer.Option(help="Folder to write to; give it to serve as --kernel-cache.")],
+    output: Annotated[Path, typer.Option(help="Output directory, for --kernel-cache of dsjax serve.")],
     march: Annotated[
-        str, typer.Option(help="Processor, as the compiler names it: native, x86-64-v3, x86-64-v4, znver4, …")
+        str, typer.Option(help="Target CPU, as the compiler names it: native, x86-64-v3, x86-64-v4, znver4, …")
     ] = "native",
 ) -> None:
     """Build the native kernels with this machine's compiler, for this processor or another one of the same architecture."""

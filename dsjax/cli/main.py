@@ -76,7 +76,7 @@ def dsjax(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", help="Print the versions of dsjax and JAX, then end.", callback=_print_version, is_eager=True
+            "--version", help="Print the versions of dsjax and JAX, and exit.", callback=_print_version, is_eager=True
         ),
     ] = False,
 ) -> None:

@@ -14,21 +14,21 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.options import flag_of
 
 
-def _show_all(context: typer.Context, wanted: bool) -> None:
-    if wanted:
+def _show_all(context: typer.Context, is_given: bool) -> None:
+    if is_given:
         context.meta[ALL] = True
         typer.echo(context.get_help())
         raise typer.Exit
 
 
-def _of_engines(
+def _engine_command(
     help_all: Annotated[
         bool,
         typer.Option(
-            "--help-all", help="Show all options, and other engines' names.", callback=_show_all, is_eager=True
+            "--help-all", help="Show all options and other engines' names.", callback=_show_all, is_eager=True
         ),
     ] = False,
-    config: Annotated[Path | None, typer.Option(help="YAML file of options; the command line wins.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with defaults for the other options.")] = None,
 ) -> None:
     """Declare the options that every command with engine options has. Their effects happen before the command runs."""
 
@@ -59,16 +59,16 @@ def options_of(
             and ("choices" in field.metadata or "classes" not in field.metadata)  # a class has no command-line form
         ]
         if EngineArgs in kinds.values():
-            before = inspect.signature(_of_engines, eval_str=True).parameters
-            options += [one.replace(kind=one.KEYWORD_ONLY) for one in before.values()]
+            shared = inspect.signature(_engine_command, eval_str=True).parameters.values()
+            options += [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in shared]
 
         @functools.wraps(command)
-        def with_options(**given: Any) -> None:
-            made = {
-                name: kind(**{f.name: given.pop(f.name) for f in dataclasses.fields(kind) if f.name in given})
-                for name, kind in kinds.items()
-            }
-            command(**made, **{name: value for name, value in given.items() if name in signature.parameters})
+        def with_options(**values: Any) -> None:
+            arguments = {name: value for name, value in values.items() if name in signature.parameters}
+            for name, kind in kinds.items():
+                names = [field.name for field in dataclasses.fields(kind) if field.name in values]
+                arguments[name] = kind(**{name: values[name] for name in names})
+            command(**arguments)
 
         with_options.__signature__ = inspect.Signature([*options, *others])
         with_options.__annotations__ = {p.name: p.annotation for p in (*options, *others)}
@@ -82,22 +82,22 @@ engine_options = options_of(args=EngineArgs)
 
 
 def _parameter(field: dataclasses.Field, hint: Any, panel: str | None) -> inspect.Parameter:
-    facts, flag = field.metadata, flag_of(field)
-    metavar = facts.get("metavar")
+    metadata, flag = field.metadata, flag_of(field)
+    metavar = metadata.get("metavar")
     if dict[str, Any] in get_args(hint):  # a dictionary in Python, JSON on the command line
         hint, metavar = str | None, "JSON"
-    names = [f"{flag}/--no-{flag[2:]}" if hint is bool and not facts.get("switch") else flag]
+    names = [f"{flag}/--no-{flag[2:]}" if hint is bool and not metadata.get("switch") else flag]
     option = typer.Option(
         *names,
-        *([facts["alias"]] if facts.get("alias") else []),
-        help=facts["help"] + (f" ({', '.join(facts['choices'])})" if facts.get("choices") else ""),
-        envvar=facts.get("envvar"),
+        *([metadata["alias"]] if metadata.get("alias") else []),
+        help=metadata["help"] + (f" ({', '.join(metadata['choices'])})" if metadata.get("choices") else ""),
+        envvar=metadata.get("envvar"),
         show_envvar=True,
-        min=facts.get("min"),
-        show_default=facts.get("show_default", "on" if field.default is True else field.default is not False),
-        hidden=facts.get("advanced", False),
+        min=metadata.get("min"),
+        show_default=metadata.get("show_default", "on" if field.default is True else field.default is not False),
+        hidden=metadata.get("advanced", False),
         metavar=metavar,
-        rich_help_panel=facts.get("group") or panel,
+        rich_help_panel=metadata.get("group") or panel,
     )
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[hint, option]

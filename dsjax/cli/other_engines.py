@@ -46,25 +46,25 @@ def rows() -> dict[str, Row]:
     return {row["option"]: Row(**row) for row in csv.DictReader(text.splitlines())}
 
 
-def _axis(name: str) -> Translation:
+def _set_axis(name: str) -> Translation:
     """Return a translation that sets one axis of `--mesh` and keeps the others."""
 
-    def value(text: str, given: Mapping[str, str]) -> str:
+    def set_axis(text: str, given: Mapping[str, str]) -> str:
         mesh, size = given.get("--mesh", name + "=1").replace(" ", ""), str(int(text))
         pairs = [pair.partition("=") for pair in mesh.split(",")]
-        axes = {axis: size for axis, _, size in pairs}
+        axes = {axis: axis_size for axis, _, axis_size in pairs}
         if len(axes) < len(pairs) or not all(axes.values()):
             return mesh  # invalid; parsing --mesh reports it
-        return ",".join(f"{axis}={size}" for axis, size in (axes | {name: size}).items())
+        return ",".join(f"{axis}={axis_size}" for axis, axis_size in (axes | {name: size}).items())
 
-    return value
+    return set_axis
 
 
 def _coordinator(given: Mapping[str, str]) -> tuple[str, int]:
     return split_address(given.get("--coordinator-address", "127.0.0.1:8476"))
 
 
-def _page(given: Mapping[str, str]) -> int:
+def _page_size(given: Mapping[str, str]) -> int:
     """Return the tokens per page: as given, or the given model's default."""
     if "--page-size" in given:
         return int(given["--page-size"])
@@ -75,8 +75,8 @@ def _page(given: Mapping[str, str]) -> int:
 
 
 TRANSLATIONS: dict[str, Translation] = {
-    **{axis: _axis(axis) for axis in ("dp", "ep", "pp", "tp")},
-    "pages": lambda text, given: str(int(text) * _page(given)),
+    **{axis: _set_axis(axis) for axis in ("dp", "ep", "pp", "tp")},
+    "pages": lambda text, given: str(int(text) * _page_size(given)),
     "GiB": lambda text, given: str(round(float(text) * 2**30)),
     "host": lambda text, given: join_address(text, _coordinator(given)[1]),
     "port": lambda text, given: join_address(_coordinator(given)[0], int(text)),
@@ -102,12 +102,12 @@ def translate(row: Row, text: str, given: dict[str, str]) -> str:
             given[row.ours] = dict(pair.split("=") for pair in row.value.split())[text.lower()]
         else:
             given[row.ours] = TRANSLATIONS[row.value](text, given) if row.value else text
-    except UserError:  # of the model whose page size is asked for
+    except UserError:  # the model whose page size is needed cannot be read
         raise
     except (KeyError, ValueError, OverflowError):
         note = f": {row.note}" if row.note else ""
         raise UserError(
-            f"{row.option} {text or 'without a value'} has no counterpart here; give {row.here}{note}"
+            f"{row.option} {text or 'without a value'} has no counterpart in dsjax; give {row.here}{note}"
         ) from None
     return given[row.ours]
 
@@ -135,7 +135,7 @@ def unread_variables(words: Sequence[str], known: Iterable[str], environment: Ma
     """
     typed, known = {word.partition("=")[0] for word in words}, set(known)
     return [
-        f"{row.option} is set, and not read here: give {row.ours}, or unset it"
+        f"{row.option} is set, but dsjax does not read it; give {row.ours}, or unset it"
         for row in rows().values()
         if row.verdict == "variable"
         and environment.get(row.option, "").strip().lower() not in ("", "0", "false")

@@ -81,7 +81,7 @@ def compare_layouts(
     layouts: Annotated[
         list[str],
         typer.Argument(
-            help="Two layouts or more: a mesh (dp=32), a prefill and a decode mesh ('tp=8|dp=24'), or a file of dsjax plan recipe.",
+            help="At least two layouts: a mesh (dp=32), a prefill and a decode mesh ('tp=8|dp=24'), or a file from dsjax plan recipe.",
             show_default=False,
         ),
     ],
@@ -163,8 +163,8 @@ def recipe(
     file: Annotated[
         Path,
         typer.Argument(
-            help="FILE.json; FILE.sh with the commands of --engine vllm, sglang or tensorrt-llm; FILE.yaml for NVIDIA Dynamo's operator; "
-            "or a folder with a kustomize overlay for Kubernetes."
+            help="Output: FILE.json; FILE.sh with commands for --engine vllm, sglang or tensorrt-llm; FILE.yaml for NVIDIA Dynamo's "
+            "operator; or a directory for a kustomize overlay."
         ),
     ],
 ) -> None:

@@ -24,9 +24,14 @@ if TYPE_CHECKING:
 
 
 def replay(
-    file: Annotated[str, typer.Argument(help="A recording (dsjax serve --record-steps FILE).")],
-    model: Annotated[str | None, typer.Option(help="The recorded checkpoint's name or directory here.")] = None,
-    warm_up: Annotated[bool, typer.Option(help="Compile all programs first; without, times include it.")] = True,
+    file: Annotated[str, typer.Argument(help="Recording made by dsjax serve --record-steps FILE.")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="Checkpoint on this machine, if its name or directory differs from the recorded one."),
+    ] = None,
+    warm_up: Annotated[
+        bool, typer.Option(help="Compile all programs first. Otherwise step times include compilation.")
+    ] = True,
     json_file: JsonFile = None,
 ) -> None:
     """Replay recorded engine steps in this process, and compare each token and each step's time with the recording.
@@ -46,11 +51,11 @@ def replay(
     executor.shutdown()
     console, header = report_console(stderr=json_file == "-"), record.header
     console.print(times_table(report))
-    here = jax.__version__, jax.devices()[0].platform, jax.devices()[0].device_kind
+    current = jax.__version__, jax.devices()[0].platform, jax.devices()[0].device_kind
     recorded = header.jax, header.platform, header.device_kind
-    if here != recorded:
+    if current != recorded:
         console.print(
-            f"Recorded with JAX {' '.join(recorded)}, replayed with {' '.join(here)}: rounding may change tokens."
+            f"Recorded with JAX {' '.join(recorded)}, replayed with {' '.join(current)}: rounding may change tokens."
         )
     if json_file:
         facts = {name: getattr(header, name) for name in header.__struct_fields__}
@@ -85,7 +90,7 @@ class Report:
     end: str | None = None
     times: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
-    def enter(self, command: Command, recorded: Collected, replayed: Collected) -> None:
+    def add(self, command: Command, recorded: Collected, replayed: Collected) -> None:
         """Compare a command's results and count them."""
         self.num_steps += 1
         for difference in _differences(command, recorded, replayed):
@@ -110,31 +115,34 @@ def compare(record: StepRecording, executor: Executor, kind_of: Callable[[Comman
     Raises:
         RecordError: the recording is damaged.
     """
-    report, began, ends = Report(), time.monotonic(), (0.0, 0.0)
-    waiting: dict[int, tuple[Launched, Any, float]] = {}
+    report, start = Report(), time.monotonic()
+    last_recorded_end = last_replayed_end = 0.0
+    in_flight: dict[int, tuple[Launched, Any, float]] = {}
     for frame in record:
         if isinstance(frame, Launched):
             if isinstance(frame.command, ConnectExperts):
                 continue  # which processes compute the experts changes no token
-            at = time.monotonic() - began
+            launched_at = time.monotonic() - start
             pending = executor.launch(frame.command)
             if isinstance(frame.command, Step | Score | Flush):
-                waiting[frame.number] = frame, pending, at
-        elif isinstance(frame, Collected) and frame.number in waiting:
-            launched, pending, at = waiting.pop(frame.number)
+                in_flight[frame.number] = frame, pending, launched_at
+        elif isinstance(frame, Collected) and frame.number in in_flight:
+            launched, pending, launched_at = in_flight.pop(frame.number)
             executor.wait(pending)
-            done = time.monotonic() - began
-            found = collected(frame.number, done, launched.command, executor.collect(pending))
+            done = time.monotonic() - start
+            replayed = collected(frame.number, done, launched.command, executor.collect(pending))
             if isinstance(launched.command, Step | Score):
-                report.enter(launched.command, frame, found)
-                pair = frame.done - max(launched.time, ends[0]), done - max(at, ends[1])
-                report.times.setdefault(kind_of(launched.command), []).append(pair)
-            ends = frame.done, done
+                report.add(launched.command, frame, replayed)
+                recorded_seconds = frame.done - max(launched.time, last_recorded_end)
+                replayed_seconds = done - max(launched_at, last_replayed_end)
+                times = report.times.setdefault(kind_of(launched.command), [])
+                times.append((recorded_seconds, replayed_seconds))
+            last_recorded_end, last_replayed_end = frame.done, done
         elif isinstance(frame, RecordingEnd):
             report.end = frame.reason
-    for _, pending, _ in waiting.values():
+    for _, pending, _ in in_flight.values():
         executor.collect(pending)
-    report.num_uncompared = len(waiting)
+    report.num_uncompared = len(in_flight)
     return report
 
 
@@ -167,8 +175,8 @@ def build_executor(record: StepRecording, model: str | None) -> Executor:
     found = fingerprint(directory)
     if found != header.fingerprint:
         raise RecordError(
-            f"{directory} is another checkpoint than the recorded one: its fingerprint is {found[:16]}…, expected "
-            f"{header.fingerprint[:16]}…; give the recorded checkpoint's directory with --model"
+            f"{directory} is not the recorded checkpoint: its fingerprint is {found[:16]}…, expected "
+            f"{header.fingerprint[:16]}…; give the recorded checkpoint with --model"
         )
     prepare_devices(args.mesh)
     from dsjax.engine.setup import loading
@@ -180,7 +188,7 @@ def build_executor(record: StepRecording, model: str | None) -> Executor:
     wrong = [f"{name} {limits.get(name)}, recorded {recorded.get(name)}" for name in names]
     if wrong:
         raise RecordError(
-            f"the executor has other limits here ({'; '.join(wrong)}): slots and pages would not be the recorded ones. "
+            f"the executor has different limits here ({'; '.join(wrong)}): slots and pages would not be the recorded ones. "
             "Where memory decided them, record with --cache-tokens"
         )
     return executor

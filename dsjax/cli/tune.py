@@ -20,11 +20,11 @@ _USED = """model mesh dtype weights activation_scheme kv_cache_dtype page_size m
 @options_of(only=_USED.split(), args=EngineArgs)
 def tune(
     args: EngineArgs,
-    output: Annotated[Path, typer.Option(help="File to write, and to go on with where it exists; give it to serve as --kernel-config.")],
-    tokens: Annotated[str, typer.Option(help="Tokens of a DP rank in a step, separated by commas.")] = "1,8,32,128,512,2048",
-    context: Annotated[int, typer.Option(help="Positions that attention's rows see.", min=1)] = 4096,
-    seconds: Annotated[float, typer.Option(help="How long each choice of sizes is timed.")] = 0.1,
-    progress: Annotated[bool, typer.Option(help="Show how far it is.")] = True,
+    output: Annotated[Path, typer.Option(help="File to write, or to resume if it exists. Pass it to dsjax serve as --kernel-config.")],
+    tokens: Annotated[str, typer.Option(help="Numbers of tokens of a DP rank in a step, separated by commas.")] = "1,8,32,128,512,2048",
+    context: Annotated[int, typer.Option(help="Context length of a request in the attention kernels.", min=1)] = 4096,
+    seconds: Annotated[float, typer.Option(help="Time to measure each choice of tile sizes, in seconds.")] = 0.1,
+    progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
 ) -> None:  # fmt: skip
     """Tune the tile sizes of a model's Pallas kernels (attention, matrix products) on this GPU, and write the fastest to a file.
 

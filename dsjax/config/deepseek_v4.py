@@ -21,11 +21,11 @@ KINDS = {
 """Kinds of attention → transformers' `layer_types`: sliding window only; window plus overlapping compressed entries chosen by an indexer;
 window plus all non-overlapping compressed entries."""
 RATES = (4, 128)
+INDEX_FORMAT = "fp4"
+"""Format to which DeepSeek's code rounds index queries and keys (`--index-scores`)."""
 REFUSED = {
     "mla_prefill": "it has no MLA",
     "mla_decode": "it has no MLA",
-    "index_scores": "its index keys are scored in the dtype of computation",
-    "kv_cache_dtype": "its cache cannot be FP8 yet",
 }
 """Engine options that V4 does not support, and why (`dsjax/engine/setup/combinations.py`)."""
 _LATER = ("dspark_", "engram_", "kv_source_layer", "index_source_layer", "candidate_", "text_config", "vision_config")

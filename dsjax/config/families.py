@@ -12,8 +12,8 @@ class Family:
     architecture: written into `config.json`. routers: the supported topk_method -> scoring_func pairs.
     sparse: an indexer selects what layers attend to: tokens (docs/sparse-attention.md) or compressed entries.
     index_interleave: the indexer rotates pairs (0, 1), (2, 3), …; otherwise (0, O/2), ….
-    only_interleaved: MLA rotates interleaved pairs regardless of `rope_interleave`.
-    lists_mlps: transformers' class reads only `mlp_layer_types` and ignores `first_k_dense_replace`.
+    always_interleaved: MLA rotates interleaved pairs regardless of `rope_interleave`.
+    requires_mlp_list: transformers' class reads only `mlp_layer_types` and ignores `first_k_dense_replace`.
     defaults: defaults of fields missing from `config.json` that differ from `ModelConfig`'s.
     """
 
@@ -21,11 +21,11 @@ class Family:
     routers: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"noaux_tc": "sigmoid"})
     sparse: bool = False
     index_interleave: bool = False
-    only_interleaved: bool = False
-    lists_mlps: bool = False
+    always_interleaved: bool = False
+    requires_mlp_list: bool = False
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def has(self, attention: Any) -> bool:
+    def matches(self, attention: Any) -> bool:
         """Return whether an `MlaConfig` describes the family's attention."""
         return (attention.indexer is not None) == self.sparse
 
@@ -34,25 +34,25 @@ FAMILIES = {
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
         routers={"greedy": "softmax", "group_limited_greedy": "softmax"},
-        only_interleaved=True,
+        always_interleaved=True,
         defaults={"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False},
     ),
     "deepseek_v3": Family(),
-    "deepseek_v32": Family("DeepseekV32ForCausalLM", sparse=True, only_interleaved=True),
+    "deepseek_v32": Family("DeepseekV32ForCausalLM", sparse=True, always_interleaved=True),
     "deepseek_v4": Family(
         "DeepseekV4ForCausalLM",
         routers={"noaux_tc": "sqrtsoftplus"},
         sparse=True,
         index_interleave=True,
-        only_interleaved=True,
+        always_interleaved=True,
         defaults={"scoring_func": "sqrtsoftplus"},
     ),
-    "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", lists_mlps=True, defaults={"first_k_dense_replace": 1}),
+    "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", requires_mlp_list=True, defaults={"first_k_dense_replace": 1}),
     "glm_moe_dsa": Family(
         "GlmMoeDsaForCausalLM",
         sparse=True,
         index_interleave=True,
-        only_interleaved=True,
+        always_interleaved=True,
         defaults={"first_k_dense_replace": 3},
     ),
     "kimi_k2": Family(),

@@ -13,7 +13,7 @@ from dsjax.config.quantization import read_quantization
 from dsjax.config.rope import read_rope
 from dsjax.errors import ConfigError
 
-_READ_APART = ("rope", "quantization", "torch_dtype", "eos_token_id", "router", "mla", "v4")
+_CONVERTED_FIELDS = ("rope", "quantization", "torch_dtype", "eos_token_id", "router", "mla", "v4")
 """Fields of `ModelConfig` that `config.json` spells differently, in several ways, or not at all."""
 _ALIASES = {
     "num_mtp_layers": "num_nextn_predict_layers",
@@ -22,12 +22,12 @@ _ALIASES = {
     "num_shared_experts": "n_shared_experts",
 }
 """Aliases of fields, from the `attribute_map` of the family's configurations in transformers."""
-_OF_MLA = tuple(field.name for field in dataclasses.fields(MlaConfig) if field.name != "indexer")
+_MLA_FIELDS = tuple(field.name for field in dataclasses.fields(MlaConfig) if field.name != "indexer")
 _REQUIRED_WITH_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
-_OF_THE_WHOLE = ("quantization_config", "torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id")
+_SHARED_KEYS = ("quantization_config", "torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id")
 """Keys that a model with a text part may put at the top level instead of in `text_config`."""
 # Read elsewhere in this file, or without any effect on inference.
-_KNOWN_OTHERS = (
+_OTHER_KEYS = (
     "rope_theta", "rope_scaling", "rope_parameters", "rope_interleave", "quantization_config", "torch_dtype", "dtype", "eos_token_id",
     "qk_head_dim", "q_head_dim", "head_dim", "num_key_value_heads", "indexer_rope_interleave", "_name_or_path",
     "architectures", "attention_dropout", "auto_map", "aux_loss_alpha", "chunk_size_feed_forward", "ep_size", "id2label",
@@ -42,7 +42,7 @@ _KNOWN_OTHERS = (
     "repetition_penalty", "return_dict_in_generate", "temperature", "top_k", "top_p", "typical_p",
 )  # fmt: skip
 # Keys that would change the arithmetic, each with the only value that does not.
-_NOT_BUILT = {
+_UNSUPPORTED = {
     "mlp_bias": False,
     "sliding_window": None,
     "partial_rotary_factor": 1,
@@ -53,18 +53,18 @@ _NOT_BUILT = {
     "index_topk_pattern": None,
     "index_share_for_mtp_iteration": False,
 }
-_OF_EVERY_LAYER = {"layer_types": "indexed_attention", "indexer_types": "full"}
+_SUPPORTED_LAYER_LISTS = {"layer_types": "indexed_attention", "indexer_types": "full"}
 """Lists of layer kinds in models with sparse attention, each with the only supported kind."""
 
 
-def _read_alike(config: Any) -> tuple[list[str], list[str]]:
+def _same_named_fields(config: Any) -> tuple[list[str], list[str]]:
     """Return the `ModelConfig` fields that `config.json` has under the same names: the required and the optional ones.
 
     A missing or null optional field has the dataclass's default.
     """
-    fields = [field for field in dataclasses.fields(config) if field.name not in _READ_APART]
-    must = [field.name for field in fields if field.default is dataclasses.MISSING]
-    return must, [field.name for field in fields if field.name not in must]
+    fields = [field for field in dataclasses.fields(config) if field.name not in _CONVERTED_FIELDS]
+    needed = [field.name for field in fields if field.default is dataclasses.MISSING]
+    return needed, [field.name for field in fields if field.name not in needed]
 
 
 def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -76,7 +76,7 @@ def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         return raw
     check_choice("model_type", raw.get("model_type"), WITH_TEXT_PART, " of a config.json with a `text_config`")
     text = {"model_type": "deepseek_v3", **check_mapping("text_config", raw["text_config"])}
-    text |= {key: raw[key] for key in _OF_THE_WHOLE if text.get(key) is None and raw.get(key) is not None}
+    text |= {key: raw[key] for key in _SHARED_KEYS if text.get(key) is None and raw.get(key) is not None}
     # The top level decides whether the head is tied, as in transformers.
     return text | {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
 
@@ -86,10 +86,10 @@ def read_fields(config: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     raw, v4 = without_aliases(raw), None
     if str(raw.get("model_type")).startswith("deepseek_v4"):
         raw, v4 = read_v4(raw)
-    must, optional = _read_alike(config)
+    needed, optional = _same_named_fields(config)
     family = FAMILIES[check_choice("model_type", required(raw, "model_type"), tuple(FAMILIES))]
-    fields = {name: value for name, value in family.defaults.items() if name not in _OF_MLA}
-    fields |= {name: required(raw, name) for name in must if name in raw or name not in fields}
+    fields = {name: value for name, value in family.defaults.items() if name not in _MLA_FIELDS}
+    fields |= {name: required(raw, name) for name in needed if name in raw or name not in fields}
     fields |= {name: raw[name] for name in optional if raw.get(name) is not None}
     if fields.get("n_routed_experts"):
         fields |= {name: required(raw, name) for name in _REQUIRED_WITH_EXPERTS}
@@ -110,31 +110,31 @@ def read_fields(config: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     if raw.get("mlp_layer_types") is not None:
         fields["first_k_dense_replace"] = _dense_layers(raw["mlp_layer_types"], fields["num_hidden_layers"])
     _check_derived(raw, fields)
-    _check_unbuilt(raw, {*must, *optional, *_OF_MLA, *INDEXER_KEYS}, family.sparse)
+    _check_unsupported(raw, {*needed, *optional, *_MLA_FIELDS, *INDEXER_KEYS}, family.sparse)
     return fields
 
 
 def _read_mla(raw: Mapping[str, Any], family: Family) -> MlaConfig:
     """Read MLA's sizes. `q_lora_rank` is required and may be null."""
-    given = {**family.defaults, **raw}
+    with_defaults = {**family.defaults, **raw}
     for name in INDEXER_KEYS:
         if not family.sparse and raw.get(name) is not None:
             only = f"{', '.join(SPARSE[:-1])} and {SPARSE[-1]}"
             raise reject(name, raw[name], f"none: only {only} models have sparse attention")
-    sizes = {name: required(given, name) for name in _OF_MLA}
+    sizes = {name: required(with_defaults, name) for name in _MLA_FIELDS}
     return MlaConfig(**sizes, indexer=IndexerConfig.read(raw) if family.sparse else None)
 
 
 def without_aliases(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Rename aliased fields to the names of `ModelConfig`. Raises `ConfigError` if both names have different values."""
-    named = {key: value for key, value in raw.items() if key not in _ALIASES}
+    renamed = {key: value for key, value in raw.items() if key not in _ALIASES}
     for alias, name in _ALIASES.items():
-        value, given = raw.get(alias), named.get(name)
-        if value is not None and given not in (None, value):
-            raise reject(alias, value, f"{given!r}, equal to {name}")
+        value, own_value = raw.get(alias), renamed.get(name)
+        if value is not None and own_value not in (None, value):
+            raise reject(alias, value, f"{own_value!r}, equal to {name}")
         if value is not None:
-            named[name] = value
-    return named
+            renamed[name] = value
+    return renamed
 
 
 def _read_dtype(raw: Mapping[str, Any]) -> Any:
@@ -183,15 +183,15 @@ def _dense_layers(kinds: Any, layers: int) -> int:
     return dense
 
 
-def _check_unbuilt(raw: Mapping[str, Any], fields: set[str], sparse: bool) -> None:
-    for key, harmless in _NOT_BUILT.items():
+def _check_unsupported(raw: Mapping[str, Any], fields: set[str], sparse: bool) -> None:
+    for key, harmless in _UNSUPPORTED.items():
         if key in raw and raw[key] is not None and raw[key] != harmless:
             raise ConfigError(f"config field `{key}`: found {raw[key]!r}; this architecture is not supported")
-    for key, kind in _OF_EVERY_LAYER.items():
+    for key, kind in _SUPPORTED_LAYER_LISTS.items():
         kinds = raw.get(key)
         if kinds is not None and (not sparse or any(found != kind for found in kinds)):
             raise ConfigError(f"config field `{key}`: found {kinds!r}; this architecture is not supported")
-    known = {*fields, *_KNOWN_OTHERS, *_NOT_BUILT, *_OF_EVERY_LAYER}
+    known = {*fields, *_OTHER_KEYS, *_UNSUPPORTED, *_SUPPORTED_LAYER_LISTS}
     unknown = sorted(str(key) for key, value in raw.items() if key not in known and value is not None)
     if unknown:
         warnings.warn(f"config.json has keys that are unknown here and are ignored: {', '.join(unknown)}", stacklevel=4)
@@ -200,21 +200,21 @@ def _check_unbuilt(raw: Mapping[str, Any], fields: set[str], sparse: bool) -> No
 def write_fields(config: Any) -> dict[str, Any]:
     """Return a `ModelConfig`'s `config.json` in the original spelling (`rope_scaling`, `torch_dtype`), or for V4 in transformers'."""
     written: dict[str, Any] = {"architectures": [config.family.architecture]}
-    must, optional = _read_alike(config)
-    written |= {name: getattr(config, name) for name in (*must, *optional)}
+    needed, optional = _same_named_fields(config)
+    written |= {name: getattr(config, name) for name in (*needed, *optional)}
     written["num_key_value_heads"] = config.num_attention_heads
     written["n_routed_experts"] = config.n_routed_experts or None
     written |= config.rope.to_dict()
     if config.v4 is not None:
         written = _write_v4(config, written)
     else:
-        written |= {name: getattr(config.mla, name) for name in _OF_MLA}
+        written |= {name: getattr(config.mla, name) for name in _MLA_FIELDS}
         if config.mla.indexer is not None:
             written |= config.mla.indexer.to_dict()
             del written["rope_interleave"]  # transformers' classes have no such field
         if config.family.index_interleave:
             written["indexer_rope_interleave"] = True
-    if config.family.lists_mlps:
+    if config.family.requires_mlp_list:
         dense = config.num_dense_layers
         written["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (config.num_hidden_layers - dense)
     written["torch_dtype"] = config.torch_dtype

@@ -93,7 +93,7 @@ class ModelConfig:
         check_choice("torch_dtype", self.torch_dtype, ("float32", "bfloat16", "float16"))
         check_choice("hidden_act", self.hidden_act, ("silu",))
         self._check_tokens()
-        if self.family.only_interleaved and not self.rope.interleave:
+        if self.family.always_interleaved and not self.rope.interleave:
             raise reject("rope_interleave", False, f"true: MLA of {self.model_type} rotates interleaved pairs only")
         self._check_v4()
         if self.is_moe:
@@ -104,7 +104,7 @@ class ModelConfig:
         if (self.v4 is not None, self.mla is None) != (of_v4, of_v4):
             raise reject("model_type", self.model_type, "deepseek_v4 with `v4` alone, and any other with `mla` alone")
         if self.v4 is None:
-            if not self.family.has(self.mla):
+            if not self.family.matches(self.mla):
                 raise reject("model_type", self.model_type, "a family whose attention `mla` describes")
             return
         if not self.is_moe:

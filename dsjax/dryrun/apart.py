@@ -18,10 +18,13 @@ from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.assumptions import TEXT, EvenExperts
 from dsjax.dryrun.compilation import CompiledProgram
 from dsjax.dryrun.memory import parameters_by_component
+from dsjax.dryrun.report import ProgramReport
 from dsjax.dryrun.run import (
     CPU_HOST_DEVICES,
     expert_flops,
+    format_fields,
     read_program,
+    shape_fields,
     step_trip_counts,
     target_cluster,
     within_positions,
@@ -170,28 +173,30 @@ class _Reader:
             SideProgram(f"{name}: {place}", "attention", 1, False, program, self._attention(program))
             for name, place, program in _named_pieces(compiled)
         ]
-        in_turns: dict[int, SideProgram] = {}
+        layer_programs: dict[int, SideProgram] = {}
         passes = []
-        for layer_passes, made in compiled.passes:
-            kinds = made.kinds
+        for layer_passes, compiled_pass in compiled.passes:
+            kinds = compiled_pass.kinds
             of_kind = [[] for _ in range(kinds)]
-            for place, (through, programs) in enumerate(zip(layer_passes, made.programs, strict=True)):
+            for place, (through, programs) in enumerate(zip(layer_passes, compiled_pass.programs, strict=True)):
                 half, halves = place // kinds, len(layer_passes) // kinds
-                of_half = {
-                    name: self._of_layer(in_turns, getattr(programs, name), name, through, half, halves)
+                by_name = {
+                    name: self._of_layer(layer_programs, getattr(programs, name), name, through, half, halves)
                     for name in ("attend", "share", "receive")
                 }
-                of_half["compute"] = self._of_layer(in_turns, programs.way.program, "compute", through, half, halves)
+                by_name["compute"] = self._of_layer(
+                    layer_programs, programs.way.program, "compute", through, half, halves
+                )
                 for name in ("pack", "keep", "receive") if programs.further else ():
                     run = getattr(programs.further, name)
-                    self._of_layer(in_turns, run, f"further rounds, {name}", through, half, halves, 0)
-                of_kind[through.kind].append((of_half, programs.way.between))
+                    self._of_layer(layer_programs, run, f"further rounds, {name}", through, half, halves, 0)
+                of_kind[through.kind].append((by_name, programs.way.between))
             passes += [Pass(layer_passes[0].layers, tuple(halves)) for halves in of_kind]
-        return [*pieces, *in_turns.values()], passes
+        return [*pieces, *layer_programs.values()], passes
 
     def _of_layer(
         self,
-        known: dict[int, SideProgram],
+        analysed: dict[int, SideProgram],
         run: jax.stages.Compiled,
         name: str,
         through: LayerPass,
@@ -201,23 +206,20 @@ class _Reader:
     ) -> SideProgram:
         """Analyse a layer's program once, and add its runs; equal passes share a program. each: runs per layer."""
         program = self.compiled.program(run)
-        of = f"{through.stack}: {name}" + (f", micro-batch {half + 1}" if halves > 1 else "")
-        if id(program) not in known:
-            on_experts = name == "compute"
-            report = self._experts(program, through) if on_experts else self._attention(program)
-            known[id(program)] = SideProgram(of, "experts" if on_experts else "attention", 0, True, program, report)
-        known[id(program)].times += each * through.layers
-        return known[id(program)]
+        if id(program) not in analysed:
+            title = f"{through.stack}: {name}" + (f", micro-batch {half + 1}" if halves > 1 else "")
+            side = "experts" if name == "compute" else "attention"
+            report = self._experts(program, through) if side == "experts" else self._attention(program)
+            analysed[id(program)] = SideProgram(title, side, 0, True, program, report)
+        analysed[id(program)].times += each * through.layers
+        return analysed[id(program)]
 
-    def _attention(self, program: CompiledProgram):
-        step, shape = self.compiled.step, self.compiled.shape
-        trips = step_trip_counts(step, shape.groups, self.args.row_tokens, None)
-        machines = self.sides.attention
-        return read_program(program, step.mesh, trips, 0.0, near(machines), play_on=machines if self.timeline else None)
+    def _attention(self, program: CompiledProgram) -> ProgramReport:
+        return self._analyse(program, self.compiled.step.mesh, self.sides.attention, None, 0.0)
 
-    def _experts(self, program: CompiledProgram, through: LayerPass):
-        step, side, shape = self.compiled.step, self.compiled.experts, self.compiled.shape
-        config, machines, devices = step.config, self.sides.experts, side.spec.num_devices
+    def _experts(self, program: CompiledProgram, through: LayerPass) -> ProgramReport:
+        step, side = self.compiled.step, self.compiled.experts
+        config, devices = step.config, side.spec.num_devices
         tokens = through.shape[0] * through.shape[1]
         top_k, physical = config.num_experts_per_tok, step.placement.n_physical
         even = EvenExperts(
@@ -226,11 +228,14 @@ class _Reader:
             count=physical // devices,
             kernels=step.kernels.name("experts") == "pallas",
         )
-        trips = step_trip_counts(step, shape.groups, self.args.row_tokens, even)
-        flops = expert_flops(config, tokens / devices, 1)
-        return read_program(
-            program, side.mesh, trips, flops, near(machines), play_on=machines if self.timeline else None
-        )
+        return self._analyse(program, side.mesh, self.sides.experts, even, expert_flops(config, tokens / devices, 1))
+
+    def _analyse(
+        self, program: CompiledProgram, mesh: Mesh, cluster: Cluster | None, experts: EvenExperts | None, flops: float
+    ) -> ProgramReport:
+        trips = step_trip_counts(self.compiled.step, self.compiled.shape.groups, self.args.row_tokens, experts)
+        timeline_cluster = cluster if self.timeline else None
+        return read_program(program, mesh, trips, flops, near(cluster), timeline_cluster=timeline_cluster)
 
 
 def near(machines: Cluster | None) -> int:
@@ -240,13 +245,11 @@ def near(machines: Cluster | None) -> int:
 
 def _named_pieces(compiled: ApartStep) -> Iterator[tuple[str, str, CompiledProgram]]:
     """Yield (name, position, program) for each program outside the MoE layers."""
-    for of in dict.fromkeys(name for name, _ in compiled.pieces):
-        some = [program for name, program in compiled.pieces if name == of]
-        for number, program in enumerate(some):
-            place = (
-                "before the layers" if number == 0 else "behind them" if number == len(some) - 1 else "between passes"
-            )
-            yield of, place, program
+    for name in dict.fromkeys(name for name, _ in compiled.pieces):
+        first, *others = [program for piece, program in compiled.pieces if piece == name]
+        yield name, "before the layers", first
+        for number, program in enumerate(others, 1):
+            yield name, "behind them" if number == len(others) else "between passes", program
 
 
 def _parameters(compiled: ApartStep) -> dict[str, int]:
@@ -258,7 +261,7 @@ def _parameters(compiled: ApartStep) -> dict[str, int]:
 
 
 def _request(args: DryRunArgs, compiled: ApartStep, sides: _Sides, expert_target: str) -> dict[str, object]:
-    step, shape = compiled.step, compiled.shape.groups[0]
+    step = compiled.step
     between = compiled.passes[0][1].programs[0].way.between
     return {
         "model": args.engine.model,
@@ -269,18 +272,9 @@ def _request(args: DryRunArgs, compiled: ApartStep, sides: _Sides, expert_target
         "expert_target": expert_target,
         "platform": step.mesh.devices.flat[0].platform,
         "processes": 1 if sides.one_process else sides.attention_processes + sides.processes,
-        "step": args.step,
-        "groups": [
-            {"rows": group.rows, "chunk": group.chunk, "mla": group.form.name} for group in compiled.shape.groups
-        ],
-        "batch": shape.rows,
-        "chunk": shape.chunk,
-        "context": args.row_tokens,
+        **shape_fields(args, compiled.shape),
         "micro_batches": max(len(one) // made.kinds for one, made in compiled.passes),
-        "dtype": str(step.dtype),
-        "weights": str(step.dtype) if args.engine.weights == "auto" else args.engine.weights,
-        "activation_scheme": str(step.scheme),
-        "kv_cache_dtype": str(step.cache_dtype),
+        **format_fields(args, step),
         "kernels": step.implementations,
         "dispatch": "apart",
         "dispatch_wire": step.dispatch.wire,

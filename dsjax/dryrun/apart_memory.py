@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import jax
 
 from dsjax.dryrun.apart_compilation import ApartStep
 from dsjax.dryrun.compilation import CompiledProgram
+from dsjax.dryrun.memory import state_bytes
 from dsjax.model.parameters import device_bytes
 
 
@@ -39,66 +39,74 @@ class SideMemory:
     @property
     def total(self) -> int:
         """Peak memory of the device."""
-        held = self.weight_bytes + self.cache + self.state + self.inputs
-        return held + self.temporaries + max(self.travelling, self.outputs)
+        persistent = self.weight_bytes + self.cache + self.state + self.inputs
+        return persistent + self.temporaries + max(self.travelling, self.outputs)
 
 
 def attention_memory(compiled: ApartStep) -> SideMemory:
     """Return the memory of an attention device."""
-    state = dataclasses.replace(compiled.state, cache={})
-    arrays = {str(index): array for index, array in enumerate(jax.tree.leaves(state))}
-    travelling = 0
-    for _, made in compiled.passes:
-        of_pass = 0
-        for programs in made.programs:
-            of_pass += _given(programs.attend) + _given(programs.share)
-            between = programs.way.between
-            of_pass += sum(_local(one) for one in between.described_returns)
-            if programs.further:  # terms of further rounds and their initial values, allocated for every shape
-                of_pass += 2 * _local(between.described_kept)
-        travelling = max(travelling, of_pass)
-    each = [programs for _, made in compiled.passes for programs in made.programs]
-    of_layers = [run for one in each for run in (one.attend, one.share, one.receive)]
-    of_layers += [
-        run for one in each if one.further for run in (one.further.pack, one.further.keep, one.further.receive)
-    ]
-    pieces = [program.compiled for _, program in compiled.pieces]
+    layer_programs: list[jax.stages.Compiled] = []
+    pass_buffers: list[int] = []
+    for _, compiled_pass in compiled.passes:
+        buffers = 0
+        for programs in compiled_pass.programs:
+            between, further = programs.way.between, programs.further
+            buffers += _output_bytes(programs.attend) + _output_bytes(programs.share)
+            buffers += sum(_device_bytes(array) for array in between.described_returns)
+            layer_programs += [programs.attend, programs.share, programs.receive]
+            if further:
+                # Terms of further rounds and their initial values, allocated for every shape.
+                buffers += 2 * _device_bytes(between.described_kept)
+                layer_programs += [further.pack, further.keep, further.receive]
+        pass_buffers.append(buffers)
+    outer_programs = [program.compiled for _, program in compiled.pieces]
     return SideMemory(
         weights=device_bytes(compiled.params),
         cache=sum(device_bytes(compiled.state.cache).values()),
-        state=sum(device_bytes(arrays).values()),
+        state=state_bytes(compiled.state),
         inputs=4 * compiled.shape.packed_width,
-        travelling=travelling,
-        temporaries=_temporaries([*of_layers, *pieces]),
-        outputs=max(_given(run) for run in pieces),
+        travelling=max(pass_buffers, default=0),
+        temporaries=_most_temporaries([*layer_programs, *outer_programs]),
+        outputs=max(map(_output_bytes, outer_programs)),
     )
 
 
 def expert_memory(compiled: ApartStep) -> SideMemory:
     """Return the memory of an expert device."""
-    side, travelling = compiled.experts, 0
-    for _, made in compiled.passes:
-        each = []
-        for programs in made.programs:
-            between, answers = programs.way.between, _given(programs.way.program)
-            each.append(between.senders * between.capacity * between.wire.row_bytes + answers)
+    expert_programs: list[jax.stages.Compiled] = []
+    pass_buffers: list[int] = []
+    for _, compiled_pass in compiled.passes:
+        micro_batches = []
+        for programs in compiled_pass.programs:
+            between, program = programs.way.between, programs.way.program
+            rows = between.senders * between.capacity * between.wire.row_bytes
+            micro_batches.append(rows + _output_bytes(program))
+            expert_programs.append(program)
         # In one process, both micro-batches are in flight; between two processes, calls are sequential.
-        travelling = max(travelling, sum(each) if compiled.one_process else max(each))
-    programs = [programs.way.program for _, made in compiled.passes for programs in made.programs]
-    return SideMemory(device_bytes(side.described()), 0, 0, 0, travelling, _temporaries(programs), 0)
+        pass_buffers.append(sum(micro_batches) if compiled.one_process else max(micro_batches))
+    return SideMemory(
+        weights=device_bytes(compiled.experts.described()),
+        cache=0,
+        state=0,
+        inputs=0,
+        travelling=max(pass_buffers, default=0),
+        temporaries=_most_temporaries(expert_programs),
+        outputs=0,
+    )
 
 
-def _given(run: jax.stages.Compiled) -> int:
+def _output_bytes(program: jax.stages.Compiled) -> int:
     """Return the bytes of a program's results that do not alias an argument."""
-    stats = run.memory_analysis()
+    stats = program.memory_analysis()
     return stats.output_size_in_bytes - stats.alias_size_in_bytes
 
 
-def _temporaries(runs: Iterable[jax.stages.Compiled]) -> int:
-    return max(run.memory_analysis().temp_size_in_bytes for run in runs)
+def _most_temporaries(programs: Iterable[jax.stages.Compiled]) -> int:
+    return max(program.memory_analysis().temp_size_in_bytes for program in programs)
 
 
-def _local(array: jax.ShapeDtypeStruct) -> int:
+def _device_bytes(array: jax.ShapeDtypeStruct) -> int:
+    """Return the bytes of one device's shard."""
     return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 

@@ -117,10 +117,10 @@ def _timeline(timeline: ApartTimeline) -> Table:
     step = timeline.step
     table = table_of(
         f"a step: {step.value * 1e3:.4g} ms ({step.low * 1e3:.4g} – {step.high * 1e3:.4g}; {Kind(step.kinds).words()}), "
-        f"{timeline.others.value * 1e3:.3g} ms of them outside the layers with experts",
+        f"{timeline.outside_layers.value * 1e3:.3g} ms of them outside the layers with experts",
         "in the layers with experts", "busy ms", "of the time",
     )  # fmt: skip
-    seconds = sum(one.seconds for one in timeline.played)
+    seconds = sum(layers.seconds for layers in timeline.passes)
     for name, busy in timeline.busy().items():
         table.add_row(name, f"{busy * 1e3:.4g}", f"{busy / seconds:.1%}")
     return table

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,50 +10,54 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from dsjax.dryrun.side_program import SideProgram
+from dsjax.dryrun.timeline_trace import write_json
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Draw, Figure, Kind, drawing, drawn, spread
-from dsjax.plan.moves import Moves, moves
-from dsjax.plan.turns import THREADS, Played, Turn, play_turns
+from dsjax.plan.moves import AfdExchange, afd_exchange
+from dsjax.plan.turns import THREADS, LayerTimes, SimulatedLayers, simulate_layers
 from sharding.dispatch.between import Between
 
 
 class Pass(NamedTuple):
-    """A pass through MoE layers. halves: each micro-batch's four programs by name, and the exchange of its rows."""
+    """A pass through MoE layers. micro_batches: each micro-batch's four programs by name, and the exchange of its rows."""
 
     layers: int
-    halves: Sequence[tuple[dict[str, SideProgram], Between]]
+    micro_batches: Sequence[tuple[dict[str, SideProgram], Between]]
 
 
 @dataclass(frozen=True)
 class ApartTimeline:
     """A simulated step of the attention and expert sides.
 
-    step: seconds of the whole step. others: seconds of the programs outside the MoE layers, included in `step`. played: each simulated
-    pass, with all assumptions at their middle values. moved: seconds of each pass's moves. assumed: the assumptions used.
+    step: seconds of the whole step. outside_layers: seconds of the programs outside the MoE layers, included in `step`. passes: each
+    simulated pass, with all assumptions at their middle values. exchanges: seconds of each pass's exchange. assumed: the assumptions used.
     """
 
     step: Figure
-    others: Figure
-    played: tuple[Played, ...]
-    moved: tuple[Moves, ...]
+    outside_layers: Figure
+    passes: tuple[SimulatedLayers, ...]
+    exchanges: tuple[AfdExchange, ...]
     assumed: tuple[Figure, ...]
 
     @classmethod
     def of(
-        cls, others: Sequence[Figure], passes: Sequence[Pass], attention: Cluster, experts: Cluster
+        cls, outside_layers: Sequence[Figure], passes: Sequence[Pass], attention: Cluster, experts: Cluster
     ) -> ApartTimeline:
-        """Simulate a step. others: seconds of the programs outside the MoE layers. attention, experts: hosts and network of each side."""
+        """Simulate a step. outside_layers: seconds of each program outside the MoE layers. attention, experts: hosts and network of each
+        side."""
 
-        def simulate() -> tuple[float, float, list[tuple[Played, Moves]]]:
-            outside, simulated = sum(map(drawn, others)), []
-            for layers, halves in passes:
-                moved = [_moves(between, attention, experts) for _, between in halves]
-                turns = [_turn(programs, move) for (programs, _), move in zip(halves, moved, strict=True)]
-                simulated.append((play_turns(turns, layers, one_call=moved[0].one_call), moved[0]))
-            return outside + sum(played.seconds for played, _ in simulated), outside, simulated
+        def simulate() -> tuple[float, float, list[tuple[SimulatedLayers, AfdExchange]]]:
+            outside, simulated = sum(map(drawn, outside_layers)), []
+            for layers, micro_batches in passes:
+                exchanges = [_exchange(between, attention, experts) for _, between in micro_batches]
+                times = [
+                    _layer_times(programs, one) for (programs, _), one in zip(micro_batches, exchanges, strict=True)
+                ]
+                simulated.append((simulate_layers(times, layers), exchanges[0]))
+            return outside + sum(layers.seconds for layers, _ in simulated), outside, simulated
 
         with drawing(Draw()) as middle:
-            simulated = simulate()[2]
+            _, _, simulated = simulate()
         assumed = tuple(figure for figure in middle.seen.values() if figure.kinds == Kind.ASSUMPTION)
         step, outside = spread(lambda: simulate()[:2])
         step.unit = outside.unit = "s"
@@ -63,7 +65,7 @@ class ApartTimeline:
 
     def busy(self) -> dict[str, float]:
         """Return thread → seconds busy in the MoE layers."""
-        return {name: sum(one.busy[name] for one in self.played) for name in THREADS}
+        return {name: sum(layers.busy[name] for layers in self.passes) for name in THREADS}
 
     def to_json(self) -> dict[str, Any]:
         """Return seconds: `step_seconds`, `step` (with its interval), `outside_layers` and `in_layers` (MoE layers), `busy` by thread.
@@ -73,8 +75,8 @@ class ApartTimeline:
         return {
             "step_seconds": self.step.value,
             "step": self.step.to_json(),
-            "outside_layers": self.others.value,
-            "in_layers": sum(one.seconds for one in self.played),
+            "outside_layers": self.outside_layers.value,
+            "in_layers": sum(layers.seconds for layers in self.passes),
             "busy": self.busy(),
             "assumed": [{"name": one.name, **one.to_json(), "source": one.source} for one in self.assumed],
         }
@@ -84,28 +86,24 @@ class ApartTimeline:
         events = [{"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": title}}]
         for number, name in enumerate(THREADS):
             events.append({"ph": "M", "pid": 1, "tid": number, "name": "thread_name", "args": {"name": name}})
-        for thread, name, layer, half, begin, end in self.played[0].spans:
-            events.append(
-                {
-                    "ph": "X", "pid": 1, "tid": THREADS.index(thread), "name": f"{name}, micro-batch {half}" if half else name,
-                    "ts": round(begin * 1e6, 3), "dur": round((end - begin) * 1e6, 3), "args": {"layer": layer, "micro-batch": half},
-                }
-            )  # fmt: skip
+        for span in self.passes[0].spans:
+            name = f"{span.name}, micro-batch {span.micro_batch}" if span.micro_batch else span.name
+            times = {"ts": round(span.begin * 1e6, 3), "dur": round((span.end - span.begin) * 1e6, 3)}
+            args = {"layer": span.layer, "micro-batch": span.micro_batch}
+            events.append({"ph": "X", "pid": 1, "tid": THREADS.index(span.thread), "name": name, **times, "args": args})
         other = {"step_seconds": self.step.value, "low": self.step.low, "high": self.step.high}
-        text = json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": other}, separators=(",", ":"))
-        if file.suffix == ".gz":
-            file.write_bytes(gzip.compress(text.encode(), mtime=0))
-        else:
-            file.write_text(text, encoding="utf-8")
+        write_json(file, {"traceEvents": events, "displayTimeUnit": "ns", "otherData": other})
 
 
-def _moves(between: Between, attention: Cluster, experts: Cluster) -> Moves:
+def _exchange(between: Between, attention: Cluster, experts: Cluster) -> AfdExchange:
     answer_bytes = between.columns * between.wire.width * jnp.dtype(between.wire.dtype).itemsize
     row_bytes = between.wire.row_bytes, answer_bytes
-    needed = between.rows * (1 - (1 - 1 / between.group.size) ** between.wire.top_k)  # mean rows, under even routing
-    return moves(attention, experts, between.senders, between.group.size, between.capacity, needed, row_bytes)
+    rows = between.rows * (1 - (1 - 1 / between.group.size) ** between.wire.top_k)  # mean rows, under even routing
+    return afd_exchange(attention, experts, between.senders, between.group.size, between.capacity, rows, row_bytes)
 
 
-def _turn(programs: dict[str, SideProgram], moved: Moves) -> Turn:
-    computed = [drawn(programs[name].report.timeline.step) for name in ("attend", "share", "receive", "compute")]
-    return Turn(*computed, moved.there, moved.back, moved.launch, moved.begin_there, moved.begin_back)
+def _layer_times(programs: dict[str, SideProgram], exchange: AfdExchange) -> LayerTimes:
+    attend, share, receive, compute = (
+        drawn(programs[name].report.timeline.step) for name in ("attend", "share", "receive", "compute")
+    )
+    return LayerTimes(attend, share, receive, compute, exchange)

@@ -13,6 +13,7 @@ from dsjax.config import ModelConfig
 from dsjax.dryrun.arguments import DryRunArgs, TooLarge
 from dsjax.dryrun.compilation import CompiledExchange, CompiledStep, compile_step
 from dsjax.engine.contract.speculative import SpeculativeConfig
+from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.expert_programs import staging_bytes
 from dsjax.model.parameters import component, device_bytes
 from dsjax.model.step import ModelStep
@@ -52,8 +53,6 @@ class DeviceMemory:
     def of(cls, compiled: CompiledStep) -> DeviceMemory:
         """Return the memory of a compiled step."""
         stats = compiled.main.compiled.memory_analysis()
-        state = dataclasses.replace(compiled.state, cache={})
-        arrays = {str(index): array for index, array in enumerate(jax.tree.leaves(state))}
         host = sum(
             array.size * array.dtype.itemsize for array in compiled.params.values() if not on_device(array.sharding)
         )
@@ -63,7 +62,7 @@ class DeviceMemory:
         return cls(
             weights=device_bytes(compiled.params),
             cache=sum(device_bytes(compiled.state.cache).values()),
-            state=sum(device_bytes(arrays).values()),
+            state=state_bytes(compiled.state),
             inputs=4 * compiled.shape.packed_width,
             # The CPU backend has a single memory and counts host arguments among the others.
             arguments=stats.argument_size_in_bytes - (0 if stats.host_argument_size_in_bytes else host),
@@ -83,7 +82,7 @@ class DeviceMemory:
         return sum(self.weights.values())
 
     @property
-    def held(self) -> int:
+    def persistent(self) -> int:
         """Bytes on the device when a step begins, whether or not its program reads them."""
         return self.weight_bytes + self.cache + self.state + self.inputs + self.staging
 
@@ -91,7 +90,13 @@ class DeviceMemory:
     def total(self) -> int:
         """Peak bytes on the device: weights, cache, state, inputs and staging, plus the most that any one program adds."""
         added = max(self.outputs - self.aliased + self.temporaries, self.drafting, self.moving)
-        return max(self.arguments + self.staging, self.held) + added
+        return max(self.arguments + self.staging, self.persistent) + added
+
+
+def state_bytes(state: DeviceState) -> int:
+    """Return the bytes on each device of the state between steps, without the cache."""
+    arrays = jax.tree.leaves(dataclasses.replace(state, cache={}))
+    return sum(device_bytes({str(index): array for index, array in enumerate(arrays)}).values())
 
 
 def parameters_by_component(step: ModelStep) -> dict[str, int]:
@@ -179,7 +184,7 @@ def largest(size: Callable[[int], float], room: float, start: int, *, most: int,
     ``size`` must not decrease with ``n``. If it is linear, like memory, linear extrapolation from the last two sizes finds the
     answer at once and one more call confirms it; otherwise bisection bounds the number of calls.
     """
-    low, high, known = least - 1, most + 1, []
+    low, high, tried = least - 1, most + 1, []
     guess, calls = min(max(start, least), most), 0
     while high - low > 1:
         needed = size(guess)
@@ -189,18 +194,19 @@ def largest(size: Callable[[int], float], room: float, start: int, *, most: int,
         else:
             high = guess
         if math.isfinite(needed):
-            known = [*known[-1:], (guess, needed)]
-        guess = _next(known, room, low, high, start, straight=calls < 8)
+            tried = [*tried[-1:], (guess, needed)]
+        guess = _next_guess(tried, room, low, high, start) if calls < 8 else (low + high) // 2
     return low if low >= least else 0
 
 
-def _next(known: list[tuple[int, float]], room: float, low: int, high: int, start: int, *, straight: bool) -> int:
+def _next_guess(tried: list[tuple[int, float]], room: float, low: int, high: int, start: int) -> int:
+    """Return a number between `low`, which fits, and `high`, which does not. tried: the last one or two numbers with their sizes."""
     guess = (low + high) // 2
-    if straight and len(known) == 2 and known[0][1] != known[1][1]:
-        (n, size), (m, other) = known
-        guess = math.floor(n + (room - size) * (m - n) / (other - size))
+    if len(tried) == 2 and tried[0][1] != tried[1][1]:
+        (first, first_size), (second, second_size) = tried
+        guess = math.floor(first + (room - first_size) * (second - first) / (second_size - first_size))
         # If the guess is already known to fit, test the next size, to show that it does not.
         guess = low + 1 if guess == low else guess
-    elif straight and len(known) < 2 and known and known[0][1] <= room:
+    elif len(tried) == 1 and tried[0][1] <= room:
         guess = 2 * start
     return min(max(guess, low + 1), high - 1)

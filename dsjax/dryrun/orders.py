@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ class OrderedSum:
         if self.otherwise or set(self.sum.depends) - {COMPILER}:
             return True
         # The compiler's choice is the same in all compilations if they were compared and the text gives the full order.
-        return COMPILER in self.sum.depends and not (self.compared and self.sum.told)
+        return COMPILER in self.sum.depends and not (self.compared and self.sum.is_complete)
 
     @property
     def unexplained(self) -> bool:
@@ -71,7 +71,7 @@ class OrderedSum:
             "times": self.times,
             "depends": list(one.depends),
             "why": one.why,
-            "otherwise": {label: list(ways) for label, ways in self.otherwise.items()},
+            "otherwise": {label: list(signatures) for label, signatures in self.otherwise.items()},
             "could_depend": self.could_depend,
             "known": self.known.name if self.known else None,
             "name": one.name,
@@ -116,31 +116,39 @@ def order_report(found: Sums, others: Mapping[str, Sums], known: Sequence[KnownO
 
     If only another compilation has a sum at some place, report that sum.
     """
-    rows = []
+    rows: list[OrderedSum] = []
     for program, reductions in found.items():
-        here = signatures(reductions, place_of)
-        differences: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {}
-        elsewhere: list[Reduction] = []
-        compared = False
-        for label, sums in others.items():
-            if program not in sums:
-                continue
-            compared = True
-            for way, others_ways in order_differences(here, signatures(sums[program], place_of)).items():
-                differences.setdefault(way, {})[label] = others_ways
-            for one in sums[program]:
-                if place_of(one) not in here:
-                    elsewhere.append(one)
-                    differences.setdefault((place_of(one), one.signature), {})[label] = (one.signature,)
-        grouped: dict[tuple, list[Reduction]] = {}
-        for one in (*reductions, *elsewhere):
-            grouped.setdefault((place_of(one), one.signature, one.axes, one.depends), []).append(one)
-        for (place, way, *_), alike in grouped.items():
-            times = sum(one.times for one in alike) if place in here else 0.0
-            reason = next((entry for entry in known if entry.explains(place, alike[0])), None)
-            otherwise = differences.get((place, way), {})
-            rows.append(OrderedSum(program, place, alike[0], times, compared, otherwise, reason))
+        variants = {label: sums[program] for label, sums in others.items() if program in sums}
+        rows += _ordered_sums(program, reductions, variants, known)
     return OrderReport(tuple(rows), tuple(others))
+
+
+def _ordered_sums(
+    program: str,
+    reductions: Sequence[Reduction],
+    variants: Mapping[str, Sequence[Reduction]],
+    known: Sequence[KnownOrder],
+) -> Iterator[OrderedSum]:
+    """Yield the sums of one program. variants: label → sums of the same program in another compilation."""
+    own = signatures(reductions, place_of)
+    otherwise: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {}
+    only_in_variants: list[Reduction] = []
+    for label, sums in variants.items():
+        for key, other_signatures in order_differences(own, signatures(sums, place_of)).items():
+            otherwise.setdefault(key, {})[label] = other_signatures
+        for reduction in sums:
+            if place_of(reduction) not in own:
+                only_in_variants.append(reduction)
+                otherwise.setdefault((place_of(reduction), reduction.signature), {})[label] = (reduction.signature,)
+    grouped: dict[tuple, list[Reduction]] = {}
+    for reduction in (*reductions, *only_in_variants):
+        key = (place_of(reduction), reduction.signature, reduction.axes, reduction.depends)
+        grouped.setdefault(key, []).append(reduction)
+    for (place, signature, *_), identical in grouped.items():
+        times = sum(reduction.times for reduction in identical) if place in own else 0.0
+        explanation = next((entry for entry in known if entry.explains(place, identical[0])), None)
+        differences = otherwise.get((place, signature), {})
+        yield OrderedSum(program, place, identical[0], times, bool(variants), differences, explanation)
 
 
 def place_of(reduction: Reduction) -> str:

@@ -58,7 +58,7 @@ class Assumed:
     link_share: Figure
     network_share: Figure
     launch: Figure
-    turn: Figure
+    loop_iteration: Figure
     fixed_inside: Figure
     fixed_between: Figure
     latency: Figure
@@ -94,7 +94,7 @@ class Assumed:
             launch=assumed(2e-6, 1e-6, 4e-6, "between two kernels", "launches of a CUDA graph", "s")
             if cuda
             else assumed(0.5e-6, 0.1e-6, 1e-6, "between two operations", "one program on the core, no launches", "s"),
-            turn=assumed(
+            loop_iteration=assumed(
                 10e-6, 5e-6, 25e-6, "a turn of a loop of unknown length", "the host reads the condition back", "s"
             )
             if cuda
@@ -169,9 +169,9 @@ class TargetPrices:
         size = 2 * max((shape.nbytes for shape in operation.shapes), default=0)
         return {COPIES: OperationCost(size / self._memory + self._time(self.assumed.launch), 0.0, size, "memory")}
 
-    def turn(self, loop: Operation, known: bool) -> OperationCost:
+    def loop_overhead(self, loop: Operation, known: bool) -> OperationCost:
         """Return the overhead of a loop iteration: 0 if the trip count is known in advance."""
-        return OperationCost(0.0 if known else self._time(self.assumed.turn), bound="host")
+        return OperationCost(0.0 if known else self._time(self.assumed.loop_iteration), bound="host")
 
     def transfer(self, collective: ProgramCollective) -> Mapping[str, OperationCost]:
         """Return a collective's cost inside the scale-up domain, between domains, or both at once."""

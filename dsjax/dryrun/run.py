@@ -22,6 +22,7 @@ from dsjax.dryrun.rebalance import read_rebalance
 from dsjax.dryrun.report import DryRunReport, ProgramReport, StagesReport
 from dsjax.dryrun.timeline import Timeline
 from dsjax.dryrun.topology import target_devices
+from dsjax.engine.device.slots import LaunchShape
 from dsjax.engine.setup.assembly import dispatch_method
 from dsjax.engine.setup.fitting import check_layout
 from dsjax.errors import UserError
@@ -194,7 +195,9 @@ class _ProgramReader:
         flops = expert_flops(config, tokens / spec.tp_size, moe_layers)
         near = self.machines.domain if self.machines else self.args.engine.devices_per_host
         machines = self.machines if self.timeline else None
-        return read_program(compiled, self.step.mesh, trips, flops, near, play_on=machines, ragged_share=ragged)
+        return read_program(
+            compiled, self.step.mesh, trips, flops, near, timeline_cluster=machines, ragged_share=ragged
+        )
 
 
 def step_trip_counts(
@@ -211,12 +214,12 @@ def read_program(
     expert_flops: float,
     host_devices: int,
     *,
-    play_on: Cluster | None = None,
+    timeline_cluster: Cluster | None = None,
     ragged_share: float = 1.0,
 ) -> ProgramReport:
     """Read a program that runs on a mesh.
 
-    host_devices: number of neighbouring devices joined by fast links. play_on: cluster for a timeline; None: no timeline.
+    host_devices: number of neighbouring devices joined by fast links. timeline_cluster: cluster for a timeline; None: no timeline.
     """
     program = Program.parse(compiled.text())
     dtypes = true_dtypes(Program.parse(compiled.partitioned)) if compiled.partitioned else None
@@ -227,7 +230,7 @@ def read_program(
         collectives=collectives,
         costs=program_costs(program, trip_count=trips),
         expert_flops=expert_flops,
-        timeline=Timeline.of(program, collectives, play_on, trips, ragged_share) if play_on else None,
+        timeline=Timeline.of(program, collectives, timeline_cluster, trips, ragged_share) if timeline_cluster else None,
     )
 
 
@@ -292,6 +295,20 @@ def target_cluster(hardware: Hardware | None, name: str | None, devices: int) ->
     return named
 
 
+def shape_fields(args: DryRunArgs, shape: LaunchShape) -> dict[str, object]:
+    """Return the fields of a report's request about the compiled step."""
+    first, groups = shape.groups[0], [{"rows": g.rows, "chunk": g.chunk, "mla": g.form.name} for g in shape.groups]
+    rows = {"groups": groups, "batch": first.rows, "chunk": first.chunk}
+    return {"step": args.step, **rows, "context": args.row_tokens}
+
+
+def format_fields(args: DryRunArgs, step: ModelStep) -> dict[str, object]:
+    """Return the fields of a report's request about number formats."""
+    weights = str(step.dtype) if args.engine.weights == "auto" else args.engine.weights
+    formats = {"dtype": str(step.dtype), "weights": weights, "activation_scheme": str(step.scheme)}
+    return formats | {"kv_cache_dtype": str(step.cache_dtype)}
+
+
 def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:
     step, shape = compiled.step, compiled.shape.groups[0]
     stage = step.stage
@@ -306,18 +323,9 @@ def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:
         "devices": step.spec.num_devices,
         "target": args.target,
         "platform": step.mesh.devices.flat[0].platform,
-        "step": args.step,
-        "groups": [
-            {"rows": group.rows, "chunk": group.chunk, "mla": group.form.name} for group in compiled.shape.groups
-        ],
-        "batch": shape.rows,
-        "chunk": shape.chunk,
-        "context": args.row_tokens,
+        **shape_fields(args, compiled.shape),
         "tokens_per_device": compiled.shape.tokens / step.spec.tp_size,
-        "dtype": str(step.dtype),
-        "weights": str(step.dtype) if args.engine.weights == "auto" else args.engine.weights,
-        "activation_scheme": str(step.scheme),
-        "kv_cache_dtype": str(step.cache_dtype),
+        **format_fields(args, step),
         "mla": shape.form.name,
         "kernels": step.implementations,
         "dispatch": dispatch_method(step, compiled.shape.tokens, halved=step.in_halves(compiled.shape.groups)),
@@ -340,7 +348,7 @@ def _notes(hardware: Hardware | None, compiled: CompiledStep):
     if compiled.step.kernels.note:
         yield compiled.step.kernels.note
     memory = DeviceMemory.of(compiled)
-    unread = memory.held - memory.staging - memory.arguments
+    unread = memory.persistent - memory.staging - memory.arguments
     if unread > 0:
         among = " (among them the MTP module's, which drafting reads)" if compiled.step.has_module else ""
         yield f"this step does not read {unread:,} bytes of the weights{among}, so that they are no arguments of its program"

@@ -150,7 +150,7 @@ def _collectives(program: ProgramReport, name: str) -> Table:
     table.columns[1].justify = "left"
     rows: dict[tuple, float] = {}
     for one in program.collectives:
-        axes = one.meeting
+        axes = one.participants
         array = f"{one.operand[0]}" + (f" × {len(one.operand)}" if len(one.operand) > 1 else "")
         beside = str(len(one.beside)) if one.asynchronous else "–"
         part = model_part(one.op_name)
@@ -215,7 +215,7 @@ def _orders(orders: OrderReport) -> Iterator[Table]:
         terms = "?" if one.sum.depth is None else f"{one.sum.depth:,}"
         cells = (
             place,
-            f"{one.sum.made_by}, {one.sum.dtype}",
+            f"{one.sum.computed_by}, {one.sum.dtype}",
             terms,
             one.sum.order or "?",
             f"{one.times:g}",

@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsjax.dryrun.prices import BETWEEN, COPIES, INSIDE, Assumed, TargetPrices
-from dsjax.dryrun.program import COMPUTE, Operation, Program, ProgramCollective, Schedule, Span, Turn, play
+from dsjax.dryrun.program import COMPUTE, LoopIteration, Operation, Program, ProgramCollective, Schedule, Span, play
 from dsjax.dryrun.program.text import Computation
 from dsjax.dryrun.program.walk import TripCount
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Figure, Kind
 
-_MADE_BY_JAX = ("while", "body", "closed_call", "shard_map", "jit(", "eval_jaxpr", "cond", "branch", "checkpoint")
-_FAR = 6
+_JAX_SCOPES = ("while", "body", "closed_call", "shard_map", "jit(", "eval_jaxpr", "cond", "branch", "checkpoint")
+_MAX_STEPS = 6
 """Maximum number of steps from an unnamed operation to the operation that gives it its name."""
+Interval = tuple[float, float]
+"""Begin and end, in seconds."""
 
 
 def model_part(op_name: str) -> str:
@@ -24,11 +26,11 @@ def model_part(op_name: str) -> str:
 
     For an operation outside all scopes, return its primitive: ``(dynamic_slice)``.
     """
-    parts = [p for p in op_name.split("/")[:-1] if not p.startswith(_MADE_BY_JAX) and "->" not in p]
+    parts = [p for p in op_name.split("/")[:-1] if not p.startswith(_JAX_SCOPES) and "->" not in p]
     return "/".join(parts) or f"({op_name.split('/')[-1]})"
 
 
-def parts_of(program: Program) -> Mapping[Operation, str]:
+def parts_by_operation(program: Program) -> dict[Operation, str]:
     """Map each operation to a part of the model.
 
     An operation that XLA created gets the part of its user if its producer's part is nested in that; else the part of its producer, of
@@ -37,59 +39,59 @@ def parts_of(program: Program) -> Mapping[Operation, str]:
     parts: dict[Operation, str] = {}
     for computation in program.computations.values():
         for operation in computation.operations.values():
-            name = operation.op_name or _inside(program, operation)
-            parts[operation] = model_part(name) if name else _beside(program, computation, operation)
+            op_name = operation.op_name or next(
+                (name for name in _fused_op_names(program, operation) if "/" in name), ""
+            )
+            parts[operation] = model_part(op_name) if op_name else _neighbors_part(program, computation, operation)
     return parts
 
 
-def _inside(program: Program, operation: Operation) -> str:
-    """Return the first path among a fusion's own operations, starting with its root."""
-    names = _fused(program, operation)
-    return next((name for name in names if "/" in name), "")
+def _fused_op_names(program: Program, operation: Operation) -> list[str]:
+    """Return the ``op_name`` of each operation inside a fusion, the root's first; empty for other operations."""
+    fused = program.computations.get(operation.computation("calls"))
+    return [fused.root.op_name, *(one.op_name for one in fused.operations.values())] if fused else []
 
 
-def _fused(program: Program, operation: Operation) -> list[str]:
-    called = operation.computation("calls")
-    if called not in program.computations:
-        return []
-    inner = program.computations[called]
-    return [inner.root.op_name, *(one.op_name for one in inner.operations.values())]
+def _neighbors_part(program: Program, computation: Computation, operation: Operation) -> str:
+    """Return the part of an unnamed operation, from the named operations that produce its inputs and use its result."""
 
+    def producer(consumer: Operation) -> Operation | None:
+        return next(
+            (computation.operations[name] for name in consumer.operands if name in computation.operations), None
+        )
 
-def _beside(program: Program, computation: Computation, operation: Operation) -> str:
-    def producer(one: Operation) -> Operation | None:
-        return next((computation.operations[name] for name in one.operands if name in computation.operations), None)
+    def user(produced: Operation) -> Operation | None:
+        return next(iter(computation.users.get(produced.name, ())), None)
 
-    def user(one: Operation) -> Operation | None:
-        return next(iter(computation.users.get(one.name, ())), None)
-
-    before, after = (_first_named(operation, step) for step in (producer, user))
+    before, after = _nearest_named(operation, producer), _nearest_named(operation, user)
     if before is None:
         return model_part(after.op_name) if after else f"({operation.opcode})"
     part = model_part(before.op_name)
-    wholes = [model_part(name) for name in (after.op_name, *_fused(program, after))] if after else []
-    return next((whole for whole in wholes if part.startswith(f"{whole}/")), part)
+    for op_name in [after.op_name, *_fused_op_names(program, after)] if after else []:
+        if part.startswith(f"{model_part(op_name)}/"):
+            return model_part(op_name)
+    return part
 
 
-def _first_named(operation: Operation, step: Callable[[Operation], Operation | None]) -> Operation | None:
+def _nearest_named(operation: Operation, step: Callable[[Operation], Operation | None]) -> Operation | None:
     """Return the nearest operation with a path that repeated ``step`` calls reach."""
-    at = step(operation)
-    for _ in range(_FAR):
-        if at is None or "/" in at.op_name:
-            return at
-        at = step(at)
+    nearest = step(operation)
+    for _ in range(_MAX_STEPS):
+        if nearest is None or "/" in nearest.op_name:
+            return nearest
+        nearest = step(nearest)
     return None
 
 
-@dataclass(frozen=True)
-class Share:
+@dataclass
+class PartCost:
     """Cost of a part of the model: seconds on the compute thread, on the links and on the critical path; its flops and bytes there."""
 
-    compute: float
-    network: float
-    critical: float
-    flops: float
-    bytes: float
+    compute: float = 0.0
+    network: float = 0.0
+    critical: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -137,13 +139,13 @@ class Timeline:
     ) -> Timeline:
         """Simulate the program at the middle and both ends of the assumptions; keep the schedule of the middle."""
         assumed = Assumed.of(cluster)
-        played = {
-            end: play(program, TargetPrices(assumed, end, ragged_share), collectives, trip_count)
+        middle, low, high = (
+            play(program, TargetPrices(assumed, end, ragged_share), collectives, trip_count)
             for end in ("value", "low", "high")
-        }
-        seconds = [played[end].seconds for end in ("value", "low", "high")]
-        step = Figure(*seconds, Kind.COMPILED | Kind.ASSUMPTION, name="step", unit="s")
-        return cls(cluster, played["value"], step, assumed, parts_of(program))
+        )
+        kinds = Kind.COMPILED | Kind.ASSUMPTION
+        step = Figure(middle.seconds, low.seconds, high.seconds, kinds, name="step", unit="s")
+        return cls(cluster, middle, step, assumed, parts_by_operation(program))
 
     @property
     def compute(self) -> float:
@@ -156,7 +158,7 @@ class Timeline:
         if not self.network(COPIES):
             return 0.0
         others = [(span.begin, span.end) for span in self.schedule.spans if span.thread != COPIES]
-        return self.schedule.seconds - sum(end - begin for begin, end in _united(others))
+        return self.schedule.seconds - _length(_union(others))
 
     @property
     def exposed_network(self) -> float:
@@ -176,51 +178,53 @@ class Timeline:
         """Return the critical path's seconds by bound: ``operations``, ``memory``, ``launch``, ``host``, or a link's
         ``bandwidth`` or ``latency``."""
         seconds: dict[str, float] = {}
-        for span, times in _leaves(self.critical_path):
-            bound = span.work.bound if span.thread == COMPUTE else f"{span.thread}: {span.work.bound}"
-            seconds[bound] = seconds.get(bound, 0.0) + times * span.seconds
+        for span in self.critical_path:
+            for leaf, times in span.leaves():
+                bound = leaf.work.bound if leaf.thread == COMPUTE else f"{leaf.thread}: {leaf.work.bound}"
+                seconds[bound] = seconds.get(bound, 0.0) + times * leaf.seconds
         return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
-    def by_scope(self) -> dict[str, Share]:
+    def by_scope(self) -> dict[str, PartCost]:
         """Return the cost of each part of the model, sorted by time on the critical path, longest first."""
-        sums: dict[str, list[float]] = {}
+        costs: dict[str, PartCost] = {}
         critical = set(self.schedule.critical_path())
         for index, span in enumerate(self.schedule.spans):
             for leaf, times in span.leaves():
                 seconds = times * leaf.seconds
-                entry = sums.setdefault(self.parts[leaf.operation], [0.0] * 5)
-                entry[0 if leaf.thread == COMPUTE else 1] += seconds
-                entry[2] += seconds if index in critical else 0.0
-                entry[3] += times * leaf.work.flops
-                entry[4] += times * leaf.work.bytes if leaf.thread == COMPUTE else 0.0
-        return {name: Share(*entry) for name, entry in sorted(sums.items(), key=lambda item: -item[1][2])}
+                cost = costs.setdefault(self.parts[leaf.operation], PartCost())
+                cost.flops += times * leaf.work.flops
+                if leaf.thread == COMPUTE:
+                    cost.compute += seconds
+                    cost.bytes += times * leaf.work.bytes
+                else:
+                    cost.network += seconds
+                if index in critical:
+                    cost.critical += seconds
+        return dict(sorted(costs.items(), key=lambda item: -item[1].critical))
 
     def exchanges(self) -> list[Exchange]:
         """Return the collectives, longest first."""
-        intervals: dict[Operation, list[tuple[float, float]]] = {}
+        transfers: dict[Operation, list[Interval]] = {}
         for span in self.schedule.spans:
             if span.thread in (INSIDE, BETWEEN):
-                intervals.setdefault(span.operation, []).append((span.begin, span.end))
-        computed = _united((span.begin, span.end) for span in self.schedule.spans if span.thread == COMPUTE)
-        begins = [begin for begin, _ in computed]
-        found = []
-        for operation, own in intervals.items():
-            own = _united(own)  # a collective over both links counts once
-            beside = sum(_shared(one, computed, begins) for one in own)
-            seconds = sum(end - begin for begin, end in own)
-            found.append(Exchange(operation.name, self.parts[operation], len(own), seconds, beside))
-        return sorted(found, key=lambda one: -one.seconds)
+                transfers.setdefault(span.operation, []).append((span.begin, span.end))
+        compute = _union((span.begin, span.end) for span in self.schedule.spans if span.thread == COMPUTE)
+        exchanges = []
+        for operation, intervals in transfers.items():
+            runs = _union(intervals)  # a collective over both links counts once
+            overlapped = sum(_overlap(run, compute) for run in runs)
+            exchanges.append(Exchange(operation.name, self.parts[operation], len(runs), _length(runs), overlapped))
+        return sorted(exchanges, key=lambda exchange: -exchange.seconds)
 
-    def layer(self) -> Turn | None:
-        """Return the middle iteration of the loop that takes most of the time in all: usually a layer of the most frequent kind."""
-        totals: dict[str, float] = {}
-        for turn in self.schedule.turns:
-            if turn.depth == 0:
-                totals[turn.loop.name] = totals.get(turn.loop.name, 0.0) + turn.end - turn.begin
-        if not totals:
-            return None
-        longest = max(totals, key=totals.__getitem__)
-        return next(t for t in self.schedule.turns if t.loop.name == longest and t.index == t.times // 2)
+    def middle_layer(self) -> LoopIteration | None:
+        """Return the middle iteration of the outer loop that takes most of the time in all: usually a layer of the most frequent kind."""
+        iterations = [iteration for iteration in self.schedule.iterations if iteration.depth == 0]
+        seconds: dict[str, float] = {}
+        for iteration in iterations:
+            seconds[iteration.loop.name] = seconds.get(iteration.loop.name, 0.0) + iteration.end - iteration.begin
+        longest = max(seconds, key=seconds.__getitem__, default=None)
+        middle = (one for one in self.schedule.iterations if one.loop.name == longest and one.index == one.times // 2)
+        return next(middle, None)
 
     def to_json(self) -> dict[str, Any]:
         """Fields of `timeline` in `dsjax dryrun --json`; times in seconds.
@@ -231,10 +235,10 @@ class Timeline:
         - `network`: link → busy seconds; `layer_seconds`: one layer in the middle of the longest loop
         - `exchanges`: `Exchange` of each collective, longest first
         - `critical_path`: its `spans`, and seconds `by_bound`
-        - `by_scope`: part of the model → `Share`
+        - `by_scope`: part of the model → `PartCost`
         - `assumed`: each assumption with its range and source
         """
-        layer = self.layer()
+        layer = self.middle_layer()
         return {
             "cluster": self.cluster.name,
             "step_seconds": self.step.value,
@@ -243,37 +247,38 @@ class Timeline:
             "exposed_network": self.exposed_network,
             "exposed_copies": self.exposed_copies,
             "network": {link: self.network(link) for link in (INSIDE, BETWEEN)},
-            "exchanges": [vars(one) | {"hidden": one.hidden} for one in self.exchanges()],
+            "exchanges": [vars(exchange) | {"hidden": exchange.hidden} for exchange in self.exchanges()],
             "layer_seconds": layer and layer.end - layer.begin,
             "critical_path": {"spans": len(self.critical_path), "by_bound": self.critical_by_bound()},
-            "by_scope": {name: vars(share) for name, share in self.by_scope().items()},
+            "by_scope": {name: vars(cost) for name, cost in self.by_scope().items()},
             "assumed": [
                 {"name": figure.name, **figure.to_json(), "source": figure.source} for figure in self.assumed.figures()
             ],
         }
 
 
-def _leaves(spans: Iterable[Span]) -> Iterable[tuple[Span, float]]:
-    for span in spans:
-        yield from span.leaves()
-
-
-def _united(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
     """Sort the intervals and merge those that overlap."""
-    united: list[tuple[float, float]] = []
+    merged: list[Interval] = []
     for begin, end in sorted(intervals):
-        if united and begin < united[-1][1]:
-            united[-1] = (united[-1][0], max(end, united[-1][1]))
+        if merged and begin < merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
-            united.append((begin, end))
-    return united
+            merged.append((begin, end))
+    return merged
 
 
-def _shared(one: tuple[float, float], others: list[tuple[float, float]], begins: list[float]) -> float:
-    """Return the seconds that an interval shares with ``others``, which are disjoint and sorted. begins: of ``others``."""
+def _length(intervals: Iterable[Interval]) -> float:
+    return sum(end - begin for begin, end in intervals)
+
+
+def _overlap(interval: Interval, others: Sequence[Interval]) -> float:
+    """Return the seconds that an interval shares with ``others``, which are disjoint and sorted."""
+    begin, end = interval
+    first = max(0, bisect.bisect_right(others, begin, key=lambda other: other[0]) - 1)
     seconds = 0.0
-    for begin, end in others[max(0, bisect.bisect_right(begins, one[0]) - 1) :]:
-        if begin >= one[1]:
+    for other_begin, other_end in others[first:]:
+        if other_begin >= end:
             break
-        seconds += max(0.0, min(end, one[1]) - max(begin, one[0]))
+        seconds += max(0.0, min(other_end, end) - max(other_begin, begin))
     return seconds

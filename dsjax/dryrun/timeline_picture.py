@@ -33,21 +33,20 @@ def draw(timeline: Timeline, file: Path, title: str) -> None:
     from matplotlib import pyplot
 
     colours = _palette(timeline, pyplot.get_cmap("tab10"))
-    figure, (whole, layer) = pyplot.subplots(2, 1, figsize=(13, 7.6), height_ratios=(1, 1))
-    step, turn = timeline.step, timeline.layer()
+    figure, (step_axes, layer_axes) = pyplot.subplots(2, 1, figsize=(13, 7.6), height_ratios=(1, 1))
+    step, layer = timeline.step, timeline.middle_layer()
     scale, unit = _scale(step.value)
-    _panel(whole, timeline, 0.0, step.value, colours)
+    _panel(step_axes, timeline, 0.0, step.value, colours)
     low, middle, high = (f"{end * scale:.4g}" for end in (step.low, step.value, step.high))
-    whole.set_title(f"{title}\nthe whole step: {middle} {unit} ({low} – {high})", loc="left", fontsize=10)
-    if turn:
-        _panel(layer, timeline, turn.begin, turn.end, colours)
-        seconds = turn.end - turn.begin
+    step_axes.set_title(f"{title}\nthe whole step: {middle} {unit} ({low} – {high})", loc="left", fontsize=10)
+    if layer:
+        _panel(layer_axes, timeline, layer.begin, layer.end, colours)
+        seconds = layer.end - layer.begin
         scale, unit = _scale(seconds)
-        layer.set_title(
-            f"layer {turn.index + 1} of {turn.times} alike: {seconds * scale:.4g} {unit}", loc="left", fontsize=10
-        )
+        text = f"layer {layer.index + 1} of {layer.times} alike: {seconds * scale:.4g} {unit}"
+        layer_axes.set_title(text, loc="left", fontsize=10)
     else:
-        layer.set_visible(False)
+        layer_axes.set_visible(False)
     _legend(figure, timeline, colours)
     figure.tight_layout(rect=(0, 0.13, 1, 1))
     try:

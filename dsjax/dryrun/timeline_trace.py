@@ -26,7 +26,12 @@ THREADS = (COMPUTE, INSIDE, BETWEEN, COPIES, _PATH)
 
 def write_trace(timeline: Timeline, file: Path, title: str) -> None:
     """Write the trace, compressed if the file's name ends in ``.gz``, which Perfetto also opens."""
-    text = json.dumps(trace(timeline, title), separators=(",", ":"))
+    write_json(file, trace(timeline, title))
+
+
+def write_json(file: Path, body: dict[str, Any]) -> None:
+    """Write a trace, compressed if the file's name ends in ``.gz``."""
+    text = json.dumps(body, separators=(",", ":"))
     if file.suffix == ".gz":
         file.write_bytes(gzip.compress(text.encode(), mtime=0))
     else:
@@ -42,9 +47,9 @@ def trace(timeline: Timeline, title: str) -> dict[str, Any]:
         if thread in used or thread == _PATH:
             events.append(_event("M", thread, "thread_name", args={"name": thread}))
             events.append(_event("M", thread, "thread_sort_index", args={"sort_index": number}))
-    for turn in timeline.schedule.turns:
-        name = f"{turn.index + 1} of {turn.times}"
-        events.append(_complete(COMPUTE, name, turn.begin, turn.end, {"loop": turn.loop.name}))
+    for iteration in timeline.schedule.iterations:
+        name = f"{iteration.index + 1} of {iteration.times}"
+        events.append(_complete(COMPUTE, name, iteration.begin, iteration.end, {"loop": iteration.loop.name}))
     critical, room = set(path), MOST_EVENTS - len(spans)
     for index, span in enumerate(spans):
         whole = sum(1 for _ in _expanded(span, 0.0, True))
@@ -60,15 +65,15 @@ def trace(timeline: Timeline, title: str) -> dict[str, Any]:
     }
 
 
-def _expanded(span: Span, begin: float, every_turn: bool) -> Iterator[tuple[Span, float, float]]:
+def _expanded(span: Span, begin: float, every_iteration: bool) -> Iterator[tuple[Span, float, float]]:
     """Yield ``(span, begin, end)`` of a span and of its contents; of loops every iteration, or only the first."""
     yield span, begin, begin + span.seconds
     if not span.body:
         return
-    turn = span.seconds / span.times
-    for index in range(round(span.times) if every_turn else 1):
+    iteration = span.seconds / span.times
+    for index in range(round(span.times) if every_iteration else 1):
         for inner in span.body:
-            yield from _expanded(inner, begin + index * turn + inner.begin, every_turn)
+            yield from _expanded(inner, begin + index * iteration + inner.begin, every_iteration)
 
 
 def _operation(timeline: Timeline, span: Span, thread: str, begin: float, end: float, critical: bool) -> dict[str, Any]:

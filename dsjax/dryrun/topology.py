@@ -20,9 +20,13 @@ _CUDA_LIMITS = """threads_per_block_limit: 1024 threads_per_warp: 32 fpus_per_co
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64"""
-_OWN = {"shared_memory_per_core": 233_472, "shared_memory_per_block_optin": 232_448, "threads_per_core_limit": 2048}
+_DEFAULTS = {
+    "shared_memory_per_core": 233_472,
+    "shared_memory_per_block_optin": 232_448,
+    "threads_per_core_limit": 2048,
+}
 """Optional fields of a hardware file's [xla] section; the defaults are for Hopper and Blackwell and differ on other GPUs."""
-_NEEDED = {
+_REQUIRED = {
     "cuda": ("device_name", "core_count", "clock_rate_ghz", "l2_cache_bytes", "compute_capability"),
     "tpu": ("generation",),
 }
@@ -54,7 +58,7 @@ def target_devices(hardware: Hardware | None, count: int) -> Sequence[jax.Device
             ).devices
         # No device is used, so libtpu's lock file, which keeps a second process from a TPU, can be ignored.
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-        generation, shape = told_to_xla(hardware)["generation"], torus(count)
+        generation, shape = xla_section(hardware)["generation"], torus(count)
         return topologies.get_topology_desc(
             platform="tpu", topology_name=f"{generation}:{'x'.join(map(str, shape))}"
         ).devices
@@ -85,13 +89,13 @@ def torus(count: int) -> tuple[int, int]:
     return 1 << (side // 2), 1 << (side - side // 2)
 
 
-def told_to_xla(hardware: Hardware) -> Mapping[str, Any]:
+def xla_section(hardware: Hardware) -> Mapping[str, Any]:
     """Return the [xla] section of a hardware file.
 
     Raises:
         UserError: a field that this platform's compiler requires is missing.
     """
-    missing = [name for name in _NEEDED[hardware.platform] if name not in hardware.xla]
+    missing = [name for name in _REQUIRED[hardware.platform] if name not in hardware.xla]
     if missing:
         lacks = f"no {', '.join(missing)} in its [xla] section" if hardware.xla else "no [xla] section"
         example = {"cuda": "h200", "tpu": "tpu-v6e"}[hardware.platform]
@@ -103,13 +107,13 @@ def told_to_xla(hardware: Hardware) -> Mapping[str, Any]:
 
 def cuda_target(hardware: Hardware) -> str:
     """Return XLA's ``GpuTargetConfigProto`` as text: the inputs of its cost model and of its kernels' tiling."""
-    xla = told_to_xla(hardware)
+    xla = xla_section(hardware)
     major, dot, minor = (capability := str(xla["compute_capability"])).partition(".")
     if not (dot and major.isdecimal() and minor.isdecimal()):
         raise UserError(
             f'hardware {hardware.key!r}: compute_capability in [xla] is {capability!r}, expected text such as "9.0"'
         )
-    own = " ".join(f"{name}: {xla.get(name, usual)}" for name, usual in _OWN.items())
+    own = " ".join(f"{name}: {xla.get(name, usual)}" for name, usual in _DEFAULTS.items())
     return f"""gpu_device_info {{ {_CUDA_LIMITS} {own}
   core_count: {xla["core_count"]} clock_rate_ghz: {xla["clock_rate_ghz"]} l2_cache_size: {xla["l2_cache_bytes"]}
   memory_bandwidth: {int(hardware.memory_bandwidth)} device_memory_size: {hardware.memory_bytes}

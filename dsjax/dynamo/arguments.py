@@ -89,7 +89,7 @@ def make_app(then: Callable[[Prepared], None]) -> typer.Typer:
             bool,
             typer.Option(
                 "--bootstrap",
-                help="Of a prefill worker: frontends send a request to it and to a decode worker at once, not to it first.",
+                help="For a prefill worker: let the frontend send each request to the prefill and the decode worker at the same time.",
             ),
         ] = False,
         api_key: ApiKey = None,
@@ -98,7 +98,7 @@ def make_app(then: Callable[[Prepared], None]) -> typer.Typer:
             bool,
             typer.Option(
                 "--allow-unauthenticated",
-                help="Of a group: let its other processes show /metrics at DYN_SYSTEM_PORT to everybody, without a key.",
+                help="Allow requests without an API key to /metrics at DYN_SYSTEM_PORT of a group's other processes.",
             ),
         ] = False,
     ) -> None:

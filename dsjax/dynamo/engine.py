@@ -32,7 +32,7 @@ from dsjax.serve.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _IDLE_SECONDS = 1.0
 """Seconds between two load queries while no step reports loads, until no rank holds pages."""
 
@@ -162,7 +162,7 @@ class DsjaxEngine(Worker):
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._options.shutdown_timeout
         while (engine.num_unfinished or self._streams) and loop.time() < deadline:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
         self._loads.stop()
         self._events.close()
         await engine.shutdown()

@@ -21,7 +21,7 @@ from dsjax.engine.stats import DraftCounts, StepStats
 Part = TypeVar("Part", bound=Attachment)
 
 
-class _UnderWay(NamedTuple):
+class _InFlight(NamedTuple):
     """A launched step. began, planned, launched: times at which its planning began, its planning ended, and it was launched."""
 
     plan: StepPlan
@@ -70,20 +70,20 @@ class EngineCore:
         )
         self._writer = _writer(limits)
         self._is_async = async_scheduling
-        self._under_way: deque[_UnderWay] = deque()
+        self._in_flight: deque[_InFlight] = deque()
         self.parked = ParkedRequests()
         self.step_started: float | None = None
-        self._owed: list[Update] = []  # entered but not returned yet, because a later step may fail
-        self._entered = 0.0  # time at which the last step was entered
+        self._unreturned: list[Update] = []  # entered but not returned yet, because a later step may fail
+        self._committed_at = 0.0  # time at which the last step was entered
         self._stats: StepStats | None = None
-        self._preemptions = 0  # of this scheduler, at the previous stats
+        self._num_preemptions = 0  # of this scheduler, at the previous stats
         for part in self.attachments:
             part.scheduled(self.scheduler)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs, a step is under way, or a plugin has work."""
-        return bool(self._under_way) or self.scheduler.has_work or self.is_busy
+        return bool(self._in_flight) or self.scheduler.has_work or self.is_busy
 
     @property
     def is_busy(self) -> bool:
@@ -93,10 +93,10 @@ class EngineCore:
     @property
     def rest_seconds(self) -> float | None:
         """Seconds after which to call `look` while there is nothing to compute; None: never."""
-        wanted = [part.look_seconds for part in self.attachments]
+        delays = [part.look_seconds for part in self.attachments]
         if self.parked:
-            wanted.append(self.parked.look_seconds(time.monotonic()))
-        return min((seconds for seconds in wanted if seconds is not None), default=None)
+            delays.append(self.parked.look_seconds(time.monotonic()))
+        return min((seconds for seconds in delays if seconds is not None), default=None)
 
     def part(self, kind: type[Part]) -> Part | None:
         """Return the plugin of this class, or None."""
@@ -149,65 +149,68 @@ class EngineCore:
         except Exception as error:
             self.step_started = None
             before_change()
-            return self._survive(error)
+            return self._recover(error)
         finally:
             self.step_started = None
 
     def _step(self, meanwhile: Callable[[], None] | None, ahead: bool) -> list[Update]:
         self._stats = None
         if self.parked:
-            self._owed += self.parked.expire(time.monotonic())
-        most = max(2, self.scheduler.config.num_batches) if ahead and self._is_async else 1
-        while len(self._under_way) < most and self._launch():
+            self._unreturned += self.parked.expire(time.monotonic())
+        max_in_flight = max(2, self.scheduler.config.num_batches) if ahead and self._is_async else 1
+        while len(self._in_flight) < max_in_flight and self._launch():
             pass
-        if not self._under_way:
+        if not self._in_flight:
             for part in self.attachments:
                 part.idle()
             any(part.wait() for part in self.attachments)
-            return self._take_owed()
+            return self._take_unreturned()
         if meanwhile is not None:
             meanwhile()
-        self._enter_oldest()
-        return self._take_owed()
+        self._commit_oldest()
+        return self._take_unreturned()
 
     def finish(self) -> None:
         """Wait for the steps under way and enter their results."""
-        while self._under_way:
-            self._enter_oldest()
+        while self._in_flight:
+            self._commit_oldest()
 
-    def _take_owed(self) -> list[Update]:
-        owed, self._owed = self._owed, []
+    def _take_unreturned(self) -> list[Update]:
+        owed, self._unreturned = self._unreturned, []
         return owed
 
-    def _enter_oldest(self) -> None:
-        plan, command, pending, began, planned, launched = self._under_way[0]
+    def _commit_oldest(self) -> None:
+        plan, command, pending, started, planned, launched = self._in_flight[0]
         self.executor.wait(pending)  # the next step starts now, before anything else is done
         computed = time.monotonic()
         results = self.executor.collect(pending)
-        self._under_way.popleft()  # after an interrupt (Ctrl-C) above, the step is still there to be waited for
+        self._in_flight.popleft()  # after an interrupt (Ctrl-C) above, the step is still there to be waited for
         _follow_rules(plan, command, results)
         updates = self.scheduler.update(plan, results, computed)
-        self._owed += updates
-        self._clear_dirty()
-        before, self._preemptions = self._preemptions, sum(rank.num_preemptions for rank in self.scheduler.ranks)
-        counts, entered = self.executor.counts(), time.monotonic()
-        seconds = entered - max(began, self._entered)
+        self._unreturned += updates
+        self._clear_released_pages()
+        preemptions_before, self._num_preemptions = (
+            self._num_preemptions,
+            sum(rank.num_preemptions for rank in self.scheduler.ranks),
+        )
+        counts, committed = self.executor.counts(), time.monotonic()
+        seconds = committed - max(started, self._committed_at)
         for part in self.attachments:
             part.after_step(seconds, plan, updates)
-        self._entered = entered
+        self._committed_at = committed
         self._stats = StepStats(
-            time=entered,
-            duration=entered - began,
+            time=committed,
+            duration=committed - started,
             host_seconds={
-                "plan": planned - began,
+                "plan": planned - started,
                 "launch": launched - planned,
                 "device": computed - launched,
-                "enter": entered - computed,
+                "enter": committed - computed,
             },
             num_decode_tokens=sum(1 + row.num_drafts for rank in results for row in rank.decodes),
             num_prompt_tokens=plan.num_prompt_tokens,
             num_padding_tokens=counts.num_padding_tokens,
-            num_preemptions=self._preemptions - before,
+            num_preemptions=self._num_preemptions - preemptions_before,
             compilations_after_warm_up=counts.compilations_after_warm_up,
             ranks=self.loads(),
             experts=counts.experts,
@@ -224,35 +227,35 @@ class EngineCore:
         try:
             self.finish()
         except Exception as error:
-            return self._survive(error)
-        return self._renew(make)
+            return self._recover(error)
+        return self._switch_executor(make)
 
-    def _survive(self, error: Exception) -> list[Update]:
+    def _recover(self, error: Exception) -> list[Update]:
         """Continue after a step failed because a process is gone, or raise the error. Return the updates that are owed.
 
         The steps under way are dropped: their tokens are not entered, and the pages that they wrote are not found again.
         """
         if self.generations is None:
             raise error
-        return self._renew(lambda: self.generations.after(error))
+        return self._switch_executor(lambda: self.generations.recover_from(error))
 
-    def _renew(self, make: Callable[[], Generation | None]) -> list[Update]:
-        self._under_way.clear()
+    def _switch_executor(self, make: Callable[[], Generation | None]) -> list[Update]:
+        self._in_flight.clear()
         self._stats = None
-        new = make()
-        if new is None:
-            return self._take_owed()
-        self.executor = new.executor
+        generation = make()
+        if generation is None:
+            return self._take_unreturned()
+        self.executor = generation.executor
         for part in self.attachments:
-            part.start(new.executor, new.config)
-        limits = new.executor.limits
-        self.scheduler, refused = self.scheduler.successor(new.config, limits.num_ranks, self.parked.requests)
+            part.start(generation.executor, generation.config)
+        limits = generation.executor.limits
+        self.scheduler, refused = self.scheduler.successor(generation.config, limits.num_ranks, self.parked.requests)
         self._writer = _writer(limits)
-        self._preemptions = 0
+        self._num_preemptions = 0
         for part in self.attachments:
             part.scheduled(self.scheduler)
-        self.parked.larger_is_wanted = new.larger_is_wanted
-        return self._take_owed() + self.parked.renew(refused, time.monotonic())
+        self.parked.larger_is_wanted = generation.larger_is_wanted
+        return self._take_unreturned() + self.parked.renew(refused, time.monotonic())
 
     def stats(self) -> StepStats | None:
         """Return the statistics of the step that the last call of `step` entered; None if it entered none."""
@@ -285,7 +288,7 @@ class EngineCore:
         for part in self.attachments:
             part.send()
             part.planned()
-        self._clear_dirty()  # of requests that were preempted or aborted
+        self._clear_released_pages()  # of requests that were preempted or aborted
         planned = time.monotonic()
         try:
             for command in plan.page_commands:
@@ -293,7 +296,7 @@ class EngineCore:
             if plan.is_empty:
                 return False
             for part in self.attachments:
-                part.before_launch(len(self._under_way))
+                part.before_launch(len(self._in_flight))
             copies = self._writer.copies(plan)
             if copies is not None:
                 self.executor.launch(copies)
@@ -302,7 +305,7 @@ class EngineCore:
         except BaseException:  # also interrupts; otherwise the plan's pages would never be released
             self.scheduler.withdraw(plan)
             raise
-        self._under_way.append(_UnderWay(plan, command, pending, began, planned, time.monotonic()))
+        self._in_flight.append(_InFlight(plan, command, pending, began, planned, time.monotonic()))
         return True
 
     def shutdown(self) -> None:
@@ -316,10 +319,10 @@ class EngineCore:
         for part in self.attachments:
             part.close(failed=True)
 
-    def _clear_dirty(self) -> None:
-        dirty = self.scheduler.take_dirty()
-        if dirty is not None:
-            self.executor.launch(clear_command(dirty))
+    def _clear_released_pages(self) -> None:
+        pages = self.scheduler.take_pages_to_clear()
+        if pages is not None:
+            self.executor.launch(clear_command(pages))
 
 
 def _writer(limits: ExecutorLimits) -> StepWriter:

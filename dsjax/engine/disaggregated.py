@@ -11,7 +11,7 @@ import jax
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.engine.elastic.generations import Generations
-from dsjax.engine.elastic.transfer_processes import endpoint_of, keepers_of, remote_chunks, space_of, transport_of
+from dsjax.engine.elastic.transfer_processes import chunk_owners, endpoint_of, remote_chunks, space_of, transport_of
 from dsjax.engine.engine import attachments_of
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.program_cache.library import ProgramLibrary
@@ -98,9 +98,9 @@ def load_prefill(
         opened.callback(endpoint.release)
         model = load_model(args, group, library=library, show_progress=show_progress)
         opened.callback(model.executor.shutdown)
-        keepers = keepers_of(endpoint.address, group)
+        owners = chunk_owners(endpoint.address, group)
         generations = None if group is None else Generations(args, group, model, library)
-        engine = _engine_of(args, model, event_sink, keepers=keepers, generations=generations)
+        engine = _engine_of(args, model, event_sink, owners=owners, generations=generations)
         transport = transport_of(args, endpoint.host)
         open_chunk = lambda number, take: take(engine.buffers.take(number))  # noqa: E731
         chunks = ChunkServer(endpoint, open_chunk, transport, args.transfer_timeout)

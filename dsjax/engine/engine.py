@@ -119,7 +119,13 @@ def attachments_of(
     if config.host_pages_per_rank or config.disk_pages:
         parts.append(OffloadAttachment(config))
     if args.page_source is not None:
-        parts.append(import_page_source(args.page_source).attachment())
+        part = import_page_source(args.page_source).attachment()
+        if config.windows_per_rank and not (part.source and part.source.keeps_windows):
+            raise UserError(
+                f"--page-source {args.page_source} keeps pages of one kind, and this model also has window pages, without which the others "
+                "are of no use; give a connector with `keeps_windows` (docs/cache-tiers.md), or use --host-cache-bytes"
+            )
+        parts.append(part)
     if sinks:
         parts.append(PageEventStream(*sinks))
     if config.speculation is not None and config.speculation.measures:

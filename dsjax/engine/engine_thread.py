@@ -203,7 +203,7 @@ class EngineThread:
         """Change the mesh between steps if a process has gone or come back. Any thread may call it."""
 
         def look() -> None:
-            if self.core.generations.due:
+            if self.core.generations.needs_change:
                 self.change(self.core.generations.regroup)
 
         self.between_steps(look)
@@ -336,11 +336,11 @@ class ThreadedEngine:
         return generations
 
     async def _change_to(self, generations: "Generations", *wanted: str | None) -> None:
-        checked = await asyncio.to_thread(generations.ask, *wanted)
+        checked = await asyncio.to_thread(generations.request_change, *wanted)
         try:
-            await self.call(lambda core: self._thread.change(lambda: generations.to(checked)))
+            await self.call(lambda core: self._thread.change(lambda: generations.change_to(checked)))
         finally:
-            generations.forget()
+            generations.end_request()
 
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End all requests and the thread. A thread that hangs in a step is left behind after `timeout` seconds."""

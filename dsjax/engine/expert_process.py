@@ -60,7 +60,7 @@ class Member(NamedTuple):
     peer: Peer
     side: bytes
     generation: int
-    joint: JointCalls
+    calls: JointCalls
 
 
 class ExpertProcess:
@@ -78,22 +78,26 @@ class ExpertProcess:
         self._step, self._space, self._writer = step, space, writer
         self._mover: bytes | None = None
         self._generations: dict[bytes, int] = {}  # latest mesh epoch of each attention side
-        self._half = writer.side.half(step)
-        self._empty_row = np.asarray(self._half.wire.empty_row(np.int32(0)))
+        self._exchange = writer.side.half(step)
+        self._empty_row = np.asarray(self._exchange.wire.empty_row(np.int32(0)))
         self._lock = threading.Lock()  # guards members, their calls and programs; not held while computing or waiting
         self._members: dict[str, Member] = {}  # by link name
         self._programs: dict[tuple[str, int, int], Future[Compiled]] = {}
         self._compiled: queue.SimpleQueue[tuple[list[Part], Future[Compiled]]] = queue.SimpleQueue()
         self._moves, self._compiler = (
-            ThreadPoolExecutor(1, thread_name_prefix=f"dsjax-experts-{what}") for what in ("moves", "compile")
+            ThreadPoolExecutor(1, thread_name_prefix=f"dsjax-experts-{name}") for name in ("moves", "compile")
         )
         self.num_calls = self.num_rows = self.num_products = 0
         self.endpoint, self._listener = endpoint, LinkListener(endpoint)
-        hang_up = lambda error: self._hang_up(*self._members)  # noqa: E731
+        hang_up = lambda error: self._disconnect(*self._members)  # noqa: E731
         start_thread("expert calls", self._run, name="dsjax-experts", restarts=True, on_failure=hang_up)
-        endpoint.serve(COMPILE, self._have_compiled, roles=("attention",), kind=Compile)
-        for service, kind, do in ((STAGE, Stage, self._stage), (PLACE, Place, self._place), (OPEN, Open, self._open)):
-            endpoint.serve(service, partial(self._moves.submit, _answer, do), roles=("attention",), kind=kind)
+        endpoint.serve(COMPILE, self._compile_for, roles=("attention",), kind=Compile)
+        for service, kind, handle in (
+            (STAGE, Stage, self._stage),
+            (PLACE, Place, self._place),
+            (OPEN, Open, self._open),
+        ):
+            endpoint.serve(service, partial(self._moves.submit, _answer, handle), roles=("attention",), kind=kind)
 
     @property
     def side(self) -> ExpertSide:
@@ -119,18 +123,18 @@ class ExpertProcess:
         self._check(opening)
         with self._lock:
             members = list(self._members.values())
-        joint = self._joint_calls(opening, members)
-        self._adopt(opening, alone=all(member.side == opening.side for member in members))
+        calls = self._joint_calls(opening, members)
+        self._adopt_placement(opening, alone=all(member.side == opening.side for member in members))
         name = secrets.token_hex(16)
         with self._lock:
-            self._members[name] = Member(request.peer, opening.side, opening.generation, joint)
-            joint.enter(name, opening.process)
+            self._members[name] = Member(request.peer, opening.side, opening.generation, calls)
+            calls.enter(name, opening.process)
         request.peer.on_lost(partial(self._leave, name))
         return Opened(self._listener.address, self._listener.ticket, name)
 
     def _leave(self, name: str) -> None:
         with self._lock:
-            self._members.pop(name).joint.leave(name)
+            self._members.pop(name).calls.leave(name)
         self._listener.wake()
 
     def _check(self, opening: Open) -> None:
@@ -144,8 +148,8 @@ class ExpertProcess:
         space = opening.space
         differing = sorted(name for name, value in self._space.items() if space.get(name) != value)
         if differing:
-            told = ", ".join(f"{name} {self._space[name]!r} here and {space.get(name)!r} there" for name in differing)
-            raise UserError(f"both sides must have the same model and options, and differ in {told}")
+            values = ", ".join(f"{name} {self._space[name]!r} here and {space.get(name)!r} there" for name in differing)
+            raise UserError(f"both sides must have the same model and options, and differ in {values}")
         if opening.first != self.side.first:
             raise UserError(
                 f"it has the experts' devices from {self.side.first} on, and the attention side expects those from {opening.first} on "
@@ -167,13 +171,13 @@ class ExpertProcess:
             raise UserError(
                 f"this is generation {generation} of the attention side, which goes on with generation {latest}"
             )
-        same = (member.joint for member in members if (member.side, member.generation) == (side, generation))
-        found = next(same, None) or JointCalls(opening.processes, opening.change)
-        if found.processes != opening.processes:
+        existing = (member.calls for member in members if (member.side, member.generation) == (side, generation))
+        calls = next(existing, None) or JointCalls(opening.processes, opening.change)
+        if calls.processes != opening.processes:
             raise UserError(
-                f"it is one of {opening.processes} processes, and others of this generation are of {found.processes}"
+                f"it is one of {opening.processes} processes, and others of this generation are of {calls.processes}"
             )
-        if found.change != opening.change:  # experts may be moved on one expert side without the other knowing
+        if calls.change != opening.change:  # experts may be moved on one expert side without the other knowing
             raise UserError(
                 "it is already on a side of experts that this attention side is connected to; start the processes of another side beside "
                 "it, at other addresses"
@@ -181,11 +185,11 @@ class ExpertProcess:
         with self._lock:
             for member in members:
                 if member.side == side and member.generation < generation:
-                    member.joint.end()
+                    member.calls.end()
         self._listener.wake()
-        return found
+        return calls
 
-    def _adopt(self, opening: Open, *, alone: bool) -> None:
+    def _adopt_placement(self, opening: Open, *, alone: bool) -> None:
         """Place experts according to an attention side's placement. alone: whether no other attention side is connected."""
         rows = np.frombuffer(opening.placement, "<i4").reshape(self._writer.rows.shape)
         differs = (rows != self._writer.rows).any()
@@ -204,38 +208,41 @@ class ExpertProcess:
         stage: Stage = request.body
         moves = [tuple(pair) for pair in np.frombuffer(stage.moves, "<i4").reshape(-1, 2).tolist()]
         if moves:
-            self._have_move(request.peer)
+            self._reserve_for(request.peer)
             self._writer.stage(stage.row, moves)
 
     def _place(self, request: Request) -> None:
         """Place experts. A side that changes nothing, and only wants to compile, need not be alone."""
         row, experts = request.body.row, np.frombuffer(request.body.experts, "<i4")
         if not np.array_equal(self._writer.rows[row], experts):
-            self._have_move(request.peer)
+            self._reserve_for(request.peer)
         with self._writer.lock:
             self._writer.place(row, experts)
 
-    def _have_move(self, peer: Peer) -> None:
+    def _reserve_for(self, peer: Peer) -> None:
         """Reserve this process for one attention side from now on; raise `UserError` if another is connected."""
         with self._lock:
             members = list(self._members.values())
-        sides, own = {one.side for one in members}, {one.side for one in members if one.peer is peer}
-        if len(own) != 1 or sides != own:
+        sides, own_sides = (
+            {member.side for member in members},
+            {member.side for member in members if member.peer is peer},
+        )
+        if len(own_sides) != 1 or sides != own_sides:
             raise UserError("another attention side is connected, and experts can be moved for one that is alone")
-        [self._mover] = own
+        [self._mover] = own_sides
 
     # Compiling.
 
-    def _have_compiled(self, request: Request) -> None:
-        what: Compile = request.body
-        self._check_layer(what.stack, 0)
+    def _compile_for(self, request: Request) -> None:
+        body: Compile = request.body
+        self._check_layer(body.stack, 0)
 
         def answer(program: Future[Compiled]) -> None:
             if not program.cancelled():
                 error = program.exception()
                 request.reply() if error is None else request.fail(error)
 
-        self._program(what.stack, what.tokens, what.cells).add_done_callback(answer)
+        self._program(body.stack, body.tokens, body.cells).add_done_callback(answer)
 
     def _program(self, stack: str, tokens: int, cells: int) -> Future[Compiled]:
         """Return a program, which may still be compiling. A failed compilation is retried."""
@@ -254,51 +261,51 @@ class ExpertProcess:
             try:
                 message = self._listener.receive()
             except LinkLostError as error:
-                self._hang_up(error.name)
+                self._disconnect(error.name)
                 continue
             except PeerLostError:
                 return  # closed
             if message is not None:
-                self._hear(message)
+                self._receive_call(message)
             with self._lock:
-                joints = {member.joint for member in self._members.values()}
-                ready = [parts for joint in joints for parts in joint.take()]
+                all_calls = {member.calls for member in self._members.values()}
+                ready = [parts for calls in all_calls for parts in calls.take()]
             for parts in ready:
                 call = parts[0].call
                 program = self._program(call.stack, call.tokens, call.cells)
                 if program.done():
                     self._compute(parts, program)
                 else:  # other calls need not wait for it
-                    program.add_done_callback(partial(self._go_on, parts))
+                    program.add_done_callback(partial(self._resume, parts))
             while not self._compiled.empty():
                 self._compute(*self._compiled.get())
 
-    def _go_on(self, parts: list[Part], program: Future[Compiled]) -> None:
+    def _resume(self, parts: list[Part], program: Future[Compiled]) -> None:
         self._compiled.put((parts, program))
         self._listener.wake()
 
-    def _hang_up(self, *names: str) -> None:
+    def _disconnect(self, *names: str) -> None:
         """Close connections, so that the attention processes reconnect and repeat their calls."""
         with self._lock:
             peers = [member.peer for name, member in self._members.items() if name in names]
         for peer in peers:
             peer.close()
 
-    def _hear(self, message: Message) -> None:
+    def _receive_call(self, message: Message) -> None:
         """Queue a call, or answer with the reason for refusing it."""
         try:
             call: Call = decoded(_calls, message.header)
             self._check_layer(call.stack, call.layer)
-            cells, wire = self._cells(call), self._half.wire
+            cells, wire = self._cells(call), self._exchange.wire
             rows = np.empty((len(cells), wire.row_words), wire.word)
             message.read_into(rows)
         except Exception as error:  # report any error to the attention side
             _log.warning("A call from an attention process is refused: %s", error)
-            self._reply(message.sender, Answered(_said(error)))
+            self._reply(message.sender, Answered(_error_text(error)))
             return
         with self._lock:
             if message.sender in self._members:
-                self._members[message.sender].joint.add(Part(message.sender, call, rows, cells))
+                self._members[message.sender].calls.add(Part(message.sender, call, rows, cells))
 
     def _compute(self, parts: Sequence[Part], program: Future[Compiled]) -> None:
         """Compute a call and answer all its parts."""
@@ -308,7 +315,7 @@ class ExpertProcess:
         except Exception as error:  # report any error to the attention side
             _log.exception("A call of %s with %d rows failed.", parts[0].call.stack, sum(len(p.rows) for p in parts))
             for part in parts:
-                self._reply(part.name, Answered(_said(error)))
+                self._reply(part.name, Answered(_error_text(error)))
             return
         for part, own in zip(parts, answers, strict=True):
             self.num_calls, self.num_rows = self.num_calls + 1, self.num_rows + len(own)
@@ -319,17 +326,17 @@ class ExpertProcess:
             self._listener.send(name, msgspec.msgpack.encode(answered), *answers)
 
     def _run_program(self, program: Compiled, parts: Sequence[Part]) -> list[np.ndarray]:
-        half, call = self._half, parts[0].call
-        arrived = np.repeat(self._empty_row, half.size * call.cells, axis=0)
+        exchange, call = self._exchange, parts[0].call
+        arrived = np.repeat(self._empty_row, exchange.size * call.cells, axis=0)
         is_filled = np.zeros(len(arrived), bool)
         for part in parts:
             if is_filled[part.cells].any():
                 raise ValueError("two processes of the attention side fill the same cells")
             arrived[part.cells], is_filled[part.cells] = part.rows, True
         everywhere = NamedSharding(self.side.mesh, P())
-        [described] = half.described_arrivals(1, call.cells)
+        [described] = exchange.described_arrivals(1, call.cells)
         [answer] = program(self.side.params, [put(arrived, described.sharding)], put(np.int32(call.layer), everywhere))
-        answers = np.asarray(answer).reshape(len(arrived), half.columns, half.wire.width)
+        answers = np.asarray(answer).reshape(len(arrived), exchange.columns, exchange.wire.width)
         self.num_products += 1
         return [answers[part.cells] for part in parts]
 
@@ -345,7 +352,7 @@ class ExpertProcess:
         """Return the indices of the filled cells among all devices' cells. Raise `ValueError` for an invalid call."""
         if not 0 < call.cells <= _MOST_CELLS:
             raise ValueError(f"a call has {call.cells} cells, expected 1 to {_MOST_CELLS}")
-        filled = np.frombuffer(call.filled, "<i4").reshape(self._half.size, -1)
+        filled = np.frombuffer(call.filled, "<i4").reshape(self._exchange.size, -1)
         room = call.cells // max(1, filled.shape[1])
         if ((filled < 0) | (filled > room)).any():
             raise ValueError(f"a call fills a queue of {room} cells with {filled.max()} rows")
@@ -363,7 +370,7 @@ def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProc
     host, port = split_address(share.address)
     credentials = args.credentials(host)
     with _listening_at(host, port):  # fail before loading anything
-        _bind(host, port)
+        _check_port_free(host, port)
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     mesh = MeshSpec(dp_size=share.devices).build()
     enable_compile_cache()
@@ -397,10 +404,10 @@ def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProc
     return ExpertProcess(step, writer, space, endpoint)
 
 
-def _answer(do: Callable[[Request], Any], request: Request) -> None:
+def _answer(handle: Callable[[Request], Any], request: Request) -> None:
     """Execute a request and answer it."""
     try:
-        request.reply(do(request))
+        request.reply(handle(request))
     except UserError as error:
         request.refuse(str(error))
     except Exception as error:  # report any error to the attention side
@@ -408,7 +415,7 @@ def _answer(do: Callable[[Request], Any], request: Request) -> None:
         request.fail(error)
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
@@ -424,7 +431,7 @@ def _listening_at(host: str, port: int) -> Iterator[None]:
         ) from error
 
 
-def _bind(host: str, port: int) -> None:
+def _check_port_free(host: str, port: int) -> None:
     """Check that a port is free, without accepting connections."""
     [(family, kind, _, _, where), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     with socket.socket(family, kind) as probe:

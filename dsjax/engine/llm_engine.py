@@ -70,11 +70,11 @@ class LLMEngine:
     def scale(self, mesh: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> None:
         """Continue on another mesh, or with other expert processes; arguments and errors as in ``LLM.scale``."""
         generations = mesh_changer_of(self.core)
-        wanted = generations.ask(mesh, expert_mesh, afd_address)
+        wanted = generations.request_change(mesh, expert_mesh, afd_address)
         try:
-            updates = self.core.change(lambda: generations.to(wanted))
+            updates = self.core.change(lambda: generations.change_to(wanted))
         finally:
-            generations.forget()
+            generations.end_request()
         self.on_change()
         self.on_done(updates)
         if generations.failure is not None:

@@ -12,7 +12,7 @@ from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.mesh_changer import MeshChanger
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.transfer.messages import PrefillRequest, ToPrefill, TransferFailed
-from dsjax.engine.transfer.prefill_service import Keepers, PrefillService, Receive
+from dsjax.engine.transfer.prefill_service import ChunkOwners, PrefillService, Receive
 from dsjax.engine.transfer.send_buffers import SendBuffers
 
 _log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class PrefillEngine:
 
     Args:
         timeout: seconds after which pages that no decode engine has pulled are dropped, together with their transfer.
-        attachments: further plugins of the core. keepers: process that holds the pages of each rank, see `PrefillService`. generations:
+        attachments: further plugins of the core. owners: process that holds the pages of each rank, see `PrefillService`. generations:
             creates the executors of other meshes, see `EngineCore`.
 
     thread: runs the steps. error: exception that ended it. on_death: called after such an error.
@@ -37,10 +37,10 @@ class PrefillEngine:
         timeout: float,
         async_scheduling: bool = True,
         attachments: Sequence[Attachment] = (),
-        keepers: Keepers | None = None,
+        owners: ChunkOwners | None = None,
         generations: MeshChanger | None = None,
     ):
-        self.service = PrefillService(timeout=timeout, keepers=keepers)
+        self.service = PrefillService(timeout=timeout, owners=owners)
         self.core = EngineCore(
             executor,
             config,

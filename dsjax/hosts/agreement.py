@@ -1,14 +1,14 @@
-"""`Agreement`: all-gather of plain values over the processes of a mesh epoch (`generation`), through process 0."""
+"""`Agreement`: all-gather of plain values over the processes of a mesh epoch, through process 0."""
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from dsjax.hosts.membership import GroupError, Membership, gone
+from dsjax.hosts.membership import GroupError, Membership, loss_message
 from dsjax.hosts.wire import JoinRequest
 from dsjax.messaging import Endpoint, Peer, PeerLostError, RefusedError, Request
 
@@ -17,33 +17,41 @@ Result = TypeVar("Result")
 _SERVICE = "gather"
 
 
-class Said(msgspec.Struct, frozen=True, array_like=True):
-    """One process's contribution to the `number`-th all-gather named `stage` in a mesh epoch: a plain value, or why it cannot continue."""
+class Contribution(msgspec.Struct, frozen=True, array_like=True):
+    """One process's part of the `number`-th all-gather of this name in a mesh epoch: a plain value, or why it cannot continue."""
 
-    generation: int
-    stage: str
+    epoch: int
+    name: str
     number: int
     value: Any = None
     error: str | None = None
 
 
+class _Waiter(NamedTuple):
+    """The callbacks of a process that waits for the result of an all-gather."""
+
+    reply: Callable[[list[Any]], object]
+    refuse: Callable[[str], object]
+
+
 class _Gather:
-    """Contributions to one all-gather so far, and the callbacks that wait for the result."""
+    """Values of one all-gather so far, by process id, and the processes that wait for the result."""
 
     def __init__(self):
-        self.said: dict[int, Any] = {}
+        self.values: dict[int, Any] = {}
         self.error: str | None = None
-        self.waiting: list[tuple[Callable[[Any], object], Callable[[str], object]]] = []
+        self.waiters: list[_Waiter] = []
 
-    def settle(self, present: list[int]) -> None:
-        if self.error is None and not self.said.keys() >= set(present):
+    def answer(self, process_ids: list[int]) -> None:
+        """Answer all waiters if the all-gather has failed, or has the values of all these processes."""
+        if self.error is None and not self.values.keys() >= set(process_ids):
             return
-        waiting, self.waiting = self.waiting, []
-        for reply, refuse in waiting:
-            if self.error is not None:
-                refuse(self.error)
+        waiters, self.waiters = self.waiters, []
+        for waiter in waiters:
+            if self.error is None:
+                waiter.reply([self.values[process_id] for process_id in process_ids])
             else:
-                reply([self.said[process_id] for process_id in present])
+                waiter.refuse(self.error)
 
 
 class Agreement:
@@ -63,41 +71,42 @@ class Agreement:
         self._numbers: dict[str, itertools.count] = defaultdict(itertools.count)
         self._gathers: dict[tuple[str, int], _Gather] = defaultdict(_Gather)
         if leader is None:
-            endpoint.serve(_SERVICE, self._hear, roles=("member",), kind=Said)
+            endpoint.serve(_SERVICE, self._receive, roles=("member",), kind=Contribution)
 
-    def begin(self) -> None:
+    def begin_epoch(self) -> None:
         """Begin a mesh epoch: fail the pending all-gathers of the previous one and restart the numbering."""
         with self._membership.changed:
             self._numbers.clear()
             gathers, self._gathers = self._gathers, defaultdict(_Gather)
         self._fail(gathers.values(), "another generation has begun")
 
-    def lose(self, error: GroupError) -> None:
+    def fail_pending(self, error: GroupError) -> None:
         """Fail all pending all-gathers of the mesh epoch because a member is gone."""
         with self._membership.changed:
             gathers = list(self._gathers.values())
         self._fail(gathers, str(error))
 
-    def tell(self, stage: str, value: Any = None, error: str | None = None) -> Future[list[Any]]:
-        """Contribute a plain value, or why this process cannot continue. The future's result is everyone's values."""
-        said = Said(self._membership.generation, stage, next(self._numbers[stage]), value, error)
+    def contribute(self, name: str, value: Any = None, error: str | None = None) -> Future[list[Any]]:
+        """Contribute a plain value, or why this process cannot continue, without waiting. The future's result is everyone's values."""
+        contribution = Contribution(self._membership.epoch, name, next(self._numbers[name]), value, error)
         if self._leader is not None:
-            return self._leader.request(_SERVICE, said, kind=list[Any])
-        answer: Future[list[Any]] = Future()
-        said = msgspec.msgpack.decode(msgspec.msgpack.encode(said), type=Said)  # like values that arrive by message
-        self._enter(0, said, answer.set_result, lambda reason: answer.set_exception(RefusedError(reason)))
-        return answer
+            return self._leader.request(_SERVICE, contribution, kind=list[Any])
+        values: Future[list[Any]] = Future()
+        waiter = _Waiter(values.set_result, lambda reason: values.set_exception(RefusedError(reason)))
+        encoded = msgspec.msgpack.encode(contribution)
+        self._add(0, msgspec.msgpack.decode(encoded, type=Contribution), waiter)  # like values that arrive by message
+        return values
 
-    def ask(self, stage: str, value: Any = None) -> list[Any]:
-        """All-gather a plain value. Return the values by process id; raise `GroupError` if a process is gone or cannot continue."""
+    def all_gather(self, name: str, value: Any = None) -> list[Any]:
+        """Return the plain values of all processes, by process id; raise `GroupError` if a process is gone or cannot continue."""
         try:
-            return self.tell(stage, value).result()
+            return self.contribute(name, value).result()
         except RefusedError as error:
             raise GroupError(str(error)) from error
         except PeerLostError as error:
-            raise GroupError(gone(self._membership.members[0])) from error
+            raise GroupError(loss_message(self._membership.members[0])) from error
 
-    def run(self, stage: str, act: Callable[[], Result]) -> Result:
+    def run(self, name: str, act: Callable[[], Result]) -> Result:
         """Call `act`, as all present processes do. Return its result when all have finished.
 
         Raises:
@@ -106,49 +115,50 @@ class Agreement:
         try:
             result = act()
         except BaseException as error:
-            self.tell(stage, error=str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            self.contribute(name, error=reason)
             raise
-        self.ask(stage)
+        self.all_gather(name)
         return result
 
-    def alike(self, stage: str, what: str, value: Any) -> None:
-        """Check that all processes have the same value of `what`; raise `GroupError` if one differs."""
-        values = self.ask(stage, value)
+    def check_equal(self, name: str, value: Any) -> None:
+        """Check that all processes have the same value of `name`; raise `GroupError` if one differs."""
+        values = self.all_gather(name, value)
         for member, members_value in zip(self._membership.present, values, strict=True):
             if members_value != values[0]:
                 raise GroupError(
-                    f"{member.name} has {what} {members_value}, process 0 has {values[0]}; install all hosts alike"
+                    f"{member.name} has {name} {members_value}, process 0 has {values[0]}; install all hosts alike"
                 )
 
-    def _hear(self, request: Request) -> None:
+    def _receive(self, request: Request) -> None:
         member = self._member_of(request.peer)
         if member is None:
             request.refuse("this process is not in the group")
         else:
-            self._enter(member.process_id, request.body, request.reply, request.refuse)
+            self._add(member.process_id, request.body, _Waiter(request.reply, request.refuse))
 
-    def _enter(
-        self, process_id: int, said: Said, reply: Callable[[Any], object], refuse: Callable[[str], object]
-    ) -> None:
+    def _add(self, process_id: int, contribution: Contribution, waiter: _Waiter) -> None:
+        """Add a contribution to its all-gather, and answer the waiting processes if it was the last one."""
         membership = self._membership
         with membership.changed:
-            if said.generation != membership.generation:
-                refuse(f"generation {said.generation} was given up")
+            if contribution.epoch != membership.epoch:
+                waiter.refuse(f"generation {contribution.epoch} was given up")
                 return
-            gather = self._gathers[said.stage, said.number]
-            gather.said[process_id] = said.value
-            gather.waiting.append((reply, refuse))
-            if said.error is not None and gather.error is None:
-                gather.error = f"{membership.member(process_id).name}: {said.error}"
-            for member in membership.present:
+            key = contribution.name, contribution.number
+            gather, present = self._gathers[key], membership.present
+            gather.values[process_id] = contribution.value
+            gather.waiters.append(waiter)
+            if contribution.error is not None and gather.error is None:
+                gather.error = f"{membership.member(process_id).name}: {contribution.error}"
+            for member in present:
                 if gather.error is None and (error := membership.loss_of(member)) is not None:
                     gather.error = str(error)
-            gather.settle([member.process_id for member in membership.present])
-            if not gather.waiting and len(gather.said) == len(membership.present):
-                del self._gathers[said.stage, said.number]
+            gather.answer([member.process_id for member in present])
+            if not gather.waiters and len(gather.values) == len(present):
+                del self._gathers[key]
 
     @staticmethod
-    def _fail(gathers: Any, error: str) -> None:
+    def _fail(gathers: Iterable[_Gather], error: str) -> None:
         for gather in gathers:
             gather.error = gather.error or error
-            gather.settle([])
+            gather.answer([])

@@ -1,4 +1,4 @@
-"""`HostGroup`: this process's membership in a started group: connections, command log and generations."""
+"""`HostGroup`: this process's membership in a started group: connections, command log and mesh epochs."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from dsjax.hosts.gloo.collectives import Collectives
 from dsjax.hosts.links import Links
 from dsjax.hosts.membership import GroupError, Membership
 from dsjax.hosts.options import HostOptions
-from dsjax.hosts.rendezvous import READY, Door, attend, located, open_endpoint
+from dsjax.hosts.rendezvous import READY, Door, join_leader, open_endpoint, with_own_address
 from dsjax.hosts.wire import Announcement, JoinRequest, JoinResponse
 from dsjax.messaging import Endpoint, Link, NotAMemberError, Peer, PeerLostError, Request
 from dsjax.messaging.broadcast import BroadcastLog, LogReader
 
 __all__ = ["GroupError", "HostGroup"]
 
-Heard = bytes | Announcement
-"""A message of a generation: a command, or the announcement that ends it."""
+EpochMessage = bytes | Announcement
+"""A message of a mesh epoch: a command, or the announcement that ends it."""
 
 _LEAVE = "leave"
 _ANNOUNCEMENT, _COMMAND = b"a", b"c"
-_LOOK_SECONDS = 1.0
+_DETECTION_SECONDS = 1.0
 _LEAVE_SECONDS = 10.0
 _GRACE_SECONDS = 3.0
 """Seconds in which waiting Python threads can report a loss before this process ends. JAX aborts a process three seconds later."""
-_TOGETHER_SECONDS = 0.5
+_LEAVE_BATCH_SECONDS = 0.5
 """Requests to leave that arrive within so many seconds share one mesh change."""
 
 
@@ -46,7 +46,7 @@ class HostGroup(Membership):
     """A complete group of processes. `start` creates it; `leave` ends it, and also runs when Python exits.
 
     A process is lost when its connection to process 0 ends or is silent for the heartbeat timeout; compiling, loading or a long
-    step never counts as silence. Process 0 then announces a new generation, for which the others wait. If process 0 is lost, all end.
+    step never counts as silence. Process 0 then announces a new mesh epoch, for which the others wait. If process 0 is lost, all end.
 
     Args:
         door: in process 0. leader: in other processes, the connection to process 0.
@@ -58,7 +58,7 @@ class HostGroup(Membership):
     Attributes:
         on_change: in process 0: called in another thread when a member is lost (with the error), has returned or asks to leave (None).
         has_ended: whether process 0 has announced the end of the group.
-        agreement: all-gather over the processes of the generation. collectives: this process's connections for collectives.
+        agreement: all-gather over the processes of the mesh epoch. collectives: this process's connections for collectives.
         links: the other processes that this one reaches, and the state of the links to them.
     """
 
@@ -75,7 +75,7 @@ class HostGroup(Membership):
         super().__init__(options.process_id, response.members)
         self.options, self.endpoint, self.leader = options, endpoint, leader
         endpoint.is_shared = True
-        self.generation, self.wanted, self._response = response.generation, response.wanted, response
+        self.epoch, self.wanted, self._response = response.generation, response.wanted, response
         self._door, self._log = door, log
         self.on_change: Callable[[GroupError | None], None] | None = None
         self.on_end: Callable[[], object] = lambda: None
@@ -83,23 +83,23 @@ class HostGroup(Membership):
         self.collectives = Collectives()
         peer_of = door.peer_of if door is not None else lambda process_id: None
         self.links = Links(self, endpoint, self.collectives.cut, peer_of)
-        self._inboxes: dict[int, queue.SimpleQueue[Heard]] = {}
+        self._inboxes: dict[int, queue.SimpleQueue[EpochMessage]] = {}
         if response.generation == 0:
             self._inboxes[0] = queue.SimpleQueue()
         self._announced: queue.SimpleQueue[Announcement] = queue.SimpleQueue()
-        self._latest, self._why_ended = response.generation - 1, None
+        self._latest_epoch, self._why_ended = response.generation - 1, None
         self.has_ended = False
         self._leave_requests: dict[JoinRequest, Request] = {}
-        self._leave_soon: threading.Timer | None = None
+        self._leave_timer: threading.Timer | None = None
         if door is not None:
-            endpoint.serve(_LEAVE, self._asked_to_leave_by, roles=("member",), kind=None)
-            door.open(self, self._left, self._say_changed)
+            endpoint.serve(_LEAVE, self._receive_leave_request, roles=("member",), kind=None)
+            door.open(self, self._on_disconnect, self._notify_change)
         else:
-            leader.on_lost(lambda: self._left(self.members[0]))
-            fail = lambda error: self._left(self.members[0])  # noqa: E731
+            leader.on_lost(lambda: self._on_disconnect(self.members[0]))
+            fail = lambda error: self._on_disconnect(self.members[0])  # noqa: E731
             name = JoinRequest.of(options, endpoint.port).identity.encode()
             try:
-                self._reader = LogReader(endpoint, leader, response.log, name, self._take, fail)
+                self._reader = LogReader(endpoint, leader, response.log, name, self._receive_entry, fail)
             except BaseException as error:
                 self.leaving = True  # the caller gets this error
                 if isinstance(error, PeerLostError):
@@ -110,12 +110,12 @@ class HostGroup(Membership):
     def start(cls, options: HostOptions, prepare: Callable[[], Mapping[str, Any]]) -> HostGroup:
         """Join the other processes (see `Door.meet`). JAX must not have started.
 
-        If the group has already formed and this process has the id of a lost one, it waits for the announcement of `generation`.
+        If the group has already formed and this process has the id of a lost one, it waits for the announcement of its mesh epoch.
 
         Raises:
             GroupError, UserError: no group forms (see `Door.meet`), or the link between two of its processes is broken.
         """
-        options = located(options)
+        options = with_own_address(options)
         with contextlib.ExitStack() as opened:  # a start that fails leaves no port open
             endpoint = open_endpoint(options)
             opened.callback(endpoint.close, linger=1.0)
@@ -124,7 +124,7 @@ class HostGroup(Membership):
                 door = Door(options, endpoint, log.address)
                 group = cls(options, door.meet(prepare), endpoint, door=door, log=log)
             else:
-                response, leader = attend(options, endpoint, prepare)
+                response, leader = join_leader(options, endpoint, prepare)
                 group = cls(options, response, endpoint, leader=leader)
             opened.callback(setattr, group, "leaving", True)  # a failed start has lost no member
             group._join()
@@ -144,62 +144,62 @@ class HostGroup(Membership):
             self.links.watch(options.link_monitor_interval)
         atexit.register(self.leave)
         if response.generation == 0:
-            self.agreement.run("links", lambda: self.links.check([one.process_id for one in self.members]))
+            self.agreement.run("links", lambda: self.links.check([member.process_id for member in self.members]))
 
-    # Generations.
+    # Mesh epochs.
 
-    def announce(self, news: Announcement) -> None:
-        """Begin a generation and announce it to all other processes (process 0 only)."""
+    def announce(self, announcement: Announcement) -> None:
+        """Begin a mesh epoch and announce it to all other processes (process 0 only)."""
         if self._door is not None:
-            self._door.wanted = news.wanted
-        self.enter(news.number, news.process_ids)
-        self.agreement.begin()
-        news = msgspec.structs.replace(news, members=self.members, live_ids=self.live_ids)
-        self._log.append(news.number, _ANNOUNCEMENT + msgspec.msgpack.encode(news))
+            self._door.wanted = announcement.wanted
+        self.enter(announcement.number, announcement.process_ids)
+        self.agreement.begin_epoch()
+        announcement = msgspec.structs.replace(announcement, members=self.members, live_ids=self.live_ids)
+        self._log.append(announcement.number, _ANNOUNCEMENT + msgspec.msgpack.encode(announcement))
 
-    def begin(self, news: Announcement) -> None:
-        """Enter a generation that process 0 has announced."""
+    def begin(self, announcement: Announcement) -> None:
+        """Enter a mesh epoch that process 0 has announced."""
         with self.changed:
-            self._inboxes = {number: inbox for number, inbox in self._inboxes.items() if number >= news.number}
-        self.enter(news.number, news.process_ids, news.live_ids)
-        self.agreement.begin()
+            self._inboxes = {number: inbox for number, inbox in self._inboxes.items() if number >= announcement.number}
+        self.enter(announcement.number, announcement.process_ids, announcement.live_ids)
+        self.agreement.begin_epoch()
 
-    def command(self, generation: int, data: bytes) -> None:
-        """Send a command to all other processes of a generation, in order (process 0 only)."""
-        self._log.append(generation, _COMMAND + data)
+    def command(self, epoch: int, data: bytes) -> None:
+        """Send a command to all other processes of a mesh epoch, in order (process 0 only)."""
+        self._log.append(epoch, _COMMAND + data)
 
-    def commands(self, number: int) -> queue.SimpleQueue[Heard]:
-        """Return the queue of process 0's commands to a generation that has begun."""
+    def commands(self, number: int) -> queue.SimpleQueue[EpochMessage]:
+        """Return the queue of process 0's commands to a mesh epoch that has begun."""
         with self.changed:
             return self._inboxes[number]
 
     def next_announcement(self, seconds: float | None = None) -> Announcement | None:
         """Wait for the latest announcement that was not yet returned; return None on timeout."""
         try:
-            heard = self._announced.get(timeout=seconds)
+            announcement = self._announced.get(timeout=seconds)
         except queue.Empty:
             return None
-        while not self._announced.empty():  # skip generations that failed before this process reached them
-            heard = self._announced.get()
-        return heard
+        while not self._announced.empty():  # skip epochs that failed before this process reached them
+            announcement = self._announced.get()
+        return announcement
 
     @property
     def is_superseded(self) -> bool:
-        """Whether a newer generation than the current one was announced."""
-        return self._latest > self.generation
+        """Whether a newer mesh epoch than the current one was announced."""
+        return self._latest_epoch > self.epoch
 
     def connect(self, device_ids: Sequence[int]) -> None:
-        """Exchange the endpoints for collectives with all processes of the generation. device_ids: of its mesh, in order."""
-        endpoints = self.agreement.ask("collectives", self.collectives.endpoint)
-        self.collectives.begin(self.generation, device_ids, endpoints)
+        """Exchange the endpoints for collectives with all processes of the mesh epoch. device_ids: of its mesh, in order."""
+        endpoints = self.agreement.all_gather("collectives", self.collectives.endpoint)
+        self.collectives.begin(self.epoch, device_ids, endpoints)
 
-    def link_to(self, process_id: int, door: tuple[str, bytes], name: str, *, encrypted: bool = False) -> Link:
-        """Connect to a `LinkListener` of another process. door: its address and ticket. name, encrypted: see `Link`.
+    def link_to(self, process_id: int, listener: tuple[str, bytes], name: str, *, encrypted: bool = False) -> Link:
+        """Connect to a `LinkListener` of another process. listener: its address and ticket. name, encrypted: see `Link`.
 
         Raises:
-            GroupError: a process of the generation is gone, or the listener cannot be reached.
+            GroupError: a process of the mesh epoch is gone, or the listener cannot be reached.
         """
-        address, ticket = door
+        address, ticket = listener
         try:
             return Link(self.endpoint, address, ticket, name, encrypted=encrypted)
         except (PeerLostError, NotAMemberError) as error:
@@ -209,17 +209,17 @@ class HostGroup(Membership):
                 "that hosts let each other in at every port"
             ) from error
 
-    def check_generation(self, number: int, doing: str) -> None:
-        """Raise a `GroupError` if a generation has failed or has been superseded. doing: the activity that is then given up."""
+    def check_epoch(self, number: int, doing: str) -> None:
+        """Raise a `GroupError` if a mesh epoch has failed or has been superseded. doing: the activity that is then given up."""
         self.check()
         if 0 in self.lost:
             raise self.lost[0]
         if self._why_ended is not None:
             raise GroupError(f"process 0 has ended the group: {self._why_ended}; its own messages say more")
-        if self._latest > number or self.generation != number:
+        if self._latest_epoch > number or self.epoch != number:
             raise GroupError(f"generation {number} was given up while {doing}")
 
-    def _take(self, epoch: int, body: bytes) -> None:
+    def _receive_entry(self, epoch: int, body: bytes) -> None:
         """Take an entry of the log, in the messaging thread."""
         if body[:1] == _COMMAND:
             with self.changed:
@@ -227,23 +227,23 @@ class HostGroup(Membership):
             if inbox is not None:
                 inbox.put(body[1:])
             return
-        news = msgspec.msgpack.decode(body[1:], type=Announcement)
-        if news.ended:
-            self.has_ended, self._why_ended = True, news.reason or None
+        announcement = msgspec.msgpack.decode(body[1:], type=Announcement)
+        if announcement.ended:
+            self.has_ended, self._why_ended = True, announcement.reason or None
         else:
-            self._latest = news.number
-        if news.members:
-            self.members = news.members
-        if news.broken is not None:
+            self._latest_epoch = announcement.number
+        if announcement.members:
+            self.members = announcement.members
+        if announcement.broken is not None:
             with contained("messaging", "A collective that has broken is waited for until its own limit."):
-                self.collectives.cut(news.broken)
+                self.collectives.cut(announcement.broken)
         with self.changed:
             for inbox in self._inboxes.values():
-                inbox.put(news)
-            if self._own in news.process_ids:
-                self._inboxes[news.number] = queue.SimpleQueue()
-        self._announced.put(news)  # last, because its receiver asks for the inbox at once
-        if news.ended:
+                inbox.put(announcement)
+            if self._own_id in announcement.process_ids:
+                self._inboxes[announcement.number] = queue.SimpleQueue()
+        self._announced.put(announcement)  # last, because its receiver asks for the inbox at once
+        if announcement.ended:
             self.on_end()
 
     # Lost, leaving and returning members.
@@ -253,14 +253,14 @@ class HostGroup(Membership):
         super().replace(member)
         self.links.left_out.pop(member.process_id, None)
 
-    def lost_by(self, error: BaseException, seconds: float | None = None) -> GroupError | None:
-        """Return the error of a lost member that may be the cause of a failure; None if no member is lost.
+    def find_loss(self, seconds: float | None = None) -> GroupError | None:
+        """Return the error of the first lost member; None if no member is lost.
 
         seconds: how long to wait for a loss to be detected; None: long enough to detect a process that hangs.
         """
         if self.leaving:
             return None
-        seconds = self.options.heartbeat_timeout + 2 * _LOOK_SECONDS if seconds is None else seconds
+        seconds = self.options.heartbeat_timeout + 2 * _DETECTION_SECONDS if seconds is None else seconds
         deadline = time.monotonic() + seconds
         with self.changed:
             while True:
@@ -276,11 +276,11 @@ class HostGroup(Membership):
         error = super().lose(member, error)
         if error is None or self.leaving:
             return error
-        if any(each.process_id == member.process_id for each in self.present):
-            self.agreement.lose(error)
+        if any(present_member.process_id == member.process_id for present_member in self.present):
+            self.agreement.fail_pending(error)
             # A thread may be waiting in a collective for that process, or for another process that is.
             with contained("messaging", "A collective without that process is waited for until its own limit."):
-                self.collectives.cut(self.generation)
+                self.collectives.cut(self.epoch)
         if self._door is not None:
             self._door.drop(member.process_id)
         if self.on_change is not None:
@@ -304,21 +304,21 @@ class HostGroup(Membership):
             print(f"error: {error}", file=sys.stderr, flush=True)
             os._exit(1)
 
-    def _left(self, member: JoinRequest) -> None:
+    def _on_disconnect(self, member: JoinRequest) -> None:
         """Handle the end of a member's connection, in the messaging thread."""
         if not self.leaving:
             self.lose(member)
 
-    def _say_changed(self) -> None:
+    def _notify_change(self) -> None:
         if self.on_change is not None and not self.leaving:
             self.on_change(None)
 
-    def say_ready(self) -> None:
-        """Report that this returning process can join the next generation."""
+    def report_ready(self) -> None:
+        """Report that this returning process can join the next mesh epoch."""
         self.leader.send(READY)
 
-    def ask_process_0_to_leave(self) -> bool:
-        """Ask to leave. Return whether this process may go now instead of with the next generation. A `RefusedError`: it is needed."""
+    def request_leave(self) -> bool:
+        """Ask to leave. Return whether this process may go now instead of with the next mesh epoch. A `RefusedError`: it is needed."""
         return self.leader.request(_LEAVE, kind=bool).result()
 
     def excuse(self, member: JoinRequest) -> None:
@@ -326,7 +326,7 @@ class HostGroup(Membership):
         super().excuse(member)
         self._take_leave_request(member).reply(member not in self.present)
 
-    def keep(self, member: JoinRequest, reason: str) -> None:
+    def refuse_leave(self, member: JoinRequest, reason: str) -> None:
         """Refuse a member's request to leave. reason: why it is needed."""
         self._take_leave_request(member).refuse(reason)
 
@@ -334,7 +334,7 @@ class HostGroup(Membership):
         with self.changed:
             return self._leave_requests.pop(member)
 
-    def _asked_to_leave_by(self, request: Request) -> None:
+    def _receive_leave_request(self, request: Request) -> None:
         member = self._door.member_of(request.peer)
         if member is None:
             request.reply(True)
@@ -346,11 +346,11 @@ class HostGroup(Membership):
         if before is not None:
             before.refuse("it has asked again")
             return
-        if self._leave_soon is not None:
-            self._leave_soon.cancel()
-        self._leave_soon = threading.Timer(_TOGETHER_SECONDS, self._say_changed)
-        self._leave_soon.daemon = True
-        self._leave_soon.start()
+        if self._leave_timer is not None:
+            self._leave_timer.cancel()
+        self._leave_timer = threading.Timer(_LEAVE_BATCH_SECONDS, self._notify_change)
+        self._leave_timer.daemon = True
+        self._leave_timer.start()
 
     # The end.
 
@@ -358,12 +358,12 @@ class HostGroup(Membership):
         """Announce the end of the group to the other processes (process 0 only). reason: the fault that ended it, if any."""
         if self._log is not None and not self.has_ended:
             self.has_ended = True
-            last = Announcement(self.generation + 1, reason=reason or "", ended=True)
+            last = Announcement(self.epoch + 1, reason=reason or "", ended=True)
             self._log.append(last.number, _ANNOUNCEMENT + msgspec.msgpack.encode(last))
 
-    def end_here(self) -> None:
+    def end_locally(self) -> None:
         """Wake the thread that waits for the next announcement: there is none for this process, which leaves."""
-        self._announced.put(Announcement(self._latest, ended=True))
+        self._announced.put(Announcement(self._latest_epoch, ended=True))
 
     def leave(self, reason: str | None = None) -> None:
         """Leave the group. The leader tells the others and waits until they have gone. reason: the fault that ended the group, if any."""

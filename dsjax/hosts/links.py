@@ -39,7 +39,7 @@ _RTT, _RETRANSMITTED, _SEGMENTS = 68, 100, 136
 """Offsets in Linux's `struct tcp_info`: smoothed round trip in microseconds, segments retransmitted, segments sent."""
 
 
-class Look(msgspec.Struct, frozen=True, array_like=True):
+class LinkCheck(msgspec.Struct, frozen=True, array_like=True):
     """Request of process 0. broken: mesh epoch whose collectives are abandoned. members: processes to ping."""
 
     broken: int
@@ -87,18 +87,18 @@ class Links:
         self._watched: dict[JoinRequest, tuple[Peer, int, int]] = {}
         self._closed = threading.Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dsjax-links")
-        endpoint.serve(_SERVICE, self._answer, roles=("listener",), kind=Look)
+        endpoint.serve(_SERVICE, self._answer_check, roles=("listener",), kind=LinkCheck)
 
-    def look(self, broken: int) -> tuple[GroupError | None, bool]:
+    def check_all(self, broken: int) -> tuple[GroupError | None, bool]:
         """In process 0: ask all processes which peers they cannot reach; exclude as many as needed. Return why, and whether all answered.
 
         broken: mesh epoch whose collectives are abandoned.
         """
-        asked = self._membership.live
-        question = Look(broken, list(asked))
-        peers = {member.process_id: self._peer_of(member.process_id) for member in asked[1:]}
+        members = self._membership.live
+        question = LinkCheck(broken, list(members))
+        peers = {member.process_id: self._peer_of(member.process_id) for member in members[1:]}
         replies = {one: peer.request(_SERVICE, question, kind=list[int]) for one, peer in peers.items() if peer}
-        deadline, cut = time.monotonic() + SECONDS + _GRACE_SECONDS, {0: self.unreached(asked)}
+        deadline, cut = time.monotonic() + SECONDS + _GRACE_SECONDS, {0: self.unreached(members)}
         for process_id, reply in replies.items():
             with contextlib.suppress(TimeoutError, PeerLostError, RefusedError, RuntimeError):
                 cut[process_id] = reply.result(max(0.0, deadline - time.monotonic()))
@@ -107,19 +107,19 @@ class Links:
         error = None
         for process_id in left_out(cut):
             error = self._leave_out(process_id, cut)
-        return error, len(cut) == len(asked)
+        return error, len(cut) == len(members)
 
-    def why_left_out(self, news: Announcement) -> str | None:
+    def why_left_out(self, announcement: Announcement) -> str | None:
         """Return why this process is excluded, or None if it is not."""
-        pid, reason = news.left_out.get(self._membership.me.process_id, (0, ""))
+        pid, reason = announcement.left_out.get(self._membership.me.process_id, (0, ""))
         return reason if pid == os.getpid() else None
 
     def check(self, process_ids: Sequence[int]) -> None:
         """Raise `GroupError` if this process cannot reach one of these processes."""
-        asked = [member for member in self._membership.members if member.process_id in process_ids]
-        missing = set(self.unreached(asked))
+        members = [member for member in self._membership.members if member.process_id in process_ids]
+        missing = set(self.unreached(members))
         if missing:
-            names = _named([member for member in asked if member.process_id in missing])
+            names = _named([member for member in members if member.process_id in missing])
             raise GroupError(
                 f"process {self._membership.me.process_id} cannot reach {names} within {SECONDS:g} s; check the network between these "
                 "hosts and their firewalls (any TCP port), then start it again"
@@ -127,8 +127,8 @@ class Links:
 
     def unreached(self, members: Iterable[JoinRequest], seconds: float = SECONDS) -> list[int]:
         """Return the ids of the other members that do not answer a ping within `seconds`. All are pinged in parallel."""
-        asked = [member for member in members if member.process_id != self._membership.me.process_id]
-        if not asked:
+        members = [member for member in members if member.process_id != self._membership.me.process_id]
+        if not members:
             return []
 
         def answers(member: JoinRequest) -> bool:
@@ -138,18 +138,18 @@ class Links:
                 return False
             return True
 
-        with ThreadPoolExecutor(min(len(asked), _MOST_AT_ONCE)) as pool:
-            answered = list(pool.map(answers, asked))
-        return [member.process_id for member, answer in zip(asked, answered, strict=True) if not answer]
+        with ThreadPoolExecutor(min(len(members), _MOST_AT_ONCE)) as pool:
+            answered = list(pool.map(answers, members))
+        return [member.process_id for member, answer in zip(members, answered, strict=True) if not answer]
 
     def watch(self, interval: float) -> None:
         """Probe the links to all present processes at this interval in seconds, in a thread, until `close`."""
 
-        def look() -> None:
+        def probe_all() -> None:
             while not self._closed.wait(interval):
                 self.probe([member for member in self._membership.present if member != self._membership.me])
 
-        start_thread("link monitor", look, name="dsjax-link-monitor", restarts=True)
+        start_thread("link monitor", probe_all, name="dsjax-link-monitor", restarts=True)
 
     def probe(self, members: Sequence[JoinRequest]) -> None:
         """Probe the links to these members, one after another, and forget all other links."""
@@ -182,23 +182,24 @@ class Links:
         state.answer = min(_answer_seconds(peer) for _ in range(_PROBES))
         info = peer.tcp_info()
         if len(info) >= _SEGMENTS + 4:
-            micros, again, sent = (struct.unpack_from("=I", info, at)[0] for at in (_RTT, _RETRANSMITTED, _SEGMENTS))
+            offsets = _RTT, _RETRANSMITTED, _SEGMENTS
+            micros, retransmitted_now, sent = (struct.unpack_from("=I", info, offset)[0] for offset in offsets)
             state.round_trip = micros * 1e-6
             state.segments += sent - segments
-            state.retransmitted += again - retransmitted
-            self._watched[member] = peer, sent, again
+            state.retransmitted += retransmitted_now - retransmitted
+            self._watched[member] = peer, sent, retransmitted_now
 
     def _drop(self, member: JoinRequest) -> None:
         watched = self._watched.pop(member, None)  # `close` drops it in another thread
         if watched is not None:
             watched[0].close()
 
-    def _answer(self, request: Request) -> None:
+    def _answer_check(self, request: Request) -> None:
         """End the broken collectives, ping the members and reply to process 0."""
-        look: Look = request.body
+        check: LinkCheck = request.body
         with contained("messaging", "A collective that has broken is waited for until its own limit."):
-            self._cut(look.broken)
-        self._pool.submit(lambda: request.reply(self.unreached(look.members)))
+            self._cut(check.broken)
+        self._pool.submit(lambda: request.reply(self.unreached(check.members)))
 
     def _leave_out(self, process_id: int, cut: Mapping[int, Sequence[int]]) -> GroupError:
         names = {member.process_id: member for member in self._membership.members}

@@ -14,11 +14,11 @@ class GroupError(UserError):
 class Membership:
     """Members of the group and their states. Thread-safe.
 
-    own: id of this process. members: all processes of the group.
+    own_id: id of this process. members: all processes of the group.
 
     Attributes:
         members: all processes by id, each in its latest incarnation. present: members of the current mesh epoch.
-        generation: number of the current mesh epoch.
+        epoch: number of the current mesh epoch.
         lost: errors of the members that are gone, by id. live_ids: ids of members that can join the next mesh epoch.
         changed: condition that guards this state; notified on changes.
         excused: members that asked to leave and will be in no further mesh epoch.
@@ -26,53 +26,53 @@ class Membership:
         leaving: whether this process is leaving.
     """
 
-    def __init__(self, own: int, members: Sequence[JoinRequest]):
-        self._own = own
-        self.members, self.present, self.generation = list(members), list(members), 0
+    def __init__(self, own_id: int, members: Sequence[JoinRequest]):
+        self._own_id = own_id
+        self.members, self.present, self.epoch = list(members), list(members), 0
         self.lost: dict[int, GroupError] = {}
         self.changed = threading.Condition(threading.RLock())
         self.excused: set[JoinRequest] = set()
         self.needs_all = self.leaving = False
-        self._told_live: set[int] | None = None
+        self._announced_live: set[int] | None = None
         self._ended: set[int] = set()
-        self._asked_to_leave: list[JoinRequest] = []
+        self._undecided_leavers: list[JoinRequest] = []
 
     @property
     def me(self) -> JoinRequest:
         """This process's own member."""
-        return self.member(self._own)
+        return self.member(self._own_id)
 
     @property
     def is_leader(self) -> bool:
         """Whether this is process 0."""
-        return self._own == 0
+        return self._own_id == 0
 
     @property
     def is_present(self) -> bool:
         """Whether this process is in the current mesh epoch."""
-        return any(member.process_id == self._own for member in self.present)
+        return any(member.process_id == self._own_id for member in self.present)
 
     @property
     def live(self) -> list[JoinRequest]:
         """Members that can join the next mesh epoch; outside process 0, as process 0 last announced."""
-        told = self._told_live
+        announced = self._announced_live
         return [
             member
             for member in self.members
             if member.process_id not in self.lost
             and member not in self.excused
-            and (told is None or member.process_id in told)
+            and (announced is None or member.process_id in announced)
         ]
 
     @property
     def live_ids(self) -> list[int]:
-        """IDs of `live`."""
+        """IDs of the `live` members."""
         return [member.process_id for member in self.live]
 
     @property
-    def leavers(self) -> bool:
+    def has_leave_requests(self) -> bool:
         """Whether a request to leave is undecided."""
-        return bool(self._asked_to_leave)
+        return bool(self._undecided_leavers)
 
     def member(self, process_id: int) -> JoinRequest:
         """Return the member with this id."""
@@ -82,7 +82,7 @@ class Membership:
         """Return why a member is gone, or None if it is not known to be. A replaced member counts as gone."""
         with self.changed:
             error = self.lost.get(member.process_id)
-            return error or (None if member in self.members else GroupError(gone(member)))
+            return error or (None if member in self.members else GroupError(loss_message(member)))
 
     def check(self, failure: BaseException | None = None) -> None:
         """Raise the `GroupError` of the first lost member of this mesh epoch, with `failure` as its cause."""
@@ -94,9 +94,9 @@ class Membership:
     def enter(self, number: int, process_ids: Sequence[int], live_ids: Sequence[int] | None = None) -> None:
         """Enter a mesh epoch of these processes. live_ids: ids that can join the next one; not given in process 0."""
         with self.changed:
-            self.generation = number
+            self.epoch = number
             self.present = [member for member in self.members if member.process_id in process_ids]
-            self._told_live = None if live_ids is None else set(live_ids)
+            self._announced_live = None if live_ids is None else set(live_ids)
             self.changed.notify_all()
 
     def lose(self, member: JoinRequest, error: GroupError | None = None) -> GroupError | None:
@@ -104,7 +104,7 @@ class Membership:
         with self.changed:
             if member.process_id in self.lost or member not in self.members:
                 return None
-            error = self.lost[member.process_id] = error or GroupError(gone(member))
+            error = self.lost[member.process_id] = error or GroupError(loss_message(member))
             self._ended.add(member.process_id)
             self.changed.notify_all()
             return error
@@ -112,9 +112,9 @@ class Membership:
     def replace(self, member: JoinRequest) -> None:
         """Replace the member with this id by a process that has rejoined."""
         with self.changed:
-            self.members = [member if each.process_id == member.process_id else each for each in self.members]
+            self.members = [member if old.process_id == member.process_id else old for old in self.members]
             self.lost.pop(member.process_id, None)
-            self.excused = {one for one in self.excused if one.process_id != member.process_id}
+            self.excused = {left for left in self.excused if left.process_id != member.process_id}
             self.changed.notify_all()
 
     def take_ended(self) -> set[int]:
@@ -124,14 +124,14 @@ class Membership:
         return ended
 
     def ask_to_leave(self, member: JoinRequest) -> None:
-        """Record a member's request to leave; `take_leavers` returns it, then `excuse` or a refusal decides it."""
+        """Record a member's request to leave; `take_leave_requests` returns it, then `excuse` or a refusal decides it."""
         with self.changed:
-            self._asked_to_leave.append(member)
+            self._undecided_leavers.append(member)
 
-    def take_leavers(self) -> list[JoinRequest]:
+    def take_leave_requests(self) -> list[JoinRequest]:
         """Return the requests to leave since the last call."""
         with self.changed:
-            leavers, self._asked_to_leave = self._asked_to_leave, []
+            leavers, self._undecided_leavers = self._undecided_leavers, []
         return leavers
 
     def excuse(self, member: JoinRequest) -> None:
@@ -141,7 +141,7 @@ class Membership:
             self._ended.add(member.process_id)
 
 
-def gone(member: JoinRequest) -> str:
+def loss_message(member: JoinRequest) -> str:
     """Return the error message for a member that died or hangs."""
     if member.process_id == 0:
         return f"{member.name} has gone away, and with it the group; start all processes again"

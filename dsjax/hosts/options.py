@@ -29,24 +29,24 @@ class GroupOptions(Checked):
     """
 
     coordinator_address: str | None = option(
-        None, "HOST:PORT of process 0; default: from Slurm, Open MPI, GKE or LeaderWorkerSet.", Group.HOSTS
+        None, "HOST:PORT of process 0. Default: detected from Slurm, Open MPI, GKE or LeaderWorkerSet.", Group.HOSTS
     )
-    num_processes: int | None = option(None, "Processes that share the mesh's devices.", Group.HOSTS, least=1)
-    process_id: int | None = option(None, "Number of this process; 0 serves HTTP and schedules.", Group.HOSTS, least=0)
+    num_processes: int | None = option(None, "Number of processes in the group.", Group.HOSTS, least=1)
+    process_id: int | None = option(None, "Index of this process; 0 is the leader.", Group.HOSTS, least=0)
     host_address: str | None = advanced(
-        None, "Address at which others reach this host; default: towards the coordinator.", Group.HOSTS
+        None, "Address at which others reach this host. Default: from the route to process 0.", Group.HOSTS
     )
-    start_timeout: int = advanced(300, "Seconds to wait for all processes at the start.", Group.HOSTS, least=1)
+    start_timeout: int = advanced(300, "Seconds to wait for all processes at startup.", Group.HOSTS, least=1)
     heartbeat_timeout: int = advanced(
         10, "Seconds without a heartbeat after which a process is lost.", Group.HOSTS, least=1
     )
     cluster_key_file: str | None = option(
         None,
-        "File with the secret of all processes, or the variable DSJAX_CLUSTER_KEY; default: one of this user's, for loopback alone.",
+        "Path to the shared secret, unless DSJAX_CLUSTER_KEY is set. Default: per user, for loopback only.",
         Group.HOSTS,
     )
     encrypt_bulk: bool = advanced(
-        False, "Encrypt hidden states and expert rows too, not control messages alone.", Group.HOSTS
+        False, "Encrypt hidden states and expert rows in addition to control messages.", Group.HOSTS
     )
 
     def credentials(self, *hosts: str) -> Credentials:

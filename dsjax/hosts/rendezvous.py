@@ -64,7 +64,7 @@ def open_endpoint(options: HostOptions) -> Endpoint:
         ) from error
 
 
-def located(options: HostOptions) -> HostOptions:
+def with_own_address(options: HostOptions) -> HostOptions:
     """Wait until the coordinator's name resolves, and set this host's address on the route to it; raise `GroupError` on timeout."""
     deadline = time.monotonic() + options.start_timeout
     while not options.address:
@@ -80,12 +80,12 @@ def located(options: HostOptions) -> HostOptions:
 
 @dataclasses.dataclass(eq=False)
 class _Caller:
-    """Connected process. join: its request, answered when it is admitted or refused."""
+    """A connected process. join: its request to join, answered when it is admitted or refused."""
 
-    who: JoinRequest
+    member: JoinRequest
     join: Request
     prepared: Prepared | None = None
-    is_in: bool = False
+    is_admitted: bool = False
 
     @property
     def peer(self) -> Peer:
@@ -110,7 +110,7 @@ class Door:
         self._membership = Membership(0, [own])
         self._changed = self._membership.changed
         self._callers: dict[int, _Caller] = {}
-        self._own, self._prepared_here = own, Prepared()
+        self._own_member, self._own_prepared = own, Prepared()
         self._is_prepared = self._has_formed = self.is_closing = False
         self._problem: str | None = None
         self._refusals: dict[str, None] = {}  # in order of arrival
@@ -141,20 +141,20 @@ class Door:
             except ValueError as caught:  # a UserError, or an error of the mesh, which `sharding` defines itself
                 failure, prepared = caught, Prepared(error=str(caught))
             with self._changed:
-                self._prepared_here = msgspec.msgpack.decode(  # like values that arrive by message
+                self._own_prepared = msgspec.msgpack.decode(  # like values that arrive by message
                     msgspec.msgpack.encode(prepared), type=Prepared
                 )
                 self._is_prepared = True
                 if prepared.error is not None:
-                    self._fail(f"{self._own.name}: {prepared.error}")
-            error = self._wait()
+                    self._fail(f"{self._own_member.name}: {prepared.error}")
+            error = self._wait_for_all()
             if error is None:
                 self.service, self._service_address = coordination.start_service(self._options)
         except BaseException as caught:
-            error = f"{self._own.name} ended while the group was forming ({type(caught).__name__})"
+            error = f"{self._own_member.name} ended while the group was forming ({type(caught).__name__})"
             raise
         finally:
-            response, error = self._tell(error)
+            response, error = self._answer_all(error)
         if error is not None and self.service is not None:
             self.service.shutdown()
         if failure is not None:
@@ -172,20 +172,20 @@ class Door:
         """
         with self._changed:
             self._membership, self._on_left, self._on_return = membership, on_left, on_return
-            here = [caller.who for caller in self._callers.values() if caller.is_in]
-            left = [member for member in membership.members[1:] if member not in here]
-        for member in left:
+            connected = [caller.member for caller in self._callers.values() if caller.is_admitted]
+            disconnected = [member for member in membership.members[1:] if member not in connected]
+        for member in disconnected:
             on_left(member)
 
     def member_of(self, peer: Peer) -> JoinRequest | None:
         """Return the member of a connection; None if it has none or the process is still rejoining."""
         caller = self._caller_of(peer)
-        return caller.who if caller is not None and caller.is_in else None
+        return caller.member if caller is not None and caller.is_admitted else None
 
     def peer_of(self, process_id: int) -> Peer | None:
         """Return the connection to a member, or None if it has ended."""
         caller = self._callers.get(process_id)
-        return None if caller is None or not caller.is_in else caller.peer
+        return None if caller is None or not caller.is_admitted else caller.peer
 
     def drop(self, process_id: int) -> None:
         """Close the connection to a process, which must then rejoin."""
@@ -204,14 +204,14 @@ class Door:
         return next((caller for caller in self._callers.values() if caller.peer is peer), None)
 
     def _join(self, request: Request) -> None:
-        who: JoinRequest = request.body
-        caller = _Caller(who, request)
+        member: JoinRequest = request.body
+        caller = _Caller(member, request)
         with self._changed:
-            refusal = why_no_place(who, self._options.num_processes) or self._why_taken(who)
+            refusal = why_no_place(member, self._options.num_processes) or self._why_id_is_taken(member)
             if self.is_closing:
                 refusal = self._problem or "process 0 is ending the group; start all processes again"
             if refusal is None:
-                self._callers[who.process_id] = caller
+                self._callers[member.process_id] = caller
             elif not self._has_formed:
                 if len(self._refusals) < _MOST_REFUSALS:
                     self._refusals[refusal] = None
@@ -220,19 +220,20 @@ class Door:
         if refusal is not None:
             request.refuse(refusal)
         else:
-            request.peer.on_lost(lambda: self._gone(caller))
+            request.peer.on_lost(lambda: self._on_disconnect(caller))
 
-    def _why_taken(self, who: JoinRequest) -> str | None:
-        known = self._callers.get(who.process_id)
-        if known is not None and self._endpoint.has_gone(known.peer):  # its loss is not handled yet
-            self._gone(known)
-            known = self._callers.get(who.process_id)
-        if known is None:
+    def _why_id_is_taken(self, member: JoinRequest) -> str | None:
+        holder = self._callers.get(member.process_id)
+        if holder is not None and self._endpoint.has_disconnected(holder.peer):  # its loss is not handled yet
+            self._on_disconnect(holder)
+            holder = self._callers.get(member.process_id)
+        if holder is None:
             return None
+        other = f"another on {member.host}, pid {member.pid}"
         if not self._has_formed:
-            return f"{known.who.name} and another on {who.host}, pid {who.pid}, both have --process-id {who.process_id}; give each its own"
-        how = "is in the group" if known.is_in else "is coming back to the group"
-        return f"{known.who.name} {how}, and another on {who.host}, pid {who.pid}, has its --process-id {who.process_id}; give each its own"
+            return f"{holder.member.name} and {other}, both have --process-id {member.process_id}; give each its own"
+        state = "is in the group" if holder.is_admitted else "is coming back to the group"
+        return f"{holder.member.name} {state}, and {other}, has its --process-id {member.process_id}; give each its own"
 
     def _prepare(self, request: Request) -> None:
         caller = self._caller_of(request.peer)
@@ -243,11 +244,11 @@ class Door:
             self._changed.notify_all()
             if not self._has_formed:
                 if caller.prepared.error is not None:
-                    self._fail(f"{caller.who.name}: {caller.prepared.error}")
+                    self._fail(f"{caller.member.name}: {caller.prepared.error}")
                 return
         if caller.prepared.error is not None:
             return  # it cannot start and logs the reason itself
-        refusal = unlike_first(caller.who, caller.prepared, self._prepared_here)
+        refusal = unlike_first(caller.member, caller.prepared, self._own_prepared)
         if refusal is not None:
             caller.join.refuse(refusal)
             caller.peer.close()
@@ -259,60 +260,58 @@ class Door:
     def _ready(self, request: Request) -> None:
         """Admit a rejoining process: it has joined JAX and its programs are ready, so it will not delay the next mesh epoch."""
         caller = self._caller_of(request.peer)
-        if caller is not None and self._has_formed and not caller.is_in:
-            caller.is_in = True
-            self._membership.replace(caller.who)
-            self._tell_of_return()
+        if caller is not None and self._has_formed and not caller.is_admitted:
+            caller.is_admitted = True
+            self._membership.replace(caller.member)
+            self._notify_return()
 
-    def _gone(self, caller: _Caller) -> None:
+    def _on_disconnect(self, caller: _Caller) -> None:
         """Handle the end of the connection to a process."""
         with self._changed:
-            if self._callers.get(caller.who.process_id) is not caller:
+            if self._callers.get(caller.member.process_id) is not caller:
                 return
             if not self._has_formed:
-                self._fail(f"{caller.who.name} has gone away while the group was forming; its own messages say why")
+                self._fail(f"{caller.member.name} has gone away while the group was forming; its own messages say why")
                 return
-            del self._callers[caller.who.process_id]
+            del self._callers[caller.member.process_id]
             self._changed.notify_all()
-        if caller.is_in:
-            self._on_left(caller.who)
+        if caller.is_admitted:
+            self._on_left(caller.member)
         else:
-            self._tell_of_return()
+            self._notify_return()
 
-    def _tell_of_return(self) -> None:
+    def _notify_return(self) -> None:
         """Call `on_return`, unless other processes are about to rejoin, so that the mesh changes once for all of them.
 
         Do not wait for processes that have not prepared, which may still be downloading the model.
         """
-        if all(caller.is_in or caller.prepared is None for caller in self._callers.values()):
+        if all(caller.is_admitted or caller.prepared is None for caller in self._callers.values()):
             self._on_return()
 
     # Called in other threads:
 
     def _welcome(self, caller: _Caller) -> None:
         """Wait until JAX has forgotten the previous process with this id, then let the new one join."""
-        coordination.wait_until_forgotten(caller.who.process_id)
+        coordination.wait_until_forgotten(caller.member.process_id)
         with self._changed:
             membership = self._membership
-            here = [0, *sorted(number for number, one in self._callers.items() if one.is_in)]
+            live_ids = [0, *sorted(number for number, other in self._callers.items() if other.is_admitted)]
             members = list(membership.members)
-            generation = membership.generation + 1
-        caller.join.reply(
-            JoinResponse(members, self._service_address, self._log_address, generation, here, self.wanted)
-        )
+            epoch = membership.epoch + 1
+        caller.join.reply(JoinResponse(members, self._service_address, self._log_address, epoch, live_ids, self.wanted))
 
-    def _tell(self, error: str | None) -> tuple[JoinResponse, str | None]:
+    def _answer_all(self, error: str | None) -> tuple[JoinResponse, str | None]:
         """Answer all connected processes. Return the group and the error, if any, including a process lost at the last moment."""
         with self._changed:
             error = error or self._problem
             callers = [self._callers[number] for number in sorted(self._callers)]
             response = JoinResponse(
-                [self._own, *(caller.who for caller in callers)], self._service_address, self._log_address
+                [self._own_member, *(caller.member for caller in callers)], self._service_address, self._log_address
             )
             self._has_formed, self.is_closing = error is None, error is not None
             self._problem = self._problem or error
             for caller in callers:
-                caller.is_in = error is None
+                caller.is_admitted = error is None
                 if error is None:
                     caller.join.reply(response)
                 else:
@@ -323,7 +322,7 @@ class Door:
         self._problem = self._problem or problem
         self._changed.notify_all()
 
-    def _wait(self) -> str | None:
+    def _wait_for_all(self) -> str | None:
         """Wait until all processes have connected and prepared. Return the error, if any."""
         options = self._options
         report = time.monotonic() + _FIRST_REPORT_SECONDS
@@ -331,7 +330,7 @@ class Door:
             while self._problem is None and len(self._all_prepared) < options.num_processes:
                 now, requests = time.monotonic(), self._requests
                 if len(requests) < options.num_processes and now >= self._deadline:
-                    return missing(options, requests) + self._others()
+                    return missing(options, requests) + self._describe_refused()
                 if now >= report:
                     _log.warning("%s", waited_for(options, requests, self._all_prepared))
                     report = now + _REPORT_SECONDS
@@ -344,14 +343,14 @@ class Door:
 
     @property
     def _requests(self) -> dict[int, JoinRequest]:
-        return {0: self._own} | {number: caller.who for number, caller in self._callers.items()}
+        return {0: self._own_member} | {number: caller.member for number, caller in self._callers.items()}
 
     @property
     def _all_prepared(self) -> dict[int, Prepared]:
         prepared = {number: caller.prepared for number, caller in self._callers.items() if caller.prepared is not None}
-        return ({0: self._prepared_here} if self._is_prepared else {}) | prepared
+        return ({0: self._own_prepared} if self._is_prepared else {}) | prepared
 
-    def _others(self) -> str:
+    def _describe_refused(self) -> str:
         """List refused processes and connections, for the error about missing processes."""
         lines = [f". Refused: {refusal}" for refusal in self._refusals]
         if strangers := self._endpoint.turned_away:
@@ -359,7 +358,7 @@ class Door:
         return "".join(lines)
 
 
-def attend(
+def join_leader(
     options: HostOptions, endpoint: Endpoint, prepare: Callable[[], Mapping[str, Any]]
 ) -> tuple[JoinResponse, Peer]:
     """Join the group at process 0. Return the group and the connection.

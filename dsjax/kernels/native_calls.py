@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from sharding.cores import most_threads
 from sharding.dispatch.group import Parts, places_in
@@ -268,10 +268,11 @@ class NativeKernels:
         """Return the ``k`` positions of each query's context with the highest index scores, in ascending order and padded with zeros; their
         number; and the same choice as one bit per position.
 
-        cache: ``index [L, P, G, A]`` in float32, as the bits of bfloat16, or of e4m3 with ``index_scale [L, P, G, A / 128]``. filled: as
-        in ``attention``.
+        cache: ``index [L, P, G, A]`` in float32, as the bits of bfloat16, or of e4m3 with ``index_scale [L, P, G, A / 128]``; or
+            ``index_packed [L, P, G, A / 2 + A / 32]``, bytes of ``dsjax.model.compressed.precision``. filled: as in ``attention``.
         """
-        keys = cache["index"]
+        packed = "index_packed" in cache
+        keys = cache["index_packed" if packed else "index"]
         (R, C, I, A), (Pr, G) = query.shape, (tables.shape[1], keys.shape[2])
         shapes = (((R, C, k), jnp.int32), ((R, C), jnp.int32), ((R, C, -(-Pr * G // 32)), jnp.uint32))
         outs = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
@@ -285,6 +286,7 @@ class NativeKernels:
             tables.astype(jnp.int32),
             jnp.ones((1,), jnp.uint8) if filled is None else filled.astype(jnp.uint8),
             threads=np.int64(self.threads),
+            packed=packed,
         )[:3]
 
     def attention(
@@ -342,8 +344,8 @@ class NativeKernels:
         self,
         query: Float[Array, "R C H M"],
         sink: Float[Array, "H"],
-        window: Float[Array, "L W G M"],
-        entries: Float[Array, "L P E M"] | None,
+        window: Shaped[Array, "L W G _"],
+        entries: Shaped[Array, "L P E _"] | None,
         layers: tuple[Int[Array, ""], Int[Array, ""]],
         positions: Int[Array, "R C"],
         ring: Int[Array, "R Pw"],
@@ -354,15 +356,18 @@ class NativeKernels:
         *,
         span: int,
         scale: float,
+        rotated: int = 0,
     ) -> Float[Array, "R C H M"]:
         """Return attention to a sink, a window and entries. Each vector is key and value of the only head (``dsjax/model/compressed``).
 
+        window, entries: vectors of M values, float32. rotated: if not 0, they are the bytes of FP8 entries with so many rotated values
+        (``dsjax.model.compressed.precision``).
         layers: of ``window`` and of ``entries``. positions: a query at −1 gives zeros. ring: position ``p`` lies on window page
         ``p // G % Pw`` of its row. tables: pages of entries. filled: as in ``attention``, for the window. chosen: entries that a query
         attends to, ascending; None: the first ``count``. count: number of entries.
         """
         out, none = jax.ShapeDtypeStruct(query.shape, jnp.float32), jnp.zeros((1,), jnp.int32)
-        return self._call("compressed_attention", out, query.shape[2:])(
+        return self._call("compressed_attention", out, (*query.shape[2:], rotated))(
             query,
             sink,
             window,
@@ -377,6 +382,7 @@ class NativeKernels:
             threads=np.int64(self.threads),
             span=np.int64(span),
             scale=np.float32(scale),
+            rotated=np.int64(rotated),
         )[0]
 
     def streams(

@@ -43,20 +43,20 @@ class BroadcastLog:
     """The writer of a log. Any thread may append. address: where readers connect."""
 
     def __init__(self, endpoint: Endpoint):
-        self._lock, self._next = threading.Lock(), 0
+        self._lock, self._next_number = threading.Lock(), 0
         self._socket = endpoint.socket(zmq.PUB, endpoint.host)
         listen_with_curve(self._socket, endpoint.credentials.key, _SERVICE)
         endpoint.admit(_SERVICE, verify_roles(endpoint.credentials.key))
         self.address = endpoint.bind(self._socket)
-        endpoint.own(self)
-        endpoint.serve(_SERVICE, self._greet, roles=("member",), kind=bytes)
+        endpoint.attach(self)
+        endpoint.serve(_SERVICE, self._admit_reader, roles=("member",), kind=bytes)
 
     def append(self, epoch: int, body: bytes) -> None:
         """Add an entry."""
         if len(body) > MOST_MESSAGE_BYTES:
             raise ValueError(f"an entry has {len(body):,} bytes, at most {MOST_MESSAGE_BYTES:,} can be sent")
         with self._lock:
-            number, self._next = self._next, self._next + 1
+            number, self._next_number = self._next_number, self._next_number + 1
             short = len(body) <= MOST_FRAME_BYTES
             rest = [] if short else [body[at : at + MOST_FRAME_BYTES] for at in range(0, len(body), MOST_FRAME_BYTES)]
             self._send(Entry(number, epoch, body if short else b""), rest)
@@ -71,14 +71,14 @@ class BroadcastLog:
         with self._lock:
             self._socket.close(int(linger * 1000))
 
-    def _greet(self, request: Request) -> None:
+    def _admit_reader(self, request: Request) -> None:
         if len(request.body) > _MOST_NAME_BYTES:  # all readers receive it, and end connections with longer frames
             request.refuse(
                 f"the name of a reader has {len(request.body):,} bytes, at most {_MOST_NAME_BYTES} are expected"
             )
             return
         with self._lock:
-            self._send(Entry(self._next - 1, 0, hello=request.body), [])
+            self._send(Entry(self._next_number - 1, 0, hello=request.body), [])
         request.reply()
 
     def _send(self, entry: Entry, rest: list[bytes]) -> None:
@@ -108,32 +108,32 @@ class LogReader:
         fail: Callable[[Exception], object],
     ):
         self._endpoint, self._name, self._take, self._fail = endpoint, name, take, fail
-        self._last: int | None = None
-        self._heard, self._closed = threading.Event(), False
+        self._last_number: int | None = None
+        self._is_admitted, self._closed = threading.Event(), False
         host, port = split_address(address)
         self._socket = endpoint.socket(zmq.SUB, host)
         connect_with_curve(self._socket, endpoint.credentials.key, "member")
         self._socket.subscribe(b"")
         self._monitor = endpoint.watch(self._socket)
         self._socket.connect(zmq_endpoint(host, port))
-        endpoint.at_end.append(self._end)
+        endpoint.at_end.append(self._close)
         endpoint.post(self._begin)
-        end = time.monotonic() + endpoint.silence
-        while not self._heard.is_set():
+        deadline = time.monotonic() + endpoint.silence
+        while not self._is_admitted.is_set():
             try:
                 leader.request(_SERVICE, name).result(endpoint.silence)
             except TimeoutError:
-                end = 0.0
-            self._heard.wait(_HELLO_SECONDS)
-            if (self._closed or time.monotonic() > end) and not self._heard.is_set():
-                endpoint.post(self._end)
+                deadline = 0.0
+            self._is_admitted.wait(_HELLO_SECONDS)
+            if (self._closed or time.monotonic() > deadline) and not self._is_admitted.is_set():
+                endpoint.post(self._close)
                 raise PeerLostError(f"the log at {address} cannot be heard")
 
     def _begin(self) -> None:
         self._endpoint.read(self._socket, self._receive)
         self._endpoint.read(self._monitor, self._watch)
 
-    def _end(self) -> None:
+    def _close(self) -> None:
         if not self._closed:
             self._closed = True
             self._endpoint.unread(self._monitor)
@@ -147,22 +147,22 @@ class LogReader:
             except zmq.Again:
                 return
             try:
-                self._enter(decoded(_entries, first), rest)
+                self._take_entry(decoded(_entries, first), rest)
             except Exception as error:
                 note_failure("messaging", error, "The log can be read no further.")
-                self._give_up(error)
+                self._fail_reader(error)
 
-    def _enter(self, entry: Entry, rest: list[bytes]) -> None:
+    def _take_entry(self, entry: Entry, rest: list[bytes]) -> None:
         if entry.hello:
-            if entry.hello == self._name and not self._heard.is_set():
-                self._last = entry.number
-                self._heard.set()
+            if entry.hello == self._name and not self._is_admitted.is_set():
+                self._last_number = entry.number
+                self._is_admitted.set()
             return
-        if self._last is None:
+        if self._last_number is None:
             return  # not admitted yet
-        if entry.number != self._last + 1:
-            raise PeerLostError(f"entry {self._last + 1} of the log is missing, {entry.number} has come")
-        self._last = entry.number
+        if entry.number != self._last_number + 1:
+            raise PeerLostError(f"entry {self._last_number + 1} of the log is missing, {entry.number} has come")
+        self._last_number = entry.number
         self._take(entry.epoch, b"".join(rest) if rest else entry.body)
 
     def _watch(self) -> None:
@@ -171,8 +171,8 @@ class LogReader:
             if event not in (zmq.EVENT_CONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED):
                 self._receive()  # entries appended before
                 if not self._closed:
-                    self._give_up(PeerLostError("the connection to the log has ended"))
+                    self._fail_reader(PeerLostError("the connection to the log has ended"))
 
-    def _give_up(self, error: Exception) -> None:
-        self._end()
+    def _fail_reader(self, error: Exception) -> None:
+        self._close()
         self._fail(error)

@@ -47,9 +47,9 @@ _END_SECONDS = 2.0
 _SWEEP_SECONDS, _SECOND_SWEEP_SECONDS = 1.0, 0.05
 _LOG_SECONDS = 60.0
 """Minimum seconds between log lines about unauthenticated peers."""
-_MOST_SOCKETS = 16384
-_MESSAGES_A_TURN = 64
-_MOST_HELD = 4096
+_MAX_SOCKETS = 16384
+_MESSAGES_PER_TURN = 64
+_MAX_HELD = 4096
 _FAILED_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
@@ -83,30 +83,30 @@ class Endpoint:
         bound = zmq_endpoint(host, port)
         self.credentials, self.silence = credentials, silence
         self._context = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._context.setsockopt(zmq.RCVHWM, 0)  # of monitors: libzmq blocks when one is full, and sends no heartbeats
         self._zap = ZapHandler(self._context)
         self._zap.verifiers["control"] = verify_roles(credentials.key)
-        self._held: dict[str, list[Callable[[], object]]] = {service: [] for service in holds}
+        self._held_requests: dict[str, list[Callable[[], object]]] = {service: [] for service in holds}
         self._services: dict[str, tuple[Handler, frozenset[str], msgspec.msgpack.Decoder]] = {}
-        self._todo: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self.serve(PING, Request.reply, roles=(*ROLES, LISTENER))
-        self._wake, self._woken = sockets.socketpair()
-        self._woken.setblocking(False)
+        self._wake, self._wake_receiver = sockets.socketpair()
+        self._wake_receiver.setblocking(False)
         self._poller, self._readers = zmq.Poller(), {}
         self._accepted: dict[bytes, Peer] = {}
         self._dropped: set[bytes] = set()
-        self._gone: set[bytes] = set()  # their last messages may be unread
+        self._disconnected: set[bytes] = set()  # their last messages may be unread
         self._dialled: set[Peer] = set()
         self._dialling: dict[Peer, tuple[Future[Peer], float]] = {}  # with deadlines
         self._monitors: dict[zmq.Socket, zmq.Socket] = {}
         self.at_end: list[Callable[[], object]] = []  # called in the messaging thread
-        self._owned: weakref.WeakSet = weakref.WeakSet()  # used only by the messaging thread
+        self._attached: weakref.WeakSet = weakref.WeakSet()  # used only by the messaging thread
         self.is_shared = False
-        self._sweep_at, self._sweeps_again = time.monotonic() + _SWEEP_SECONDS, False
+        self._sweep_at, self._sweeps_soon = time.monotonic() + _SWEEP_SECONDS, False
         self._ended, self._closed, self._linger = threading.Event(), False, 0.0
         self.turned_away: Counter[str] = Counter()
-        self._told, self._told_at = Counter(), -_LOG_SECONDS
+        self._reported, self._reported_at = Counter(), -_LOG_SECONDS
         self._router = self.socket(zmq.ROUTER, bound.removeprefix("tcp://").rpartition(":")[0])
         self._router.router_mandatory = True
         listen_with_curve(self._router, credentials.key, "control")
@@ -116,13 +116,13 @@ class Endpoint:
         except (zmq.ZMQError, OSError) as error:
             self._context.destroy(linger=0)
             self._wake.close()
-            self._woken.close()
+            self._wake_receiver.close()
             raise OSError(error.errno, os.strerror(error.errno) if error.errno else str(error)) from error
         self.host, self.port = _address_of(self._router)
         self.read(self._router, self._receive)
         self.read(self._router_monitor, self._watch_router)
         self.read(self._zap.socket, self._zap.answer)
-        self.read(self._woken.fileno(), lambda: self._woken.recv(4096))
+        self.read(self._wake_receiver.fileno(), lambda: self._wake_receiver.recv(4096))
         self._thread = start_thread("messaging", self._run, name="dsjax-messaging", restarts=True)
 
     @property
@@ -141,8 +141,8 @@ class Endpoint:
         roles: of the peers that it serves; `LISTENER` for processes to which this one has connected. kind: type of the body.
         """
         self._services[service] = handler, frozenset(roles), msgspec.msgpack.Decoder(kind)
-        if service in self._held:
-            self.post(lambda: [call() for call in self._held.pop(service, ())])
+        if service in self._held_requests:
+            self.post(lambda: [call() for call in self._held_requests.pop(service, ())])
 
     def withdraw(self, service: str) -> None:
         """Stop serving a service."""
@@ -187,12 +187,12 @@ class Endpoint:
         self._linger, self._closed = linger, True
         self._wake_up()
         self._ended.wait()
-        self._tell_of_strangers(at_once=True)
-        for opened in list(self._owned):
-            opened.close()
-        ends = threading.Thread(target=self._context.term, name="dsjax-messaging-end", daemon=True)
-        ends.start()
-        ends.join(linger + _END_SECONDS)
+        self._report_turned_away(force=True)
+        for attached in list(self._attached):
+            attached.close()
+        terminator = threading.Thread(target=self._context.term, name="dsjax-messaging-end", daemon=True)
+        terminator.start()
+        terminator.join(linger + _END_SECONDS)
 
     def release(self) -> None:
         """`close`, unless a group owns the endpoint."""
@@ -201,9 +201,9 @@ class Endpoint:
 
     # For links and logs, which have their own sockets.
 
-    def own(self, opened: Any) -> None:
+    def attach(self, attached: Any) -> None:
         """Tend a link or log each second, and close it with the endpoint."""
-        self.post(lambda: self._owned.add(opened))
+        self.post(lambda: self._attached.add(attached))
 
     def socket(self, kind: int, host: str) -> zmq.Socket:
         """Create a socket with the common options. host: where it listens or to which it connects."""
@@ -257,10 +257,10 @@ class Endpoint:
 
     def post(self, call: Callable[[], object]) -> None:
         """Queue a call for the messaging thread, which runs calls in order."""
-        self._todo.put(call)
+        self._calls.put(call)
         self._wake_up()
         if self._ended.is_set():  # the thread has ended: queued calls fail
-            self._do_all()
+            self._run_calls()
 
     def _wake_up(self) -> None:
         with contextlib.suppress(OSError):  # closed, or so much is unread that it wakes anyway
@@ -284,12 +284,12 @@ class Endpoint:
                 read = self._readers.get(socket)  # an earlier one may have closed it
                 if read is not None:
                     read()
-            self._do_all()
+            self._run_calls()
             if time.monotonic() >= self._sweep_at:
                 self.sweep()
-            while self._gone:  # read their last messages
+            while self._disconnected:  # read their last messages
                 self._receive()
-        self._do_all()
+        self._run_calls()
         for peer in [*self._accepted.values(), *self._dialled, *self._dialling]:
             self._forget(peer)
         for call in self.at_end:
@@ -297,14 +297,14 @@ class Endpoint:
         self.unwatch(self._router, self._router_monitor, self._linger)
         self._zap.socket.close(0)
         self._wake.close()
-        self._woken.close()
+        self._wake_receiver.close()
         self._ended.set()
-        self._do_all()
+        self._run_calls()
 
-    def _do_all(self) -> None:
+    def _run_calls(self) -> None:
         while True:
             try:
-                call = self._todo.get_nowait()
+                call = self._calls.get_nowait()
             except queue.Empty:
                 return
             with contained("messaging"):
@@ -312,11 +312,11 @@ class Endpoint:
 
     def _receive(self) -> None:
         """Read pending messages at the port."""
-        for _ in range(_MESSAGES_A_TURN):
+        for _ in range(_MESSAGES_PER_TURN):
             try:
                 routing_id, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                self._forget_gone()
+                self._forget_disconnected()
                 return
             name = routing_id.bytes
             if name in self._dropped or not frames:
@@ -330,7 +330,7 @@ class Endpoint:
 
     def _receive_from(self, peer: Peer) -> bool:
         """Read pending messages of a connection that this process dialled. Return whether there may be more."""
-        for _ in range(_MESSAGES_A_TURN):
+        for _ in range(_MESSAGES_PER_TURN):
             if peer.lost:
                 return False
             try:
@@ -349,15 +349,15 @@ class Endpoint:
             _log.warning("A message from %s was ignored, because it is none: %s", peer.address, error)
             return
         if header.kind is Kind.GOODBYE:
-            self.hang_up(peer)
+            self.disconnect(peer)
         elif header.kind in (Kind.REPLY, Kind.REFUSAL, Kind.FAILURE):
             peer.answered(header.kind, header.number, data)
         else:
             self._call(peer, header.service, header.number, data, header.kind is Kind.REQUEST)
 
     def _call(self, peer: Peer, service: str, number: int, data: bytes, expects_reply: bool) -> None:
-        if service in self._held and len(self._held[service]) < _MOST_HELD:
-            self._held[service].append(lambda: self._call(peer, service, number, data, expects_reply))
+        if service in self._held_requests and len(self._held_requests[service]) < _MAX_HELD:
+            self._held_requests[service].append(lambda: self._call(peer, service, number, data, expects_reply))
             return
         handler, roles, decoder = self._services.get(service, (None, (), None))
         request = Request(peer, service, None, number, expects_reply)
@@ -425,8 +425,8 @@ class Endpoint:
             else:
                 while self._receive_from(peer):  # its last messages
                     pass
-                self._end_dial(peer, _why_not(peer.address, kind, value))
-                self.hang_up(peer)
+                self._end_dial(peer, _dial_error(peer.address, kind, value))
+                self.disconnect(peer)
 
     def _end_dial(self, peer: Peer, error: Exception) -> None:
         connected, _ = self._dialling.pop(peer, (None, 0.0))
@@ -439,40 +439,40 @@ class Endpoint:
         while self._router_monitor.poll(0):
             event = recv_monitor_message(self._router_monitor)
             if event["event"] == zmq.EVENT_DISCONNECTED:
-                self._sweep_at, self._sweeps_again = 0.0, True
+                self._sweep_at, self._sweeps_soon = 0.0, True
             elif event["event"] & _FAILED_HANDSHAKES:
-                self.turned_away[_why_stranger(event["event"], event["value"])] += 1
-                self._tell_of_strangers()
+                self.turned_away[_rejection_reason(event["event"], event["value"])] += 1
+                self._report_turned_away()
 
     def sweep(self) -> None:
         """Detect accepted peers that are gone: sending to them fails. Tend links and logs."""
-        self._sweep_at = time.monotonic() + (_SECOND_SWEEP_SECONDS if self._sweeps_again else _SWEEP_SECONDS)
-        self._sweeps_again = False
+        self._sweep_at = time.monotonic() + (_SECOND_SWEEP_SECONDS if self._sweeps_soon else _SWEEP_SECONDS)
+        self._sweeps_soon = False
         for name in [*self._accepted, *self._dropped]:
             try:
                 self._router.send_multipart([name, b""], zmq.NOBLOCK)
             except zmq.ZMQError:
-                self._gone.add(name)
-        for opened in list(self._owned):
-            opened.tend()
+                self._disconnected.add(name)
+        for attached in list(self._attached):
+            attached.tend()
         for peer, (_, end) in list(self._dialling.items()):
             if time.monotonic() > end:
                 self._end_dial(peer, PeerLostError(f"{peer.address} cannot be reached"))
-                self.hang_up(peer)
+                self.disconnect(peer)
 
-    def has_gone(self, peer: Peer) -> bool:
+    def has_disconnected(self, peer: Peer) -> bool:
         """Whether an accepted peer is gone, even if its last messages are not yet handled. Handlers may call this."""
         self.sweep()
-        return peer.lost or peer.prefix[0] in self._gone
+        return peer.lost or peer.prefix[0] in self._disconnected
 
-    def _forget_gone(self) -> None:
-        while self._gone:
-            name = self._gone.pop()
+    def _forget_disconnected(self) -> None:
+        while self._disconnected:
+            name = self._disconnected.pop()
             self._dropped.discard(name)
             if name in self._accepted:
                 self._forget(self._accepted[name])
 
-    def hang_up(self, peer: Peer) -> None:
+    def disconnect(self, peer: Peer) -> None:
         """End a connection, because either side wants to or because the other side is gone."""
         if peer.lost:
             return
@@ -495,10 +495,10 @@ class Endpoint:
             self.unwatch(peer.socket, monitor, self._linger)
         peer.lose()
 
-    def _tell_of_strangers(self, at_once: bool = False) -> None:
-        new, now = self.turned_away - self._told, time.monotonic()
-        if new and (at_once or now - self._told_at >= _LOG_SECONDS):
-            self._told, self._told_at = self.turned_away.copy(), now
+    def _report_turned_away(self, force: bool = False) -> None:
+        new, now = self.turned_away - self._reported, time.monotonic()
+        if new and (force or now - self._reported_at >= _LOG_SECONDS):
+            self._reported, self._reported_at = self.turned_away.copy(), now
             _log.warning("Connections to port %s of %s were turned away: %s.", self.port, self.host, counted(new))
 
 
@@ -518,7 +518,7 @@ def _property(frame: zmq.Frame, name: str) -> str:
         return ""
 
 
-def _why_stranger(event: int, value: int) -> str:
+def _rejection_reason(event: int, value: int) -> str:
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
         return "that said nothing" if value == errno.EAGAIN else "that went away in the handshake"
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
@@ -526,7 +526,7 @@ def _why_stranger(event: int, value: int) -> str:
     return "that speak another protocol"
 
 
-def _why_not(address: str, event: int, value: int) -> Exception:
+def _dial_error(address: str, event: int, value: int) -> Exception:
     """Return why a connection that this process dialled has failed or ended."""
     if event & _FAILED_HANDSHAKES and value != errno.EAGAIN:
         return NotAMemberError(

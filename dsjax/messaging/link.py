@@ -26,7 +26,7 @@ from dsjax.messaging.endpoint import CONNECT_SECONDS, Endpoint
 from dsjax.messaging.peer import NotAMemberError, PeerLostError
 from dsjax.messaging.wire import MOST_FRAME_BYTES, decoded
 
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _numbers = itertools.count()
 
 
@@ -51,18 +51,18 @@ class Message(NamedTuple):
         """Copy the buffers into arrays, in order; raise `PeerLostError` if the sizes differ."""
         frames = iter(self.frames)
         for buffer in buffers:
-            bytes_, at = buffer.reshape(-1).view(np.uint8), 0
-            while at < bytes_.size:
+            target, offset = buffer.reshape(-1).view(np.uint8), 0
+            while offset < target.size:
                 frame = np.frombuffer(next(frames, b""), np.uint8)
-                if not frame.size or at + frame.size > bytes_.size:
+                if not frame.size or offset + frame.size > target.size:
                     raise PeerLostError(f"{self.sender} has sent other data than was expected")
-                bytes_[at : at + frame.size] = frame
-                at += frame.size
+                target[offset : offset + frame.size] = frame
+                offset += frame.size
         if next(frames, None) is not None:
             raise PeerLostError(f"{self.sender} has sent more data than was expected")
 
 
-class _Bulk:
+class _LinkSocket:
     """A socket with a monitor of its connections, and a wake-up for the thread that waits at it.
 
     A subclass holds the lock while it opens and calls `Endpoint.own`; the messaging thread then tends it whenever the lock is free.
@@ -71,10 +71,10 @@ class _Bulk:
     def __init__(self, endpoint: Endpoint, kind: int, host: str):
         self._socket = endpoint.socket(kind, host)
         self._monitor = endpoint.watch(self._socket)
-        self._wake, self._woken = sockets.socketpair()
+        self._wake, self._wake_receiver = sockets.socketpair()
         self._poller = zmq.Poller()
-        for one in (self._socket, self._monitor, self._woken.fileno()):
-            self._poller.register(one, zmq.POLLIN)
+        for source in (self._socket, self._monitor, self._wake_receiver.fileno()):
+            self._poller.register(source, zmq.POLLIN)
         self._lock, self._is_cancelled, self._is_closed = threading.RLock(), False, False
 
     def wake(self) -> None:
@@ -93,7 +93,7 @@ class _Bulk:
             try:
                 if not self._is_closed:
                     self._socket.getsockopt(zmq.EVENTS)
-                    self._look()
+                    self._check_connections()
             finally:
                 self._lock.release()
 
@@ -105,7 +105,7 @@ class _Bulk:
                 self._is_closed = True
                 Endpoint.unwatch(self._socket, self._monitor, linger)
                 self._wake.close()
-                self._woken.close()
+                self._wake_receiver.close()
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -125,7 +125,7 @@ class _Bulk:
         """Wait for a message or a connection event. Return whether `wake` was called instead."""
         ready = dict(self._poller.poll(max(0.0, seconds) * 1000))
         self._check()
-        return self._woken.fileno() in ready and bool(self._woken.recv(4096))
+        return self._wake_receiver.fileno() in ready and bool(self._wake_receiver.recv(4096))
 
     def _events(self) -> list[int]:
         events = []
@@ -134,11 +134,11 @@ class _Bulk:
         return events
 
     def _send_frames(self, prefix: Sequence[bytes], header: bytes, buffers: Sequence[Any]) -> None:
-        frames = [*prefix, header, *(frame for buffer in buffers for frame in _cut(buffer))]
+        frames = [*prefix, header, *(frame for buffer in buffers for frame in _split_frames(buffer))]
         self._socket.send_multipart(frames, zmq.NOBLOCK, copy=len(frames) <= len(prefix) + 1)
 
 
-class LinkListener(_Bulk):
+class LinkListener(_LinkSocket):
     """Receives from processes that connect with a ticket, and can answer them. One thread at a time uses it.
 
     names: names that may connect, each once; None: any name. encrypted: encrypt even if the deployment does not encrypt its links; both
@@ -151,14 +151,14 @@ class LinkListener(_Bulk):
         self._endpoint, self._domain = endpoint, f"link {next(_numbers)}"
         self.ticket = secrets.token_hex(16).encode()
         self._names = None if names is None else set(names)
-        self._ids: dict[bytes, str] = {}
-        self._of: dict[str, bytes] = {}
+        self._names_by_id: dict[bytes, str] = {}
+        self._ids_by_name: dict[str, bytes] = {}
         self._sweeps, self._sweep_at = 0, 0.0
-        self._gone: set[bytes] = set()  # their last messages can still be taken
-        self._lost: list[str] = []
+        self._disconnected: set[bytes] = set()  # their last messages can still be taken
+        self._lost_names: list[str] = []
         super().__init__(endpoint, zmq.ROUTER, endpoint.host)
         with self._lock:
-            endpoint.own(self)
+            endpoint.attach(self)
             self._listen(encrypted)
 
     def _listen(self, encrypted: bool) -> None:
@@ -183,31 +183,31 @@ class LinkListener(_Bulk):
         Raises:
             LinkLostError: a connected process is gone; raised once for each. PeerLostError: the listener was closed.
         """
-        end = None if seconds is None else time.monotonic() + seconds
+        deadline = None if seconds is None else time.monotonic() + seconds
         with self._in_use():
             while True:
-                message = self._take()
+                message = self._next_message()
                 if message is not None:
                     return message
-                if self._lost:
-                    raise LinkLostError(self._lost.pop(0))
-                left = _LOOK_SECONDS if self._sweeps else 1.0
-                if end is not None:
-                    left = min(left, end - time.monotonic())
-                    if left <= 0:
+                if self._lost_names:
+                    raise LinkLostError(self._lost_names.pop(0))
+                seconds_left = _POLL_SECONDS if self._sweeps else 1.0
+                if deadline is not None:
+                    seconds_left = min(seconds_left, deadline - time.monotonic())
+                    if seconds_left <= 0:
                         return None
-                if self._poll(left):
+                if self._poll(seconds_left):
                     return None
 
     def send(self, name: str, header: bytes, *buffers: Any) -> None:
         """Send to a connected process; raise `PeerLostError` if it is gone. The buffers must not change before it answers."""
         with self._in_use():
-            if name not in self._of:
+            if name not in self._ids_by_name:
                 raise PeerLostError(f"the link to {name} has ended")
             try:
-                self._send_frames([self._of[name]], header, buffers)
+                self._send_frames([self._ids_by_name[name]], header, buffers)
             except zmq.ZMQError as error:
-                self._gone.add(self._of[name])
+                self._disconnected.add(self._ids_by_name[name])
                 raise PeerLostError(f"the link to {name} has ended") from error
 
     def close(self, linger: float = 0.0) -> None:
@@ -215,10 +215,10 @@ class LinkListener(_Bulk):
         self._endpoint.admit(self._domain, None)
         super().close(linger)
 
-    def _take(self) -> Message | None:
+    def _next_message(self) -> Message | None:
         """Return a pending message, without waiting."""
         while (frames := self._next_frames()) is not None:
-            name = self._ids.get(frames[0].bytes)
+            name = self._names_by_id.get(frames[0].bytes)
             if name is not None:
                 return Message(name, frames[1].bytes, [frame.buffer for frame in frames[2:]])
             self._open(frames)
@@ -226,13 +226,13 @@ class LinkListener(_Bulk):
 
     def _next_frames(self) -> list[zmq.Frame] | None:
         """Return the frames of a pending message. Forget processes that are gone once their messages are taken."""
-        for then in (self._look, self._forget_gone):
+        for check in (self._check_connections, self._forget_disconnected):
             with contextlib.suppress(zmq.Again):
                 while True:
                     frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
                     if len(frames) > 1:
                         return frames
-            then()
+            check()
         return None
 
     def _open(self, frames: Sequence[zmq.Frame]) -> None:
@@ -241,33 +241,33 @@ class LinkListener(_Bulk):
             opening = decoded(_openings, frames[1].bytes)
         except msgspec.MsgspecError:
             return
-        if not hmac.compare_digest(opening.ticket, self.ticket) or opening.name in self._of:
+        if not hmac.compare_digest(opening.ticket, self.ticket) or opening.name in self._ids_by_name:
             return
         if self._names is not None and opening.name not in self._names:
             return
-        self._ids[frames[0].bytes], self._of[opening.name] = opening.name, frames[0].bytes
+        self._names_by_id[frames[0].bytes], self._ids_by_name[opening.name] = opening.name, frames[0].bytes
         self._sweeps, self._sweep_at = 20, 0.0  # its disconnection may already have been reported
 
-    def _look(self) -> None:
+    def _check_connections(self) -> None:
         """After a disconnection, find the processes that are gone: sending to them fails."""
         if zmq.EVENT_DISCONNECTED in self._events():
             self._sweeps, self._sweep_at = 20, 0.0
         if self._sweeps and time.monotonic() >= self._sweep_at:
-            self._sweeps, self._sweep_at = self._sweeps - 1, time.monotonic() + _LOOK_SECONDS
-            for routing_id in list(self._ids):
+            self._sweeps, self._sweep_at = self._sweeps - 1, time.monotonic() + _POLL_SECONDS
+            for routing_id in list(self._names_by_id):
                 try:
                     self._socket.send_multipart([routing_id, b""], zmq.NOBLOCK)
                 except zmq.ZMQError:
-                    self._gone.add(routing_id)
+                    self._disconnected.add(routing_id)
 
-    def _forget_gone(self) -> None:
-        while self._gone:
-            name = self._ids.pop(self._gone.pop())
-            del self._of[name]
-            self._lost.append(name)
+    def _forget_disconnected(self) -> None:
+        while self._disconnected:
+            name = self._names_by_id.pop(self._disconnected.pop())
+            del self._ids_by_name[name]
+            self._lost_names.append(name)
 
 
-class Link(_Bulk):
+class Link(_LinkSocket):
     """Sends to a `LinkListener`, and receives its answers. One thread at a time uses it.
 
     Args:
@@ -291,21 +291,21 @@ class Link(_Bulk):
         host, port = split_address(address)
         endpoint.credentials.check_host(host)
         self.address, self._has_ended = address, False
-        self._heard: deque[Message] = deque()
+        self._received: deque[Message] = deque()
         super().__init__(endpoint, zmq.DEALER, host)
         with self._lock:
-            endpoint.own(self)
+            endpoint.attach(self)
             if encrypted or endpoint.credentials.encrypt_bulk:
                 connect_with_curve(self._socket, endpoint.credentials.key, role)
             else:
                 self._socket.plain_username, self._socket.plain_password = b"link", ticket
             try:
                 self._socket.connect(zmq_endpoint(host, port))
-                end = time.monotonic() + 2 * CONNECT_SECONDS
+                deadline = time.monotonic() + 2 * CONNECT_SECONDS
                 while not self._is_connected():
-                    if time.monotonic() > end:
+                    if time.monotonic() > deadline:
                         raise PeerLostError(f"nobody answers at {address}")
-                    self._poll(_LOOK_SECONDS)
+                    self._poll(_POLL_SECONDS)
                 self._socket.send(msgspec.msgpack.encode(Opening(name, ticket)))
             except BaseException:
                 self.close()
@@ -314,25 +314,25 @@ class Link(_Bulk):
     def send(self, header: bytes, *buffers: Any) -> None:
         """Send a message; raise `PeerLostError` if the other side is gone. The buffers must not change before it answers."""
         with self._in_use():
-            if self._look():
+            if self._check_connections():
                 raise self._lost_error()
             self._send_frames([], header, buffers)
 
     def receive(self, seconds: float | None = None) -> Message | None:
         """Wait for a message; return None on timeout or `wake`; raise `PeerLostError` if the link has ended."""
-        end = None if seconds is None else time.monotonic() + seconds
+        deadline = None if seconds is None else time.monotonic() + seconds
         with self._in_use():
             while True:
-                ended = self._has_ended
-                self._read()
-                if self._heard:
-                    return self._heard.popleft()
-                if ended:
+                has_ended = self._has_ended
+                self._read_pending()
+                if self._received:
+                    return self._received.popleft()
+                if has_ended:
                     raise self._lost_error()
-                if self._look():
+                if self._check_connections():
                     continue  # it may have sent something before
-                left = 1.0 if end is None else end - time.monotonic()
-                if left <= 0 or self._poll(min(left, 1.0)):
+                seconds_left = 1.0 if deadline is None else deadline - time.monotonic()
+                if seconds_left <= 0 or self._poll(min(seconds_left, 1.0)):
                     return None
 
     def _is_connected(self) -> bool:
@@ -345,19 +345,19 @@ class Link(_Bulk):
                 raise PeerLostError(f"nobody answers at {self.address}")
         return False
 
-    def _look(self) -> bool:
+    def _check_connections(self) -> bool:
         """Return whether the other side is gone. Also drains the socket: the listener probes sides that only send, too."""
-        self._read()
+        self._read_pending()
         self._has_ended |= zmq.EVENT_DISCONNECTED in self._events()
         return self._has_ended
 
-    def _read(self) -> None:
+    def _read_pending(self) -> None:
         """Read pending messages."""
         with contextlib.suppress(zmq.Again):
             while True:
                 header, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 if header.bytes or frames:  # else it is the listener's liveness probe
-                    self._heard.append(Message(self.address, header.bytes, [frame.buffer for frame in frames]))
+                    self._received.append(Message(self.address, header.bytes, [frame.buffer for frame in frames]))
 
     def _lost_error(self) -> PeerLostError:
         return PeerLostError(f"the link to {self.address} has ended")
@@ -371,9 +371,9 @@ class LinkLostError(PeerLostError):
         self.name = name
 
 
-def _cut(buffer: Any) -> list[memoryview]:
+def _split_frames(buffer: Any) -> list[memoryview]:
     """Return a buffer's bytes as frames; none if it is empty."""
     if isinstance(buffer, np.ndarray):
         buffer = np.ascontiguousarray(buffer).reshape(-1).view(np.uint8)
     view = memoryview(buffer).cast("B")
-    return [view[at : at + MOST_FRAME_BYTES] for at in range(0, len(view), MOST_FRAME_BYTES)]
+    return [view[offset : offset + MOST_FRAME_BYTES] for offset in range(0, len(view), MOST_FRAME_BYTES)]

@@ -124,7 +124,7 @@ class Peer:
 
     def close(self) -> None:
         """Close the connection. The other side sees it end."""
-        self._endpoint.post(lambda: self._endpoint.hang_up(self))
+        self._endpoint.post(lambda: self._endpoint.disconnect(self))
 
     def tcp_info(self) -> bytes:
         """Return Linux's `struct tcp_info` of a connection that this process opened; empty if unavailable."""

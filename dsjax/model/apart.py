@@ -268,6 +268,7 @@ class StackExperts:
         infos = {path.removeprefix(prefix): info for path, info in self.infos.items() if path.startswith(prefix)}
         product = ExpertProduct(
             weight_dtype=infos["down.weight"].dtype,
+            depth_last=infos["down.weight"].depth_last,
             platform=self.half.mesh.devices.flat[0].platform,
             mean_load=self.tokens * step.config.num_experts_per_tok / step.placement.n_physical,
             kernels=step.kernels,

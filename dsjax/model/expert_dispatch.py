@@ -107,7 +107,7 @@ class ExpertDispatch:
             jax.ShapeDtypeStruct((tokens, D), x.dtype),
             jax.ShapeDtypeStruct((tokens, K), jnp.int32),
             experts=self.placement.n_physical,
-            home=self.shared_experts_fusion,
+            fused_shared=self.shared_experts_fusion,
         )
         return exchange, ExpertsOfMesh(product, stack | {"layer": of.index}, specs | {"layer": P()})
 
@@ -130,7 +130,8 @@ class ExpertDispatch:
         """Return the routed experts' product on one rank."""
         products = self.products
         return ExpertProduct(
-            weight_dtype=self._stored[0],
+            weight_dtype=self._stored[0].dtype,
+            depth_last=self._stored[0].depth_last,
             platform=self.sharding.mesh.devices.flat[0].platform,
             mean_load=mean_load,
             kernels=products.kernels,
@@ -140,9 +141,9 @@ class ExpertDispatch:
         )
 
     @property
-    def _stored(self) -> list[np.dtype]:
-        """Dtype of the experts' weights in each stack; empty with AFD, where other devices have the experts."""
-        return [info.dtype for path, info in self.products.infos.items() if path.endswith("experts.down.weight")]
+    def _stored(self) -> list[ParameterInfo]:
+        """Metadata of the experts' weights in each stack; empty with AFD, where other devices have the experts."""
+        return [info for path, info in self.products.infos.items() if path.endswith("experts.down.weight")]
 
     def _slot_distances(self, runs: int) -> Int[np.ndarray, "R P"] | None:
         """Return the distances for ``assign_copies``; None without ``nearest_copies``. runs: number of runs of a DP rank's tokens."""

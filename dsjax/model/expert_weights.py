@@ -18,7 +18,7 @@ from dsjax.kernels.gate import gated
 from dsjax.model import fp8_product
 from dsjax.model.fp4_matrix import PARTS, decoded, format_of, meant, swiglu_w4a4, swiglu_w4a8
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
-from dsjax.model.parameters import dequantise, reinterpret
+from dsjax.model.parameters import depth_from_end, dequantise, reinterpret
 
 Params = Mapping[str, Array]
 """``gate_up.weight [X, D, 2, F]``, ``down.weight [X, F, D]`` in storage dtype. FP8 also has ``gate_up.scale`` and ``down.scale``; packed
@@ -39,6 +39,7 @@ class Experts:
     compute_dtype: jnp.dtype
     scheme: ActivationScheme = WIDEN
     limit: float | None = None
+    depth_last: bool = False
 
     @property
     def stacked(self) -> bool:
@@ -101,7 +102,8 @@ class Experts:
         return meant(parts, self.fp4)
 
     def _stored(self, name: str, index: Int[Array, ""] | None) -> Array:
-        return reinterpret(self._pick(f"{name}.weight", index), self.weight_dtype)
+        weight = reinterpret(self._pick(f"{name}.weight", index), self.weight_dtype)
+        return depth_from_end(weight, name == "gate_up") if self.depth_last else weight
 
     def _pick(self, key: str, index: Int[Array, ""] | None) -> Array:
         """Return one array of the layer, for all experts or for one. Takes a single slice, because on a CPU each slice is a copy."""

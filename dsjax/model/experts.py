@@ -54,6 +54,7 @@ class ExpertProduct:
     scheme: whether FP8 weights are multiplied with quantised rows.
     width_shares: devices that share each expert's width. The native kernel splits its sums accordingly (``sharding.sums``).
     limit: see ``gated``.
+    depth_last: whether FP8 weights are ``gate_up.weight [X, 2, F, D]`` and ``down.weight [X, D, F]``, as GPUs store them.
     """
 
     implementation: Literal["auto", "tiles", "einsum"] = "auto"
@@ -66,6 +67,7 @@ class ExpertProduct:
     scheme: ActivationScheme = WIDEN
     width_shares: int = 1
     limit: float | None = None
+    depth_last: bool = False
 
     def __post_init__(self):
         if self.implementation not in IMPLEMENTATIONS:
@@ -76,7 +78,7 @@ class ExpertProduct:
     ) -> Float[Array, "N D"]:
         """Return the weighted sum of each row's experts in the dtype of ``rows_ND``, accumulated in float32."""
         with jax.named_scope("experts"):
-            experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme, self.limit)
+            experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme, self.limit, self.depth_last)
             if self.is_native(rows_ND.dtype):
                 return self._native(experts, rows_ND, ids_NK, weights_NK)
             mean_load = ids_NK.size / experts.count if self.mean_load is None else self.mean_load
@@ -103,7 +105,7 @@ class ExpertProduct:
         """Return the weighted result of each expert of a row, 0 for id -1; None without a kernel for it (``sharding.dispatch``)."""
         if not self.is_native(rows_ND.dtype):
             return None
-        experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme, self.limit)
+        experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme, self.limit, self.depth_last)
         return self._native(experts, rows_ND, ids_NK, weights_NK, apart=True)
 
     def is_native(self, dtype: np.dtype) -> bool:
@@ -126,7 +128,7 @@ class ExpertProduct:
         held: int,
     ) -> tuple[Float[Array, "N D"], Int[Array, "X"], Int[Array, ""]]:
         """Like ``__call__``, over the experts of ``ranks`` devices in shared memory (``NativeKernels.experts_together``)."""
-        experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme, self.limit)
+        experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme, self.limit, self.depth_last)
         options = self._native_options(experts)
         rows_ND = self._rounded(rows_ND, options["hidden"])
         where = {"ranks": ranks, "held": held}
@@ -188,7 +190,7 @@ class ExpertProduct:
             else:
                 widen, narrow = gate_up, down
                 weights = {name: self._weights(stack, name) for name in ("gate_up", "down")}
-                of_both["tiles"] = self.kernels.pallas.tiles
+                of_both |= {"tiles": self.kernels.pallas.tiles, "depth_last": self.depth_last}
             hidden_PF = widen(*weights["gate_up"], experts.layer, x_PD, groups, **gates, **of_both)
             y_PD = narrow(*weights["down"], experts.layer, hidden_PF, groups, **of_both)
             place = place_NK - first

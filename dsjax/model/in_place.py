@@ -24,7 +24,7 @@ from dsjax.kernels.pallas.heads import takes as takes_by_head
 from dsjax.kernels.table import Kernels
 from dsjax.model.fp8_product import ActivationScheme, block_product
 from dsjax.model.norm import HeadNorm, LayerNorm, RMSNorm
-from dsjax.model.parameters import GroupedMatrix, Matrix, Multiply, ParameterInfo, reinterpret, value_of
+from dsjax.model.parameters import GroupedMatrix, Matrix, Multiply, ParameterInfo, depth_from_end, reinterpret, value_of
 from dsjax.model.residual import Residual
 from dsjax.model.transformer import Transformer
 from sharding import MeshSpec, Rules, fp8
@@ -73,10 +73,12 @@ class MatricesInPlace:
         return frozenset(names - refused)
 
     def _local(self, info: ParameterInfo | None) -> jax.ShapeDtypeStruct | None:
-        """Return a device's shard of a stacked parameter."""
-        return info and jax.ShapeDtypeStruct(
-            self.rules.sharding(self.mesh, info.logical_axes, info.shape).shard_shape(info.shape), info.storage_dtype
-        )
+        """Return a device's shard of a stacked parameter, of a matrix as ``[L, in, *out]``."""
+        if info is None:
+            return None
+        shape = self.rules.sharding(self.mesh, info.logical_axes, info.shape).shard_shape(info.shape)
+        shape = (shape[0], shape[-1], *shape[1:-1]) if info.depth_last else shape
+        return jax.ShapeDtypeStruct(shape, info.storage_dtype)
 
     def _takes_slice(self, weight: ParameterInfo, scale: ParameterInfo | None = None) -> bool:
         """Return whether the dense kernel can multiply with one layer of a matrix."""
@@ -123,8 +125,10 @@ class MatricesInPlace:
             # If the stack is too large for a kernel, it reads an FP8 slice: copying that moves a fourth of a dequantised slice's bytes.
             pallas = self.kernels.name("other products") == "pallas"
             pallas = pallas and (not sliced or (kept_fp8 and self._takes_slice(info, matrix.scale.info)))
-            spec, batch = self.rules.spec(info.logical_axes), self.spec.batch_axes
-            depth, columns = spec[1], spec[2:]
+            stored_spec, batch = self.rules.spec(info.logical_axes), self.spec.batch_axes
+            layers, *rest = stored_spec
+            depth, *columns = (rest[-1], *rest[:-1]) if info.depth_last else rest
+            spec = P(layers, depth, *columns)
             split = split_tokens and depth and x.ndim == 3 and x.shape[1] % self.spec.tp_size == 0
             if not (pallas or quantise):
                 return self._scattered(matrix, spec, x) if split and scatter else matrix.product(x)
@@ -144,13 +148,16 @@ class MatricesInPlace:
                     if quantise:
                         rows = activations.quantise(rows, powers=self.scheme.powers, interpret=interpret)
                     parts = arrays["weight"], arrays.get("scale"), info.dtype, layer
-                    sizes = {"tiles": self.kernels.pallas.tiles, "cores": self.kernels.pallas.cores}
-                    out = products.dense(*parts, rows, dtype=x.dtype, interpret=interpret, **sizes)
+                    options = {"tiles": self.kernels.pallas.tiles, "cores": self.kernels.pallas.cores}
+                    options |= {"interpret": interpret, "depth_last": info.depth_last}
+                    out = products.dense(*parts, rows, dtype=x.dtype, **options)
                 else:
                     matrix, scale = (
                         jax.lax.dynamic_index_in_dim(arrays[name], layer, keepdims=False)
                         for name in ("weight", "scale")
                     )
+                    if info.depth_last:
+                        matrix = depth_from_end(matrix, "stack" in info.logical_axes)
                     rows = self.scheme.quantise(rows)
                     out = block_product(rows, reinterpret(matrix, info.dtype), scale, x.dtype).astype(x.dtype)
                 if split:
@@ -160,7 +167,7 @@ class MatricesInPlace:
                 return out[None]
 
             tokens = self.spec.head_axes if by_data else None
-            specs = (dict.fromkeys(arrays, spec), P(), P(batch, tokens, depth))
+            specs = (dict.fromkeys(arrays, spec) | {"weight": stored_spec}, P(), P(batch, tokens, depth))
             out_specs = P(batch, depth if split else tokens, *columns)
             run = on_ranks(local, self.mesh, specs, out_specs)
             out = run(arrays, layer, rearrange(x, "b ... k -> b (...) k"))

@@ -1,8 +1,8 @@
 """The four parts of a decoder layer: ``attend``, ``send`` (dispatch to experts), ``compute`` (experts), ``receive`` (combine).
 
 Each part takes one value of ``dsjax/model/layer_values.py`` and returns the next. The caller runs the parts one after the other, or
-interleaves them with other work (``docs/architecture.md``). ``ways_there`` and ``ways_back`` are the exchanges of ``send`` and
-``receive``; they only move tokens.
+interleaves them with other work (``docs/architecture.md``). ``dispatch_stages`` and ``combine_stages`` are the exchanges of ``send``
+and ``receive``; they only move tokens.
 """
 
 from __future__ import annotations
@@ -47,53 +47,55 @@ class LayerParts:
     sharding: TokenSharding
     apart: bool
 
-    def by_data(self, of: Layer, x: Float[Array, "B T *n D"]) -> bool:
+    def splits_tokens(self, layer: Layer, x: Float[Array, "B T *n D"]) -> bool:
         """Whether to split the layer's tokens over ``tp`` after attention, because no later weight of the layer is sharded over ``tp``.
 
         Attention then ends in a reduce-scatter and the layer in an all-gather. Together they send as much as one all-reduce.
         """
-        tp, cut = self.sharding.spec.tp_size, self.products.rules.table
+        tp, is_sharded = self.sharding.spec.tp_size, self.products.rules.table
         if tp == 1 or x.shape[1] % tp:
             return False
-        if hasattr(of.block, "mlp"):
-            return not cut["mlp_width"]
+        if hasattr(layer.block, "mlp"):
+            return not is_sharded["mlp_width"]
         if self.apart:
             return False
-        return not (hasattr(of.block.moe, "shared") and cut["shared_width"])
+        return not (hasattr(layer.block.moe, "shared") and is_sharded["shared_width"])
 
     # First part: attention. In a dense layer the MLP follows it.
 
-    def attend(self, of: Layer, x: Float[Array, "B T *n D"], cache: Cache) -> tuple[Float[Array, "B T *n D"], Cache]:
+    def attend(self, layer: Layer, x: Float[Array, "B T *n D"], cache: Cache) -> tuple[Float[Array, "B T *n D"], Cache]:
         """Run attention. Return the tokens after it, and the cache with their entries."""
-        projected, cache = self.project(of, x, cache)
-        return self.attend_projected(of, projected, cache), cache
+        projected, cache = self.project(layer, x, cache)
+        return self.attend_projected(layer, projected, cache), cache
 
-    def project(self, of: Layer, x: Float[Array, "B T *n D"], cache: Cache) -> tuple[Projected, Cache]:
+    def project(self, layer: Layer, x: Float[Array, "B T *n D"], cache: Cache) -> tuple[Projected, Cache]:
         """Run attention up to its heads. Return its projections, and the cache with the tokens' entries."""
         x = self.sharding.whole(x)
-        project = partial(self._project, of, x)
-        mix, p = self.sharding.if_any(of.tokens.active, project, lambda: _zeros(jax.eval_shape(project)))
-        return Projected(x, mix, p), self.attention.cache_entries(of.block.attn, cache, of.layer, of.tokens, p)
+        project = partial(self._project, layer, x)
+        mix, p = self.sharding.if_any(layer.tokens.active, project, lambda: _zeros(jax.eval_shape(project)))
+        return Projected(x, mix, p), self.attention.cache_entries(
+            layer.block.attn, cache, layer.cache_layer, layer.tokens, p
+        )
 
-    def attend_projected(self, of: Layer, projected: Projected, cache: Cache) -> Float[Array, "B T *n D"]:
+    def attend_projected(self, layer: Layer, projected: Projected, cache: Cache) -> Float[Array, "B T *n D"]:
         """Run the rest of ``attend``: the heads and the output projection."""
         x, mix, p = projected.x, projected.mix, projected.projections
         return self.sharding.if_any(
-            of.tokens.active, lambda: self.add_heads(of, x, mix, self.heads(of, p, cache)), lambda: x
+            layer.tokens.active, lambda: self.add_heads(layer, x, mix, self.heads(layer, p, cache)), lambda: x
         )
 
-    def _project(self, of: Layer, x: Float[Array, "B T *n D"]) -> tuple[Any, Projections]:
-        of, tokens, normalise = of.here(), of.tokens, self.products.normalise
-        read, mix = self.products.residual(of.block.attn_residual).pre(x)
-        normed = self.sharding.whole(normalise(of.block.attn_norm, read))
-        products = {"multiply": self.products.multiply(of.index), "normalise": normalise}
+    def _project(self, layer: Layer, x: Float[Array, "B T *n D"]) -> tuple[Any, Projections]:
+        layer, tokens, normalise = layer.rebind(), layer.tokens, self.products.normalise
+        read, mix = self.products.residual(layer.block.attn_residual).pre(x)
+        normed = self.sharding.whole(normalise(layer.block.attn_norm, read))
+        products = {"multiply": self.products.multiply(layer.index), "normalise": normalise}
         forms = [group.shape.form for group in tokens.groups]
-        return mix, self.attention.project(of.block.attn, normed, tokens.rotation, forms, **products)
+        return mix, self.attention.project(layer.block.attn, normed, tokens.rotation, forms, **products)
 
-    def heads(self, of: Layer, p: Projections, cache: Cache) -> list[Array]:
+    def heads(self, layer: Layer, p: Projections, cache: Cache) -> list[Array]:
         """Return attention's result for each row group, before its output projection."""
-        of = of.here()
-        tokens, results, start = of.tokens, [], 0
+        layer = layer.rebind()
+        tokens, results, start = layer.tokens, [], 0
         for group in tokens.groups:
             _, R, C = group.tokens.shape
             part = jax.tree.map(lambda a: rearrange(a[:, start : start + R * C], "b (r c) ... -> b r c ...", c=C), p)  # noqa: B023
@@ -103,7 +105,7 @@ class LayerParts:
                 if group.shape.windows:
                     tables, windows = jnp.split(tables, [group.shape.pages], axis=-1)
                 rows = Rows(group.positions, tables, length, tokens.filled, windows)
-                return self.attention.attend(of.block.attn, form, cache, of.layer, of.index, rows, part)
+                return self.attention.attend(layer.block.attn, form, cache, layer.cache_layer, layer.index, rows, part)
 
             results.append(self._attend_by_kind(group, attend))
             start += R * C
@@ -129,76 +131,81 @@ class LayerParts:
         return jax.lax.cond(jnp.any(other_kind > 0), both, lambda: attend(form, length))
 
     def add_heads(
-        self, of: Layer, x: Float[Array, "B T *n D"], mix: Any, found: Sequence[Array]
+        self, layer: Layer, x: Float[Array, "B T *n D"], mix: Any, results: Sequence[Array]
     ) -> Float[Array, "B T *n D"]:
-        """Project the results of ``heads`` (``found``), and add them to the tokens through the residual connection."""
-        of = of.here()
-        index, tokens, by_data = of.index, of.tokens, self.by_data(of, x)
-        multiply, outs = self.products.multiply(index), []
-        for group, heads in zip(tokens.groups, found, strict=True):
+        """Project the results of ``heads`` (``results``), and add them to the tokens through the residual connection."""
+        layer = layer.rebind()
+        index, tokens, by_data = layer.index, layer.tokens, self.splits_tokens(layer, x)
+        multiply, outputs = self.products.multiply(index), []
+        for group, heads in zip(tokens.groups, results, strict=True):
             B, R, C = group.tokens.shape
             if by_data and len(tokens.groups) == 1:
                 heads, multiply = (
                     rearrange(heads, "b r c ... -> b (r c) ..."),
                     self.products.multiply(index, split_tokens=True, scatter=True),
                 )
-            out = self.attention.output(of.block.attn, group.shape.form, heads, multiply)
-            outs.append(out.reshape(B, R * C, -1))
-        attended = jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
+            out = self.attention.output(layer.block.attn, group.shape.form, heads, multiply)
+            outputs.append(out.reshape(B, R * C, -1))
+        attended = jnp.concatenate(outputs, axis=1) if len(outputs) > 1 else outputs[0]
         attended = (self.sharding.split if by_data else self.sharding.whole)(attended)
-        x = self.products.residual(of.block.attn_residual, by_data=by_data).post(x, mix, attended)
+        x = self.products.residual(layer.block.attn_residual, by_data=by_data).post(x, mix, attended)
         return self.sharding.split(x) if by_data else x
 
-    def multiply_dense(self, of: Layer, x: Float[Array, "B T *n D"]) -> Float[Array, "B T *n D"]:
+    def multiply_dense(self, layer: Layer, x: Float[Array, "B T *n D"]) -> Float[Array, "B T *n D"]:
         """Return the tokens after a dense layer's MLP, which replaces the other three parts."""
 
-        def multiplied() -> Float[Array, "B T *n D"]:
-            here, by_data = of.here(), self.by_data(of, x)
-            normed, mix = self._normed(here, x)
-            y = here.block.mlp(normed, self.products.multiply(of.index, by_data=by_data))
-            return self.sharding.whole(self.products.residual(here.block.mlp_residual, by_data=by_data).post(x, mix, y))
+        def run_mlp() -> Float[Array, "B T *n D"]:
+            rebound, by_data = layer.rebind(), self.splits_tokens(layer, x)
+            normed, mix = self._normed(rebound, x)
+            y = rebound.block.mlp(normed, self.products.multiply(layer.index, by_data=by_data))
+            return self.sharding.whole(
+                self.products.residual(rebound.block.mlp_residual, by_data=by_data).post(x, mix, y)
+            )
 
-        return self.sharding.if_any(of.tokens.active, multiplied, lambda: x)
+        return self.sharding.if_any(layer.tokens.active, run_mlp, lambda: x)
 
-    def _normed(self, of: Layer, x: Float[Array, "B T *n D"]) -> tuple[Float[Array, "B T D"], Any]:
+    def _normed(self, layer: Layer, x: Float[Array, "B T *n D"]) -> tuple[Float[Array, "B T D"], Any]:
         """Normalise the tokens after attention for the MLP or the experts. Also return the ``mix`` for ``Residual.post``."""
-        by_data = self.by_data(of, x)
-        read, mix = self.products.residual(of.block.mlp_residual, by_data=by_data).pre(x)
-        normed = self.products.normalise(of.block.mlp_norm, read, by_data=by_data)
+        by_data = self.splits_tokens(layer, x)
+        read, mix = self.products.residual(layer.block.mlp_residual, by_data=by_data).pre(x)
+        normed = self.products.normalise(layer.block.mlp_norm, read, by_data=by_data)
         return (self.sharding.split(normed) if by_data else self.sharding.whole(normed)), mix
 
     # Second part: dispatch.
 
-    def send(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sent:
+    def send(self, layer: Layer, x: Float[Array, "B T *n D"]) -> Sent:
         """Choose each token's experts and send the token to them."""
-        return in_turn(self.ways_there(of, x), self.route(of, x))
+        return in_turn(self.dispatch_stages(layer, x), self.route(layer, x))
 
-    def route(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sent:
+    def route(self, layer: Layer, x: Float[Array, "B T *n D"]) -> Sent:
         """Run ``send`` without its exchanges: choose experts, and pack the active tokens for the experts' physical copies."""
-        (B, T, *_, D), by_data, spec = x.shape, self.by_data(of, x), self.sharding.spec
-        exchange, _ = self.experts.exchange(of, x)
+        (B, T, *_, D), by_data, spec = x.shape, self.splits_tokens(layer, x), self.sharding.spec
+        exchange, _ = self.experts.exchange(layer, x)
 
         def routed() -> Sent:
-            here = of.here()
-            normed, mix, routing = self.choose(here, x)
+            rebound = layer.rebind()
+            normed, mix, routing = self.choose(rebound, x)
             with jax.named_scope("experts"):
                 axes = spec.token_axes if by_data else spec.batch_axes
                 rows = self.sharding.constrain(rearrange(normed, "b t d -> (b t) d"), axes)
-                transit = exchange.prepare(rows, *self.experts.assign(here, routing, by_data=by_data))
+                transit = exchange.prepare(rows, *self.experts.assign(rebound, routing, by_data=by_data))
                 return Sent(x, mix, normed, transit)
 
         def inactive() -> Sent:
             shape, zeros = (B * T, self.products.config.num_experts_per_tok), jnp.zeros((B, T, D), x.dtype)
             transit = exchange.prepare(rearrange(zeros, "b t d -> (b t) d"), jnp.full(shape, -1), jnp.zeros(shape))
-            mix = _zeros(jax.eval_shape(lambda: of.block.mlp_residual.pre(x)[1]))
+            mix = _zeros(jax.eval_shape(lambda: layer.block.mlp_residual.pre(x)[1]))
             return Sent(x, mix, zeros, transit)
 
-        return self.sharding.if_any(of.tokens.active, routed, inactive)
+        return self.sharding.if_any(layer.tokens.active, routed, inactive)
 
-    def choose(self, of: Layer, x: Float[Array, "B T *n D"]) -> tuple[Float[Array, "B T D"], Any, Routing]:
+    def choose(self, layer: Layer, x: Float[Array, "B T *n D"]) -> tuple[Float[Array, "B T D"], Any, Routing]:
         """Return the normalised tokens, the ``mix`` for ``Residual.post``, and each token's experts."""
-        (normed, mix), by_data = self._normed(of, x), self.by_data(of, x)
-        multiply, router = self.products.multiply(of.index, split_tokens=True, by_data=by_data), of.block.moe.router
+        (normed, mix), by_data = self._normed(layer, x), self.splits_tokens(layer, x)
+        multiply, router = (
+            self.products.multiply(layer.index, split_tokens=True, by_data=by_data),
+            layer.block.moe.router,
+        )
         with jax.named_scope("router"):
             logits = multiply(router, normed.astype(jnp.float32))
             # Each DP rank chooses for its own tokens: XLA cannot partition ``top_k``, and would gather all tokens' scores on each device.
@@ -208,58 +215,59 @@ class LayerParts:
                 local = nnx.merge(graph, weight, others)
                 return (native_choice(self.products.kernels, local) or local.choose)(logits, tokens)
 
-            routing = self.sharding.on_each_rank(choose_on_rank, by_data=by_data)(others, logits, of.tokens.ids)
+            routing = self.sharding.on_each_rank(choose_on_rank, by_data=by_data)(others, logits, layer.tokens.ids)
         return normed, mix, routing
 
-    def ways_there(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sequence[Callable[[Sent], Sent]]:
+    def dispatch_stages(self, layer: Layer, x: Float[Array, "B T *n D"]) -> Sequence[Callable[[Sent], Sent]]:
         """Return the exchanges of ``send``: one, or two if another rank forwards the rows."""
-        exchange, _ = self.experts.exchange(of, x)
-        return [*map(_travelling, exchange.there)]
+        exchange, _ = self.experts.exchange(layer, x)
+        return [*map(_exchange_transit, exchange.dispatch_stages)]
 
     # Third part: experts.
 
-    def compute(self, of: Layer, sent: Sent) -> Computed:
+    def compute(self, layer: Layer, sent: Sent) -> Computed:
         """Run the routed experts on the tokens received, and the shared experts on this rank's own tokens."""
-        return replace(self.compute_routed(of, sent), shared=self.share(of, sent.normed))
+        return replace(self.compute_routed(layer, sent), shared=self.share(layer, sent.normed))
 
-    def compute_routed(self, of: Layer, sent: Sent) -> Computed:
+    def compute_routed(self, layer: Layer, sent: Sent) -> Computed:
         """Run ``compute`` without the shared experts."""
-        exchange, experts = self.experts.exchange(of, sent.normed)
+        exchange, experts = self.experts.exchange(layer, sent.normed)
         with jax.named_scope("experts"):
             transit = exchange.compute(sent.transit, experts)
         return Computed(sent.x, sent.mix, transit, None)
 
-    def share(self, of: Layer, normed: Float[Array, "B T D"]) -> Float[Array, "B T D"] | None:
+    def share(self, layer: Layer, normed: Float[Array, "B T D"]) -> Float[Array, "B T D"] | None:
         """Return the shared experts' output; None if there are none, or they run among the routed experts."""
-        if not hasattr(of.block.moe, "shared"):
+        if not hasattr(layer.block.moe, "shared"):
             return None
-        multiply = self.products.multiply(of.index, split_tokens=True, by_data=self.by_data(of, normed))
-        share = lambda: of.here().block.moe.shared(normed, multiply)  # noqa: E731
-        return (
-            self.sharding.if_any(of.tokens.active, share, lambda: jnp.zeros_like(normed))
-            if of.tokens is not None
-            else share()
-        )
+        multiply = self.products.multiply(layer.index, split_tokens=True, by_data=self.splits_tokens(layer, normed))
+
+        def run_shared() -> Float[Array, "B T D"]:
+            return layer.rebind().block.moe.shared(normed, multiply)
+
+        if layer.tokens is None:
+            return run_shared()
+        return self.sharding.if_any(layer.tokens.active, run_shared, lambda: jnp.zeros_like(normed))
 
     # Fourth part: combine.
 
-    def receive(self, of: Layer, computed: Computed) -> tuple[Float[Array, "B T *n D"], dict[str, Array]]:
+    def receive(self, layer: Layer, computed: Computed) -> tuple[Float[Array, "B T *n D"], dict[str, Array]]:
         """Return the experts' results to their tokens and add them. Also return the exchange's counts."""
-        return self.add(of, in_turn(self.ways_back(of, computed.x), computed))
+        return self.add(layer, in_turn(self.combine_stages(layer, computed.x), computed))
 
-    def ways_back(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sequence[Callable[[Computed], Computed]]:
-        """Return the exchanges of ``receive``, like ``ways_there``."""
-        exchange, _ = self.experts.exchange(of, x)
-        return [*map(_travelling, exchange.back)]
+    def combine_stages(self, layer: Layer, x: Float[Array, "B T *n D"]) -> Sequence[Callable[[Computed], Computed]]:
+        """Return the exchanges of ``receive``, like ``dispatch_stages``."""
+        exchange, _ = self.experts.exchange(layer, x)
+        return [*map(_exchange_transit, exchange.combine_stages)]
 
-    def add(self, of: Layer, computed: Computed) -> tuple[Float[Array, "B T *n D"], dict[str, Array]]:
+    def add(self, layer: Layer, computed: Computed) -> tuple[Float[Array, "B T *n D"], dict[str, Array]]:
         """Run the rest of ``receive``: sum the returned results of each token, and add the sum and the shared experts' output."""
-        exchange, experts = self.experts.exchange(of, computed.x)
+        exchange, experts = self.experts.exchange(layer, computed.x)
         with jax.named_scope("experts"):
             y, report = exchange.add(computed.transit, experts)
-        x, by_data = computed.x, self.by_data(of, computed.x)
+        x, by_data = computed.x, self.splits_tokens(layer, computed.x)
         y = self.add_shared(rearrange(y, "(b t) d -> b t d", b=len(x)), computed.shared, by_data=by_data)
-        residual = self.products.residual(of.block.mlp_residual, by_data=by_data)
+        residual = self.products.residual(layer.block.mlp_residual, by_data=by_data)
         return self.sharding.whole(residual.post(x, computed.mix, y)), report or {}
 
     def add_shared(
@@ -272,15 +280,16 @@ class LayerParts:
         return y if shared is None else y + shared
 
 
-def _travelling(exchange: Callable[[Transit], Transit]) -> Callable[[Any], Any]:
+def _exchange_transit(exchange: Callable[[Transit], Transit]) -> Callable[[Any], Any]:
     """Apply an exchange to the ``transit`` of a ``Sent`` or ``Computed``."""
 
-    def travel(value: Any) -> Any:
+    def run(value: Any) -> Any:
         with jax.named_scope("experts"):
             return replace(value, transit=exchange(value.transit))
 
-    return travel
+    return run
 
 
-def _zeros(described: Any) -> Any:
-    return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), described)
+def _zeros(shapes: Any) -> Any:
+    """Return zeros with the shapes and dtypes of ``jax.eval_shape``'s result."""
+    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)

@@ -36,18 +36,18 @@ class Tokens:
 class Layer:
     """One decoder layer and the tokens that pass through it.
 
-    block: its modules. index: its number in their stack. layer: its number in the cache. copies: locations of its experts' copies.
+    block: its modules. index: its number in their stack. cache_layer: its number in the cache. copies: locations of its experts' copies.
     bind: builds the modules from the stack again; None if a scan has sliced them.
     """
 
     block: DecoderLayer
     index: Int[Array, ""]
-    layer: Int[Array, ""]
+    cache_layer: Int[Array, ""]
     tokens: Tokens
     copies: CopyTables | None
     bind: Callable[[], DecoderLayer] | None = None
 
-    def here(self) -> Layer:
+    def rebind(self) -> Layer:
         """Return this layer for the branch being traced, so that weights are sliced from the stack only in that branch."""
         return self if self.bind is None else replace(self, block=self.bind())
 

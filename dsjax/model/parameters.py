@@ -35,6 +35,9 @@ WEIGHT_DTYPES: dict[str, np.dtype] = {
 BLOCK = 128
 """Side of the square blocks that share one FP8 scale (DeepSeek-V3's ``weight_block_size``)."""
 
+DEPTH_LAST = ("gpu",)
+"""Platforms that store FP8 matrices with ``in`` last: Hopper's FP8 tensor cores read weights only so."""
+
 _BIT_PATTERNS = {"bfloat16": np.dtype(np.uint16), "float8_e4m3fn": np.dtype(np.uint8)}
 
 
@@ -54,6 +57,8 @@ class ParameterInfo:
     """Whether the parameter has an associated ``scale``."""
     packed: int = 1
     """Values per element: 2 in a byte of a packed format."""
+    depth_last: bool = False
+    """Whether a matrix is stored ``[..., out, in]``, not ``[..., in, out]``; ``shape`` and ``logical_axes`` are as stored."""
 
     @property
     def count(self) -> int:
@@ -74,6 +79,16 @@ def storage_dtype(dtype: np.dtype, platform: str) -> np.dtype:
     body, are converted one layer at a time (0.24 GB).
     """
     return _BIT_PATTERNS.get(dtype.name, dtype) if platform == "cpu" else dtype
+
+
+def depth_to_end(sizes: tuple, depth: int) -> tuple:
+    """Return the sizes or axes of ``[..., in, *out]`` in the order ``[..., *out, in]``. depth: index of ``in``."""
+    return (*sizes[:depth], *sizes[depth + 1 :], sizes[depth])
+
+
+def depth_from_end(array: Array, fused: bool) -> Array:
+    """Return a matrix ``[..., out, in]`` as ``[..., in, out]``; fused: ``[..., 2, out, in]`` as ``[..., in, 2, out]``."""
+    return jnp.moveaxis(array, -1, -3 if fused else -2)
 
 
 def reinterpret(array: Array, dtype: np.dtype) -> Array:
@@ -161,13 +176,14 @@ class Declaration:
         dtype: np.dtype | None = None,
         quantised: bool = False,
         packed: int = 1,
+        depth_last: bool = False,
     ) -> nnx.Param:
         """Return a parameter that holds a ``jax.ShapeDtypeStruct`` instead of values."""
         if self.stack is not None:
             shape, axes = (self.stack, *shape), ("layers", *axes)
         dtype = dtype or self.plain_dtype
         stored = storage_dtype(dtype, self.platform)
-        info = ParameterInfo(shape, dtype, stored, axes, init, quantised, packed)
+        info = ParameterInfo(shape, dtype, stored, axes, init, quantised, packed, depth_last)
         return nnx.Param(jax.ShapeDtypeStruct(shape, stored), info=info)
 
 
@@ -175,17 +191,27 @@ class Matrix(nnx.Module):
     """A weight matrix. In FP8 it has a ``scale`` in addition to ``weight``.
 
     ``shape`` is ``[..., in, out]``, or ``[..., in, 2, out]`` for a fused gate and up, whose middle axis is called
-    ``stack``.
+    ``stack``. Platforms of ``DEPTH_LAST`` store the ``weight`` of an FP8 matrix with ``in`` last.
+
+    by_head: products are by head (``kernels/pallas/heads.py``) or by group, from ``[in, out]`` on every platform.
     """
 
     def __init__(
-        self, declare: Declaration, shape: tuple[int, ...], axes: tuple[str | None, ...], *, quantise: bool = True
+        self,
+        declare: Declaration,
+        shape: tuple[int, ...],
+        axes: tuple[str | None, ...],
+        *,
+        quantise: bool = True,
+        by_head: bool = False,
     ):
         fp8 = quantise and declare.keeps_fp8
         dtype = WEIGHT_DTYPES["fp8"] if fp8 else None
-        self.weight = declare.parameter(shape, axes, dtype=dtype, quantised=fp8)
+        rows = len(shape) - (3 if axes[-2] == "stack" else 2)
+        depth_last = fp8 and declare.platform in DEPTH_LAST and not by_head
+        as_stored = [depth_to_end(each, rows) for each in (shape, axes)] if depth_last else (shape, axes)
+        self.weight = declare.parameter(*as_stored, dtype=dtype, quantised=fp8, depth_last=depth_last)
         if fp8:
-            rows = len(shape) - (3 if axes[-2] == "stack" else 2)
             scale_shape = tuple(
                 blocks(size) if axis in (rows, len(shape) - 1) else size for axis, size in enumerate(shape)
             )
@@ -193,7 +219,9 @@ class Matrix(nnx.Module):
 
     def value(self, dtype: jnp.dtype) -> Array:
         """Return the matrix in ``dtype``, dequantised if necessary."""
-        weight = value_of(self.weight)
+        weight, info = value_of(self.weight), self.weight.info
+        if info.depth_last:
+            weight = depth_from_end(weight, "stack" in info.logical_axes)
         if not hasattr(self, "scale"):
             return weight.astype(dtype)
         return dequantise(weight, self.scale[...], dtype)
@@ -208,7 +236,8 @@ class GroupedMatrix(Matrix):
     """A matrix ``[in, groups × out]``. Each group of columns multiplies a separate input."""
 
     def __init__(self, declare: Declaration, groups: int, depth: int, width: int, axes: tuple[str | None, str | None]):
-        super().__init__(declare, (depth, groups * width), axes)
+        # From [out, in], XLA would copy the whole stack into its own order before the scan.
+        super().__init__(declare, (depth, groups * width), axes, by_head=True)
         self.width = width
 
     def product(self, x: Float[Array, "*b G K"]) -> Float[Array, "*b G W"]:

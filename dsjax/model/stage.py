@@ -102,19 +102,19 @@ def stages_of(config: ModelConfig, count: int, *, given: str | None = None, mtp:
     """
     layers = config.num_hidden_layers
     if count > layers:
-        raise UserError(f"pp={count} asks for more stages than the model has layers, which are {layers}; lower pp")
-    numbers = _balanced(config, count, mtp) if given is None else _read(given, count, layers)
+        raise UserError(f"pp={count} has more stages than the model has layers ({layers}); lower pp")
+    numbers = _balance(config, count, mtp) if given is None else _parse_partition(given, count, layers)
     firsts = [sum(numbers[:number]) for number in range(count)]
     return [Stage(number, count, first, numbers[number], layers) for number, first in enumerate(firsts)]
 
 
-def _read(given: str, count: int, layers: int) -> Sequence[int]:
+def _parse_partition(given: str, count: int, layers: int) -> Sequence[int]:
     parts = given.replace(" ", "").split(",")
     numbers = [int(part) for part in parts if part.isdecimal()]
     if len(numbers) < len(parts) or len(numbers) != count or sum(numbers) != layers or 0 in numbers:
         raise UserError(
-            f"--pp-layer-partition is {given!r}, expected {count} numbers of layers above 0, one for each stage of pp={count}, which "
-            f"add up to the model's {layers}"
+            f"--pp-layer-partition is {given!r}, expected {count} positive layer counts, one for each stage of pp={count}, with "
+            f"the sum {layers}"
         )
     return numbers
 
@@ -123,25 +123,26 @@ def layer_work(config: ModelConfig, mtp: bool = False) -> tuple[list[int], int]:
     """Return the active parameters per token of each layer, and those after the last layer: head, and the MTP module if it drafts."""
     kinds = [kind for run in config.layer_runs for kind in run.kinds * run.count]
     work = [layer_parameters(config, kind, active=True) for kind in kinds]
-    behind = config.vocab_size * config.hidden_size
+    head_work = config.vocab_size * config.hidden_size
     if mtp and config.num_nextn_predict_layers:
         idle = (config.n_routed_experts - config.num_experts_per_tok) * expert_parameters(config)
-        behind += parameter_counts(config)["mtp_module"] - idle + behind
-    return work, behind
+        # A draft runs the LM head once more.
+        head_work += parameter_counts(config)["mtp_module"] - idle + head_work
+    return work, head_work
 
 
-def _balanced(config: ModelConfig, count: int, mtp: bool) -> Sequence[int]:
-    work, behind = layer_work(config, mtp)
+def _balance(config: ModelConfig, count: int, mtp: bool) -> Sequence[int]:
+    work, head_work = layer_work(config, mtp)
 
     @cache
     def best(first: int, stages: int) -> tuple[int, tuple[int, ...]]:
         """Return the least work of the busiest stage, for layers from ``first`` on; and the stages' numbers of layers, negated."""
         if stages == 1:
-            return sum(work[first:]) + behind, (first - len(work),)
-        ways = []
+            return sum(work[first:]) + head_work, (first - len(work),)
+        divisions = []
         for end in range(first + 1, len(work) - stages + 2):
             rest, numbers = best(end, stages - 1)
-            ways.append((max(sum(work[first:end]), rest), (first - end, *numbers)))
-        return min(ways)
+            divisions.append((max(sum(work[first:end]), rest), (first - end, *numbers)))
+        return min(divisions)
 
     return [-number for number in best(0, count)[1]]

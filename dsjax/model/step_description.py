@@ -91,7 +91,7 @@ class StepDescription:
 
     def stored(self, placement: LayerPlacements) -> LayerPlacements:
         """Return a placement of the routed experts. With ``shared_experts_fusion`` each rank's last slot has the shared expert."""
-        return placement.with_one_of_all(self.spec.ep_size) if self.shared_experts_fusion else placement
+        return placement.with_fused_shared(self.spec.ep_size) if self.shared_experts_fusion else placement
 
     @property
     def is_exact(self) -> bool:
@@ -120,7 +120,8 @@ class StepDescription:
     def attention(self) -> AttentionFamily:
         """Attention family over this step's cache."""
         if self.config.v4 is not None:
-            return Compressed(self.mesh, self.rules, self.config, self.cache_dtype, self.drafts, self.kernels)
+            where = self.mesh, self.rules, self.config, self.cache_dtype, self.drafts, self.kernels
+            return Compressed(*where, self.index_scores)
         layout = common_layout(self.prefill_form, self.decode_form)
         where = self.mesh, self.rules, self.config, layout, self.cache_dtype, self.block_tokens, self.kernels
         return PagedMLA(*where) if self.config.mla.indexer is None else Chosen(*where, self.index_scores)

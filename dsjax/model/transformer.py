@@ -86,7 +86,7 @@ class MLA(nnx.Module):
             self.q_b = Matrix(declare, (Q, H * (N + O)), ("query_latent", "heads"))
         self.kv_a = Matrix(declare, (D, M + O), ("embed", "latent"))
         self.kv_a_norm = RMSNorm(declare, M, LATENT_EPS, "latent")
-        self.kv_b = Matrix(declare, (M, H * (N + U)), ("latent", "heads"))
+        self.kv_b = Matrix(declare, (M, H * (N + U)), ("latent", "heads"), by_head=True)
         self.o = Matrix(declare, (H * U, D), ("heads", "embed"))
         if config.attention_bias:
             if Q is not None:

@@ -87,7 +87,7 @@ def run_in_halves(
 
     def before(layers: Sequence[tuple[Layer, Layer]]) -> list[Layer]:
         """Return the previous layer with only its numbers correct, which suffices because its experts are in the stack."""
-        return [replace(of, index=of.index - 1, layer=of.layer - len(layers)) for of in layers[-1]]
+        return [replace(of, index=of.index - 1, cache_layer=of.cache_layer - len(layers)) for of in layers[-1]]
 
     def nothing(half: int, x: Array, part: Callable[[Layer, Array], Computed]) -> Computed:
         """Return zeros in the shape of ``part``'s result, for the layer before the first. They add nothing to ``x``."""
@@ -108,20 +108,20 @@ def run_in_halves(
             returned_a, computed_b, cache = _hold(returned_a, computed_b, cache)
 
             x_a, counts_a = parts.add(before_a, returned_a)
-            ways = parts.ways_back(b, computed_b.x)
+            ways = parts.combine_stages(b, computed_b.x)
             attend_a = _attention(parts, a, heads_first=False)
             returned_b, routed_a, cache = _beside(ways, computed_b, attend_a, x_a, cache)
 
             x_b, counts_b = parts.add(before_b, returned_b)
-            ways = parts.ways_there(a, x_a)
+            ways = parts.dispatch_stages(a, x_a)
             attend_b = _attention(parts, b, heads_first=True)
             sent_a, routed_b, cache = _beside(ways, routed_a, attend_b, x_b, cache)
 
-            ways = parts.ways_there(b, x_b)
+            ways = parts.dispatch_stages(b, x_b)
             compute_a = _experts(parts, a, shared_first=False)
             sent_b, computed_a, cache = _beside(ways, routed_b, compute_a, sent_a, cache)
 
-            ways = parts.ways_back(a, x_a)
+            ways = parts.combine_stages(a, x_a)
             compute_b = _experts(parts, b, shared_first=True)
             returned_a, computed_b, cache = _beside(ways, computed_a, compute_b, sent_b, cache)
             counts.append(jax.tree.map(jnp.add, counts_a, counts_b))
@@ -132,7 +132,7 @@ def run_in_halves(
         return parts.compute(of, parts.send(of, x))
 
     def returned(of: Layer, x: Array) -> Computed:
-        return in_turn(parts.ways_back(of, x), computed(of, x))
+        return in_turn(parts.combine_stages(of, x), computed(of, x))
 
     carry = nothing(0, x_a, returned), nothing(1, x_b, computed), cache, jnp.int32(0)
     (returned_a, computed_b, cache, index), counts = jax.lax.scan(turn, carry, (tuple(weights), copies))

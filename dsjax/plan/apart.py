@@ -8,17 +8,17 @@ from functools import cached_property
 
 from dsjax.plan.figure import assumption
 from dsjax.plan.layout import InstanceLayout
-from dsjax.plan.moves import Moves, moves, processes_of
+from dsjax.plan.moves import AfdExchange, afd_exchange, processes_of
 from dsjax.plan.precision import BF16
 from dsjax.plan.skew import Slots
 from dsjax.plan.step import LayersWork, StepModel
-from dsjax.plan.turns import Turn, play_turns
+from dsjax.plan.turns import LayerTimes, simulate_layers
 from sharding.dispatch import default_capacity
 
 IN_TURN = "layers, attention and experts in turn"
 """Name of the part of a step for MoE layers that are priced as micro-batches in turn."""
-_AHEAD = 3, 6
-"""Numbers of layers that are simulated. Turns repeat from the first on, so further layers take as long as those between the two."""
+_FEWER_LAYERS, _MORE_LAYERS = 3, 6
+"""Numbers of layers that are simulated. The schedule is periodic, so each further layer takes as long as those between the two."""
 
 
 class ExpertStep(StepModel):
@@ -44,9 +44,9 @@ class ApartStep(StepModel):
         side = ExpertStep(self.config, self.cluster, layout, self.options, **about)
         object.__setattr__(self, "expert_side", side)
 
-    def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
+    def overhead(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
         """Return the costs besides layers and head, including the command to the other processes if attention has several."""
-        parts = super().beside(tokens, rows, decode)
+        parts = super().overhead(tokens, rows, decode)
         if processes_of(self.cluster, self.layout.mesh.num_devices) > 1:
             parts["command to the other processes"] = assumption("a step's command to the other processes")
         return parts
@@ -66,46 +66,47 @@ class ApartStep(StepModel):
 
     def _in_turn(self, work: LayersWork) -> float:
         """Return the seconds of the MoE layers. work: of one micro-batch."""
-        each = {name: seconds / work.layers for name, seconds in self.parts(work).items()}
-        shared = each.pop("shared experts", 0.0)
-        computed = each.pop("experts")
-        way = self._moves(work.tokens, work.busy)
-        moved = way.there, way.back, way.launch, way.begin_there, way.begin_back
-        turn = Turn(sum(each.values()), shared, self._answers(work.tokens), computed, *moved)
-        return _seconds(turn, self.micro_batches if work.layers > 1 else 1, work.layers, way.one_call)
+        parts = {name: seconds / work.layers for name, seconds in self.parts(work).items()}
+        shared, experts = parts.pop("shared experts", 0.0), parts.pop("experts")
+        exchange, combine = self._exchange(work.tokens, work.busy), self._combine(work.tokens)
+        times = LayerTimes(sum(parts.values()), shared, combine, experts, exchange)
+        return _layers_seconds(times, self.micro_batches if work.layers > 1 else 1, work.layers)
 
-    def _answers(self, tokens: float) -> float:
+    def _combine(self, tokens: float) -> float:
         """Return the seconds in which an attention device adds the experts' results to its rows."""
         rows = tokens / self.layout.mesh.tp_size
-        answers = self._room(rows) * self.layout.experts / max(1.0, rows)
+        answers = self._capacity(rows) * self.layout.experts / max(1.0, rows)
         return self.chip.stream((answers + 2) * rows * self.config.hidden_size * BF16)
 
-    def _room(self, rows: float) -> int:
+    def _capacity(self, rows: float) -> int:
         """Return the row capacity from an attention device to one expert device, as in `sharding.dispatch.between`."""
         return default_capacity(max(1, math.ceil(rows)), self.config.num_experts_per_tok, self.layout.experts, True)
 
-    def _moves(self, tokens: float, busy: float) -> Moves:
+    def _exchange(self, tokens: float, busy: float) -> AfdExchange:
         """Price one exchange of a layer for `tokens` tokens of a DP rank."""
         config, mesh, receivers, side = self.config, self.layout.mesh, self.layout.experts, self.expert_side
         top_k, sides = config.num_experts_per_tok, (self.cluster, self.cluster, mesh.num_devices, receivers)
         sizes = config.hidden_size * self.options.precision.wire + 6 * top_k + 4, config.hidden_size * BF16
         rows = tokens / mesh.tp_size
         arriving = rows * mesh.num_devices * busy * top_k / receivers
-        needed, room = rows * (1 - (1 - 1 / receivers) ** top_k) * side.slowest(arriving), self._room(rows)
-        made = moves(*sides, room, needed, sizes)
-        further = math.ceil(needed / room) - 1 if room < rows else 0
-        if further <= 0:
-            return made
+        needed, capacity = rows * (1 - (1 - 1 / receivers) ** top_k) * side.slowest(arriving), self._capacity(rows)
+        exchange = afd_exchange(*sides, capacity, needed, sizes)
+        more_rounds = math.ceil(needed / capacity) - 1 if capacity < rows else 0
+        if more_rounds <= 0:
+            return exchange
         # In further rounds both sides wait for each other. With one call, only the needed rows move, however many rounds there are.
-        again = moves(*sides, room, 0.0, sizes) if made.one_call else made
-        once = again.there + again.back + again.begin_there + again.begin_back + again.launch * 3
-        return dataclasses.replace(made, back=made.back + once * further)
+        again = afd_exchange(*sides, capacity, 0.0, sizes) if exchange.one_call else exchange
+        round_seconds = again.there + again.back + again.begin_there + again.begin_back + again.launch * 3
+        return dataclasses.replace(exchange, back=exchange.back + round_seconds * more_rounds)
 
 
-def _seconds(turn: Turn, batches: int, layers: int, one_call: bool) -> float:
+def _layers_seconds(times: LayerTimes, micro_batches: int, layers: int) -> float:
     """Return the seconds of `layers` layers: simulate a few, and extrapolate from the last of them."""
-    few, more = _AHEAD
-    if layers <= more:
-        return play_turns([turn] * batches, layers, one_call=one_call).seconds
-    first, then = (play_turns([turn] * batches, n, one_call=one_call).seconds for n in (few, more))
-    return then + (then - first) / (more - few) * (layers - more)
+
+    def simulated(count: int) -> float:
+        return simulate_layers([times] * micro_batches, count).seconds
+
+    if layers <= _MORE_LAYERS:
+        return simulated(layers)
+    fewer, more = simulated(_FEWER_LAYERS), simulated(_MORE_LAYERS)
+    return more + (more - fewer) / (_MORE_LAYERS - _FEWER_LAYERS) * (layers - _MORE_LAYERS)

@@ -27,7 +27,7 @@ from dsjax.plan.workload import Lengths, Objective, Pins, PlanOptions, RequestCl
 from sharding.mesh import MeshSpec
 
 _MODES = {"both": ("aggregated", "separated"), "aggregated": ("aggregated",), "separated": ("separated",)}
-_CONTEXT = "Cached tokens of every request (step), of the longest (fit). Default: as --input and --output make them."
+_CONTEXT = "Context length of every request (step) or of the longest (fit). Default: from --input and --output."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,29 +37,39 @@ class LayoutArgs(Checked):
     `needs` of an option: the options, with their values, without which it would be ignored. `excludes`: options that conflict with it.
     """
 
-    model: str = option("deepseek-v3", "Bundled name, or a directory with config.json.")
-    cluster: str | None = option(None, "Bundled name, or a TOML file; default: the device of --measured, else h100-32.")
-    hosts: int | None = option(None, "Another number of hosts than the cluster's.", min=1)
+    model: str = option("deepseek-v3", "Bundled model name, or directory with config.json.")
+    cluster: str | None = option(None, "Bundled name, or TOML file. Default: the device of --measured, else h100-32.")
+    hosts: int | None = option(None, "Number of hosts, in place of the cluster's.", min=1)
     input_tokens: str | None = option(
-        None, "Prompt tokens: mean, or mean:variation.", flag="--input", alias="--isl", show_default="2000"
+        None,
+        "Input sequence length in tokens: mean, or mean:variation.",
+        flag="--input",
+        alias="--isl",
+        show_default="2000",
     )
     output_tokens: str | None = option(
-        None, "Output tokens: mean, or mean:variation.", flag="--output", alias="--osl", show_default="500"
+        None,
+        "Output sequence length in tokens: mean, or mean:variation.",
+        flag="--output",
+        alias="--osl",
+        show_default="500",
     )
     engine: str = option(
         "dsjax",
-        "dsjax; published: kernels of SGLang and TensorRT-LLM; vllm, sglang, tensorrt-llm: in that engine's layouts and commands.",
+        "dsjax; vllm, sglang or tensorrt-llm, with its layouts and commands; published: SGLang's and TensorRT-LLM's kernels.",
     )
-    dispatch: str | None = option(None, "deepep, or dsjax's auto, gather, padded, ragged, hierarchical.")
+    dispatch: str | None = option(None, "deepep, or a method of dsjax: auto, gather, padded, ragged, hierarchical.")
     precision: str = option(
         "auto",
-        f"{', '.join(PRECISIONS)} (-bf16: attention in bf16); auto: fp8, the model's four bits with a bf16 cache, or --measured's.",
+        f"Weights: {', '.join(PRECISIONS)} (-bf16: attention in bf16). auto: fp8, the model's 4-bit format, or that of --measured.",
     )
-    kv_cache_dtype: str = option("auto", "Latent cache: auto, bf16 or fp8.")
-    mtp: int = option(0, "Tokens drafted by the MTP module a step.")
-    redundant_experts: int | None = option(None, "Physical minus logical; default: tried.")
-    enable_shared_experts_fusion: bool = option(False, "The shared expert is one more routed one.", switch=True)
-    prefill_tokens: int = option(16384, "Most prompt tokens of a DP rank in a step.", alias="--max-num-batched-tokens")
+    kv_cache_dtype: str = option("auto", "KV cache data type: auto, bf16 or fp8.")
+    mtp: int = option(0, "Number of tokens that the MTP module drafts per step.")
+    redundant_experts: int | None = option(None, "Number of redundant experts. Default: try several.")
+    enable_shared_experts_fusion: bool = option(False, "Compute the shared expert as a routed expert.", switch=True)
+    prefill_tokens: int = option(
+        16384, "Maximum prompt tokens of a DP rank per step.", alias="--max-num-batched-tokens"
+    )
     json_file: str | None = option(None, "Write JSON to this file instead; - for standard output.", flag="--json")
 
     def __post_init__(self):
@@ -93,9 +103,9 @@ class LayoutArgs(Checked):
 class FitArgs(LayoutArgs):
     """The options of `dsjax plan fit`."""
 
-    mesh: str | None = option(None, "The layout: tp=8, dp=32, or dp=4,tp=8.")
+    mesh: str | None = option(None, "Mesh of the layout, such as tp=8, dp=32 or dp=4,tp=8.")
     context: int | None = option(None, _CONTEXT, min=1)
-    memory_fraction: float | None = option(None, "The engine's --gpu-memory-utilization, or as it calls that.")
+    memory_fraction: float | None = option(None, "Memory fraction, such as vLLM's --gpu-memory-utilization.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -109,50 +119,46 @@ class TimedArgs(LayoutArgs):
 
     classes: list[str] | None = option(
         None,
-        "NAME=SHARE,INPUT,OUTPUT: one of a mixture of lengths; repeatable.",
+        "Request class of a mixture: NAME=SHARE,INPUT,OUTPUT. Repeatable.",
         flag="--class",
         excludes=("input_tokens", "output_tokens", "random_range_ratio"),
     )
-    prefix_hit: float = option(0.0, "Share of prompt tokens found in the cache.")
-    mesh: str | None = option(None, "Plan with instances of this mesh only: dp=32, or dp=4,tp=8, or pp=2,tp=8.")
+    prefix_hit: float = option(0.0, "Prefix cache hit rate: share of prompt tokens that are cached.")
+    mesh: str | None = option(None, "Consider only instances with this mesh, such as dp=32, dp=4,tp=8 or pp=2,tp=8.")
     stages: list[int] | None = option(
-        None, "Also look at so many pipeline stages; repeatable.", alias="--pipeline-parallel-size", excludes=("mesh",)
+        None,
+        "Also consider this number of pipeline stages. Repeatable.",
+        alias="--pipeline-parallel-size",
+        excludes=("mesh",),
     )
-    max_devices: int | None = option(None, "Use no more devices than this.")
-    max_devices_per_instance: int | None = option(None, "No instance is wider than this: what one failure takes down.")
-    measured: Path | None = option(None, "JSON of dsjax bench modules: its times in place of published tables.")
-    network: Path | None = option(None, "JSON of dsjax bench network: its times of collectives.")
-    compiled: list[Path] | None = option(None, "JSON of dsjax dryrun: its figures of its layout; repeatable.")
-    operators: Path | None = option(None, "Folder of your own tables of operations, in the form of configs/operators.")
+    max_devices: int | None = option(None, "Maximum number of devices to use.")
+    max_devices_per_instance: int | None = option(None, "Maximum devices per instance: what one failure takes down.")
+    measured: Path | None = option(None, "JSON file of dsjax bench modules, whose times replace published tables.")
+    network: Path | None = option(None, "JSON file of dsjax bench network with times of collectives.")
+    compiled: list[Path] | None = option(None, "JSON file of dsjax dryrun, for memory and step time. Repeatable.")
+    operators: Path | None = option(None, "Folder of your own operator tables, in the format of configs/operators.")
     expert_skew: str = option(
         "default",
-        "default, uniform, zipf:S, or a JSON file of tokens per expert; EARLIER.json,LATER.json: seen by a balancer, then served.",
+        "Expert load: default, uniform, zipf:S, or a JSON file of tokens per expert. A.json,B.json: balanced for A, serving B.",
     )
     mtp_acceptance: str = option(
-        "0.85", "Share of first drafts accepted, or of each position: 0.74,0.48,0.26.", needs={"mtp": ()}
+        "0.85", "Acceptance rate of the first draft, or by position: 0.74,0.48.", needs={"mtp": ()}
     )
     fp8_gemm_backend: str = option(
         "deep_gemm",
-        "SGLang's kernels of FP8 products on Blackwell.",
+        "SGLang's FP8 GEMM kernels on Blackwell.",
         choices=("deep_gemm", "flashinfer_trtllm"),
         needs={"engine": ("sglang",)},
     )
-    two_batch_overlap: str = option(
-        "auto", "auto: where it is faster; on; off. Of dsjax on is where it is faster, and auto is off."
-    )
+    two_batch_overlap: str = option("auto", "auto, on or off. auto: where faster, dsjax: off. on: dsjax: where faster.")
     attention_mesh: str | None = option(
-        None,
-        "With --expert-mesh, in place of --mesh: devices for attention alone (AFD), dp=8.",
-        needs={"expert_mesh": ()},
-        excludes=("mesh",),
+        None, "AFD: devices for attention, such as dp=8.", needs={"expert_mesh": ()}, excludes=("mesh",)
     )
     expert_mesh: str | None = option(
-        None, "With --attention-mesh: and these for the routed experts, ep=24.", needs={"attention_mesh": ()}
+        None, "AFD: devices for routed experts, such as ep=24.", needs={"attention_mesh": ()}
     )
-    num_afd_stages: int = option(
-        2, "Most micro-batches that the sides take in turn.", min=2, needs={"attention_mesh": ()}
-    )
-    rows: int = option(5, "Rows of the table.", min=1)
+    num_afd_stages: int = option(2, "AFD: maximum number of micro-batches.", min=2, needs={"attention_mesh": ()})
+    rows: int = option(5, "Number of rows to print.", min=1)
 
     def __post_init__(self):
         super().__post_init__()
@@ -169,9 +175,11 @@ class StepArgs(TimedArgs):
     """The options of `dsjax plan step`."""
 
     mode: str = option(
-        "static", "Both phases, prompts alone, or decodes alone.", choices=("static", "static_ctx", "static_gen")
+        "static",
+        "static: prefill and decode; static_ctx: prefill only; static_gen: decode only.",
+        choices=("static", "static_ctx", "static_gen"),
     )
-    batch: int | None = option(None, "Requests of a DP rank; default: all that fit.", min=1)
+    batch: int | None = option(None, "Number of requests per DP rank. Default: as many as fit.", min=1)
     context: int | None = option(None, _CONTEXT, min=1, needs={"mode": ("static_gen",)})
 
 
@@ -179,18 +187,18 @@ class StepArgs(TimedArgs):
 class ServiceArgs(TimedArgs):
     """Further options of the subcommands that search for a deployment: its load, objectives and instances."""
 
-    mode: str = option("both", "Whether instances do both phases or one each.", choices=tuple(_MODES))
-    max_concurrency: float | None = option(None, "Requests in flight; default: as many as pays.")
-    request_rate: float | None = option(None, "Requests a second; inf: none, and simulate starts all users at once.")
-    ttft_ms: float | None = option(None, "Objective: mean time to first token.", alias="--ttft")
-    tpot_ms: float | None = option(None, "Objective: mean time per output token.", alias="--itl")
-    throughput: float | None = option(None, "Objective: output tokens a second, all together.")
-    prefill_mesh: str | None = option(None, "Separated: mesh of a prefill instance.")
-    decode_mesh: str | None = option(None, "Separated: mesh of a decode instance.")
-    prefill_instances: int | None = option(None, "Separated: how many of them.")
-    decode_instances: int | None = option(None, "Separated: how many of them.")
+    mode: str = option("both", "Aggregated instances, instances separated by phase, or both.", choices=tuple(_MODES))
+    max_concurrency: float | None = option(None, "Number of concurrent requests. Default: as many as pay off.")
+    request_rate: float | None = option(None, "Requests per second. inf: no rate; simulate starts all users at once.")
+    ttft_ms: float | None = option(None, "Objective: maximum mean time to first token, in ms.", alias="--ttft")
+    tpot_ms: float | None = option(None, "Objective: maximum mean time per output token, in ms.", alias="--itl")
+    throughput: float | None = option(None, "Objective: minimum output tokens per second in total.")
+    prefill_mesh: str | None = option(None, "Separated mode: mesh of a prefill instance.")
+    decode_mesh: str | None = option(None, "Separated mode: mesh of a decode instance.")
+    prefill_instances: int | None = option(None, "Separated mode: number of prefill instances.")
+    decode_instances: int | None = option(None, "Separated mode: number of decode instances.")
     price_per_hour: float | None = option(
-        None, "Price of a device: adds the cost of a million tokens.", above=0, most=1e9
+        None, "Price of a device, to print the cost of a million tokens.", above=0, most=1e9
     )
 
 
@@ -199,30 +207,30 @@ class PlanArgs(ServiceArgs):
     """The options of `dsjax plan`."""
 
     explain: str | None = option(
-        None, "plan: every figure; or one figure's derivation.", choices=EXPLAINED, excludes=("json_file",)
+        None, "Print all figures (plan), or how one is derived.", choices=EXPLAINED, excludes=("json_file",)
     )
     sweep: list[str] | None = option(
         None,
-        "latency, bandwidth, loss-of-hosts, hosts, concurrency; points: latency=1,10; hosts=8:400 (users); repeatable.",
+        "Vary latency, bandwidth, loss-of-hosts, hosts or concurrency: latency=1,10 or hosts=8:400 (users). Repeatable.",
     )
-    pareto: Path | None = option(None, "Draw the Pareto front, such as front.svg or front.png.")
+    pareto: Path | None = option(None, "Plot the Pareto front to this file, such as front.svg or front.png.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateArgs(ServiceArgs):
     """The options of `dsjax plan simulate`."""
 
-    num_prompts: int = option(1000, "Requests that are played and measured.", min=1)
+    num_prompts: int = option(1000, "Number of requests to simulate and measure.", min=1)
     burstiness: float = option(
-        1.0, "Arrivals: 1 is Poisson, less is burstier.", above=0, most=1e9, excludes=("max_concurrency",)
+        1.0, "Burstiness of arrivals. 1: Poisson; less: burstier.", above=0, most=1e9, excludes=("max_concurrency",)
     )
-    seed: int = option(0, "Of the lengths and arrivals that are played.", min=0)
+    seed: int = option(0, "Random seed for lengths and arrivals.", min=0)
     warmup: int | None = option(
-        None, "Requests left out at the start; default: a stay's, with --request-rate inf none.", min=0
+        None,
+        "Number of first requests to exclude. Default: those of one request's duration; --request-rate inf: 0.",
+        min=0,
     )
-    random_range_ratio: float | None = option(
-        None, "Lengths × (1 - ratio) to × (1 + ratio), as vllm bench serve.", least=0
-    )
+    random_range_ratio: float | None = option(None, "Lengths: mean × (1 - ratio) to mean × (1 + ratio).", least=0)
 
     def __post_init__(self):
         super().__post_init__()

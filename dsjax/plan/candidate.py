@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     import numpy as np
     from jaxtyping import Float64
 
-_SETTLE = 30
+_MAX_ITERATIONS = 30
 """Most iterations until a step and the prompts that arrive during it settle; a few suffice below the highest rate."""
-_HALVINGS = 14
-_PASSING = 1.5
+_BISECTION_STEPS = 14
+_ADMISSION_STEPS = 1.5
 """Decode steps before the one that admits a new request: half of the current step, and the scheduled one."""
-BUSY = 0.85
+MAX_UTILISATION = 0.85
 """Highest utilisation of prefill instances: above it, small changes of the load let queues grow without bound."""
 
 
@@ -80,13 +80,13 @@ class Candidate:
     @property
     def cost(self) -> float | None:
         """Price of a million output tokens, in the currency of the devices' hourly price; None if a device has no price."""
-        an_hour = 0.0
+        per_hour = 0.0
         for instance, count in self.sides:
             price = instance.cluster.hardware.price_per_hour
             if price is None:
                 return None
-            an_hour += price * instance.layout.devices * count
-        return through(self.throughput, lambda rate: an_hour / 3600 * 1e6 / rate)
+            per_hour += price * instance.layout.devices * count
+        return through(self.throughput, lambda rate: per_hour / 3600 * 1e6 / rate)
 
     @property
     def concurrency(self) -> float:
@@ -180,16 +180,16 @@ def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> C
     if work.concurrency is None:
         whole = step + decode
         busy = min(own_load(instance, batch, tokens) * whole / mean, 0.95)
-        ttft = whole * chunks + whole * busy / (2 * (1 - busy)) + mean * _PASSING
+        ttft = whole * chunks + whole * busy / (2 * (1 - busy)) + mean * _ADMISSION_STEPS
     else:
-        ttft = (own_step(instance, batch, tokens) + decode) * chunks + mean * (_PASSING + 0.5)
+        ttft = (own_step(instance, batch, tokens) + decode) * chunks + mean * (_ADMISSION_STEPS + 0.5)
     ttft += assumption("front door")
     users = batch * instance.replicas * count
     throughput = users * output / (ttft + tpot * max(output - 1, 0))
     return Candidate("aggregated", instance, count, batch, instance, count, tokens, ttft, tpot, throughput)
 
 
-def moved(
+def recompute(
     candidate: Candidate,
     cluster: Cluster | None = None,
     shared: dict | None = None,
@@ -208,7 +208,7 @@ def moved(
     if cluster.prefill is not None:
         cluster, shared = cluster.prefill, shared.setdefault("prefill", {})
     pool = prefill_pool(candidate.prefill.on(cluster, shared, concurrency), tokens)
-    return separated(pool, candidate.prefill_count, decode, candidate.count, batch, between=False)
+    return separated(pool, candidate.prefill_count, decode, candidate.count, batch, interpolate=False)
 
 
 def with_intervals(candidate: Candidate, draws: int = DRAWS) -> Candidate:
@@ -221,7 +221,7 @@ def all_with_intervals(candidates: Sequence[Candidate], draws: int = DRAWS) -> l
 
     def compute(some: Sequence[Candidate]) -> list[float]:
         shared: dict = {}
-        again = [moved(candidate, shared=shared) for candidate in some]
+        again = [recompute(candidate, shared=shared) for candidate in some]
         return [figure for one in again for figure in (one.throughput, one.tpot, one.ttft)]
 
     seen = samples(lambda: compute(candidates), draws).reshape(draws, len(candidates), 3)
@@ -250,10 +250,10 @@ class PrefillPool:
         a full step.
         """
         if rate not in self.known:
-            self.known[rate] = self._settled(rate)
+            self.known[rate] = self._fixed_point(rate)
         return self.known[rate]
 
-    def _settled(self, rate: float) -> float:
+    def _fixed_point(self, rate: float) -> float:
         work, ranks, full, alone = self.instance.workload, self.instance.replicas, self.seconds, self.alone
         computed, variation, most = work.computed, work.input.variation, self.tokens
         if computed >= most or full <= alone:
@@ -262,7 +262,7 @@ class PrefillPool:
         # `(ranks - 1) ÷ 2 ranks` of a prompt above the mean. The largest of n normal variables is about √(2 ln n) standard deviations
         # above their mean.
         rounding, share, seconds = (ranks - 1) / (2 * ranks), 0.0, 0.0
-        for _ in range(_SETTLE):
+        for _ in range(_MAX_ITERATIONS):
             before, seconds = seconds, alone + share * (full - alone)
             if seconds - before < 1e-3 * alone:
                 break
@@ -290,42 +290,43 @@ def separated(
     batch: float,
     seconds: Callable[[float], float] | None = None,
     *,
-    between: bool = True,
+    interpolate: bool = True,
 ) -> Candidate:
     """Disaggregated serving: prefill and decode on separate instances, with KV cache transfer between them.
 
     The rate is the lowest that prefill, transfer (each at most 85 % utilised) and decode sustain. If decode is not the bottleneck, fewer
     than `batch` requests per rank decode concurrently. A given concurrency closes the loop: of `batch` requests per rank, some decode and
     the others prefill; by Little's law, each number is the rate × the time spent there. seconds: batch → seconds of a decode step; None:
-    the priced step. between: interpolate the step if prefill limits the batch, which is faster and up to 6 % off.
+    the priced step. interpolate: interpolate the step if prefill limits the batch,
+    which is faster and up to 6 % off.
     """
     seconds, work = seconds or instance.decode_step, instance.workload
-    closed, slots = work.concurrency is not None, instance.replicas * count
+    is_closed_loop, slots = work.concurrency is not None, instance.replicas * count
     steps = max(work.output.mean - 1, 1.0) / instance.options.tokens_a_step
-    arriving = _arriving(pool, prefill_count, instance, count)
+    can_arrive = _sustained_rate(pool, prefill_count, instance, count)
     running, step, can_decode = batch, 0.0, math.inf
-    if not closed:
+    if not is_closed_loop:
         step = seconds(batch)
         can_decode = batch * slots / (step * steps)
-    if can_decode > arriving:
+    if can_decode > can_arrive:
         # Bisect the number of decoding requests: they finish at the rate that prefill and transfer sustain, or in a closed loop at the
         # rate at which exactly the other requests prefill.
         low, high, curve = 0.0, batch, instance.decode_curve
-        for _ in range(_HALVINGS):
+        for _ in range(_BISECTION_STEPS):
             running = (low + high) / 2
             step = curve(instance.rows(running))
             rate = running * slots / (steps * step)
-            full = rate >= arriving
-            if closed and not full:
+            full = rate >= can_arrive
+            if is_closed_loop and not full:
                 first = first_token(pool, prefill_count, instance, step, rate)
                 full = running * slots + rate * first > batch * slots
             low, high = (low, running) if full else (running, high)
-        running = low if closed else high
-        step = curve(instance.rows(running)) if between and running != batch else seconds(running)
-    if closed:
+        running = low if is_closed_loop else high
+        step = curve(instance.rows(running)) if interpolate and running != batch else seconds(running)
+    if is_closed_loop:
         can_decode = running * slots / (step * steps)
-    rate = min(can_decode, arriving)
-    if closed:
+    rate = min(can_decode, can_arrive)
+    if is_closed_loop:
         ttft = (batch - running) * slots / rate
     else:
         ttft = first_token(pool, prefill_count, instance, step, rate)
@@ -335,10 +336,10 @@ def separated(
 
 def first_token(pool: PrefillPool, prefill_count: int, instance: Instance, step: float, rate: float) -> float:
     """Return the TTFT in seconds at `rate` requests per second with decode steps of `step` seconds. The TTFT grows with both."""
-    most = BUSY if instance.workload.concurrency is None else 0.95
+    most = MAX_UTILISATION if instance.workload.concurrency is None else 0.95
     prompt, busy = pool.seconds_at(rate / prefill_count), min(most, rate / (pool.rate * prefill_count))
     exposed = exposed_transfer() * transfer_seconds(instance, pool.instance)
-    return assumption("front door") + exposed + step * _PASSING + prompt + prompt * busy / (2 * (1 - busy))
+    return assumption("front door") + exposed + step * _ADMISSION_STEPS + prompt + prompt * busy / (2 * (1 - busy))
 
 
 def transfer_seconds(instance: Instance, prefill: Instance) -> float:
@@ -364,8 +365,10 @@ def transfers_at_once(prefill: Instance, prefill_count: int, instance: Instance,
     return min(number * (one.replicas if own else one.layout.devices / tp) for one, number in sides)
 
 
-def _arriving(pool: PrefillPool, prefill_count: int, instance: Instance, count: int) -> float:
+def _sustained_rate(pool: PrefillPool, prefill_count: int, instance: Instance, count: int) -> float:
     """Return the requests per second that prefill and transfer sustain."""
-    most = BUSY if instance.workload.concurrency is None else 1.0
-    moved = transfers_at_once(pool.instance, prefill_count, instance, count) / transfer_seconds(instance, pool.instance)
-    return most * min(pool.rate * prefill_count, moved)
+    most = MAX_UTILISATION if instance.workload.concurrency is None else 1.0
+    transfer_rate = transfers_at_once(pool.instance, prefill_count, instance, count) / transfer_seconds(
+        instance, pool.instance
+    )
+    return most * min(pool.rate * prefill_count, transfer_rate)

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from dsjax.errors import UserError
 from dsjax.plan.calibration import RATE, TPOT, distance_of, ratio_calibration
-from dsjax.plan.candidate import Candidate, moved, with_intervals
+from dsjax.plan.candidate import Candidate, recompute, with_intervals
 from dsjax.plan.explain import amount, effects, label
 from dsjax.plan.figure import LEVEL, Figure
 from dsjax.plan.instance import Instance
@@ -58,7 +58,7 @@ class Ratio:
     by: str
 
     @property
-    def told_apart(self) -> bool:
+    def is_decided(self) -> bool:
         """Whether the interval excludes 1."""
         return not self.value.low <= 1 <= self.value.high
 
@@ -143,7 +143,7 @@ def _of_recipe(question: Question, file: Path) -> Candidate:
             f"{file} is no recipe ({error!r} in expected); expected what dsjax plan recipe wrote"
         ) from error
     best = _best(question, str(file), pins, None if pins.separated else mesh, redundant=redundant)
-    return moved(dataclasses.replace(best, count=count), batch=batch / best.decode.layout.mesh.pp_size)
+    return recompute(dataclasses.replace(best, count=count), batch=batch / best.decode.layout.mesh.pp_size)
 
 
 def compare(question: Question, layouts: Sequence[str], draws: int = DRAWS) -> Comparison:
@@ -155,7 +155,7 @@ def compare(question: Question, layouts: Sequence[str], draws: int = DRAWS) -> C
 
 
 def _pair(first: Candidate, other: Candidate) -> Pair:
-    ranked = effects(lambda: moved(first).throughput / moved(other).throughput)[:3]
+    ranked = effects(lambda: recompute(first).throughput / recompute(other).throughput)[:3]
     usual = first.throughput / other.throughput
     deciding = tuple(Deciding(figure, usual * low, usual * high, settling(figure.name)) for figure, low, high in ranked)
     return Pair(other, tuple(ratio_of(first, other, metric) for metric in METRICS), deciding)

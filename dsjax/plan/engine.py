@@ -44,9 +44,11 @@ class Engine:
 
     def serving(self, config: ModelConfig) -> Engine:
         """Return this engine without the capabilities that it lacks for this model."""
-        lacks = _WITHOUT.get(config.model_type, {}).get(self.name, [])
+        lacks = _WITHOUT.get(config.model_type, {}).get(self.name)
+        if lacks is None:
+            return self
         able = {what: None if what == "fp8_cache" else False for what in lacks}
-        return dataclasses.replace(self, **able, of_models=f" of a {config.model_type} model" if lacks else "")
+        return dataclasses.replace(self, **able, of_models=f" of a {config.model_type} model")
 
     def precision(self, chosen: Precision) -> Precision:
         """Return the chosen precision with this engine's FP8 cache format, and FP4 only where the engine has it."""

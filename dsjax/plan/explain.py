@@ -5,7 +5,7 @@ import itertools
 import tomllib
 from collections.abc import Callable
 
-from dsjax.plan.candidate import Candidate, moved
+from dsjax.plan.candidate import Candidate, recompute
 from dsjax.plan.figure import Draw, Figure, Kind, drawing
 from dsjax.texts import filled
 from dsjax.toml_files import bundled_text
@@ -34,7 +34,9 @@ def explain(candidate: Candidate, what: str) -> str:
             steps["a prefill step"] = candidate.prefill.prefill_parts(candidate.prefill_tokens)
         instances = {id(i): i for i in (candidate.prefill, candidate.decode)}.values()
         compiled = [(run, instance.compiled_step(run)) for instance in instances for run in instance.dry_runs]
-    ranked = effects(lambda: moved(candidate).decode.memory.cache_tokens if memory else getattr(moved(candidate), what))
+    ranked = effects(
+        lambda: recompute(candidate).decode.memory.cache_tokens if memory else getattr(recompute(candidate), what)
+    )
     moves = [max(abs(low - 1), abs(high - 1)) >= 0.01 for _, low, high in ranked]
     about = {
         "moving": list(itertools.compress(ranked, moves)),

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dsjax.plan.candidate import Candidate, moved
+from dsjax.plan.candidate import Candidate, recompute
 from dsjax.plan.cluster import RESOURCES, Cluster
 from dsjax.plan.instance import Instance
 from dsjax.plan.question import Question
@@ -37,7 +37,7 @@ def bottlenecks(candidate: Candidate, shared: dict | None = None) -> list[Bottle
     cases = [(resource, now.scaled(resource, 2), candidate.batch) for resource in RESOURCES]
     if candidate.batch >= candidate.decode.max_batch:
         cases.append(("memory", now, candidate.batch * 2))
-    rates = [moved(candidate, there, shared.setdefault(name, {}), batch).throughput for name, there, batch in cases]
+    rates = [recompute(candidate, there, shared.setdefault(name, {}), batch).throughput for name, there, batch in cases]
     gains = [Bottleneck(name, rate / candidate.throughput) for (name, *_), rate in zip(cases, rates, strict=True)]
     return sorted(gains, key=lambda b: -b.gain)
 
@@ -82,7 +82,7 @@ def forbidden(plan: Plan) -> list[Forbidden]:
         best = max if name == "throughput" else min
         nearest = best(plan.every, key=lambda c, name=name: getattr(c, name))
         if not nearest.meets(alone):
-            endless = getattr(moved(nearest, _scaled(plan.question.cluster, RESOURCES, _FACTORS[-1])), name)
+            endless = getattr(recompute(nearest, _scaled(plan.question.cluster, RESOURCES, _FACTORS[-1])), name)
             remedies = _remedies(plan, alone)
             reasons.append(Forbidden(name, wanted, getattr(nearest, name), nearest.name(), remedies, endless))
     if reasons:
@@ -100,7 +100,7 @@ def _remedies(plan: Plan, objective: Objective) -> list[Remedy]:
     for name, resources in {**{one: (one,) for one in RESOURCES}, "all of these together": RESOURCES}.items():
         for factor in _FACTORS:
             cluster, shared = _scaled(question.cluster, resources, factor), {}
-            if any(moved(candidate, cluster, shared).meets(objective) for candidate in near):
+            if any(recompute(candidate, cluster, shared).meets(objective) for candidate in near):
                 remedies.append(Remedy(name, factor))
                 break
     if question.cluster.num_devices <= 64:

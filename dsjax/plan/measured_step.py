@@ -8,9 +8,9 @@ from dsjax.plan.step import LayersWork, StepModel, mean_prompt
 
 DECODE_FORM, PREFILL_FORM = "A_CC_ME", "CC"
 """MLA forms that `dsjax serve` uses by default."""
-_WITH_ATTENTION = ("projections", "attention", "small kernels", "element-wise")
+_REPLACED_BY_ATTENTION = ("projections", "attention", "small kernels", "element-wise")
 """Parts of a published step that the module `attention` includes: everything between the two norms of a layer."""
-_TILE = 16
+_ROWS_PER_READ = 16
 """Rows of an expert that a matmul computes per read of its weights."""
 _TIMED_SKEW = 0.3
 """Exponent of the `skewed` routing that was timed: popularity ∝ rank^-0.3."""
@@ -29,8 +29,10 @@ class MeasuredStep(StepModel):
 
     def decode_parts(self, batch: float, context: float, *, drafts: int = 0, uneven: float = 0.0) -> dict[str, float]:
         """Return the seconds of a step's parts. The loop over the context runs to the batch's longest context for all rows."""
-        reach = min(math.sqrt(3), math.sqrt(2 * math.log(batch))) if batch > 1 else 0.0
-        return super().decode_parts(batch, context * (1 + uneven * reach), drafts=drafts)
+        deviations = (
+            min(math.sqrt(3), math.sqrt(2 * math.log(batch))) if batch > 1 else 0.0
+        )  # of the longest from the mean
+        return super().decode_parts(batch, context * (1 + uneven * deviations), drafts=drafts)
 
     def seconds(self, parts: dict[str, float]) -> float:
         """Return the sum of the parts: measured modules include their launches."""
@@ -46,27 +48,29 @@ class MeasuredStep(StepModel):
 
     def attention(self, tokens: float, read: float, context: float, decode: bool, kind: str = "mla") -> float:
         """Seconds of attention in one layer, projections included if measured; else the published time."""
-        whole = self.layout.mesh.tp_size == 1 and context > 0
-        measured = self._attention(tokens, read, context, decode, 1, 0) if whole else None
+        full_width = self.layout.mesh.tp_size == 1
+        measured = self._attention(tokens, read, context, decode, 1, 0) if full_width and context > 0 else None
         return measured or super().attention(tokens, read, context, decode, kind)
 
     def parts(self, work: LayersWork, halved: bool = False) -> dict[str, float]:
         """Seconds of the layers' parts: measured ones replace published ones."""
-        parts, moe = super().parts(work, halved), work.layers - work.dense
-        replaced: dict[str, float | None] = {}
+        parts, moe_layers = super().parts(work, halved), work.layers - work.dense
+        measured: dict[str, float | None] = {}
         if self.layout.mesh.tp_size == 1:
-            stacks = (work.dense > 0) + (moe > 0)
-            ranks = [list(rank.attending(work.verified)) for rank in work.ranks]
-            times = [[self._attention(*asked, work.layers, stacks) for asked in rank] for rank in ranks]
-            if not any(None in rank for rank in times):
-                parts = {name: seconds for name, seconds in parts.items() if name not in _WITH_ATTENTION}
-                replaced["attention"] = max(map(sum, times))
-                replaced["norms"] = self._module("norms", work.tokens, work.layers, stacks)
+            stacks = (work.dense > 0) + (moe_layers > 0)
+            rank_times = [
+                [self._attention(*group, work.layers, stacks) for group in rank.attending(work.verified)]
+                for rank in work.ranks
+            ]
+            if not any(None in times for times in rank_times):
+                parts = {name: seconds for name, seconds in parts.items() if name not in _REPLACED_BY_ATTENTION}
+                measured["attention"] = max(map(sum, rank_times))
+                measured["norms"] = self._module("norms", work.tokens, work.layers, stacks)
             if work.dense:
-                replaced["dense MLP"] = self._module("dense MLP", work.tokens, work.dense)
-        if moe:
-            replaced |= self._experts(work.tokens, moe, work.busy)
-        return parts | _known(**replaced)
+                measured["dense MLP"] = self._module("dense MLP", work.tokens, work.dense)
+        if moe_layers:
+            measured |= self._experts(work.tokens, moe_layers, work.busy)
+        return parts | _without_missing(measured)
 
     def _module(self, name: str, tokens: float, applications: int, loops: int = 1, **sizes) -> float | None:
         """Return the seconds of a module's applications in `loops` loops of the program; None if the module was not measured."""
@@ -76,17 +80,19 @@ class MeasuredStep(StepModel):
         self, tokens: float, read: float, context: float, decode: bool, layers: int, stacks: int
     ) -> float | None:
         """Return the seconds of attention in `layers` layers of `stacks` stacks; other arguments as in `attention`."""
-        how = {"applications": layers, "loops": stacks}
+        counts = {"applications": layers, "loops": stacks}
         if decode:
             rows = read / context if context else tokens
             width = round(tokens / rows)
-            return self.measured.attention(DECODE_FORM, rows, width, context, verify=width > 1, **how)
+            return self.measured.attention(DECODE_FORM, rows, width, context, verify=width > 1, **counts)
         prompt = mean_prompt(tokens, read, context)
         cached = read / tokens * prompt
-        chunks = [row.sizes["chunk"] for row in self.measured.of("attention", f"{PREFILL_FORM} prefill")]
-        chunk = min(prompt, tokens, max(chunks, default=tokens))
-        seconds = self.measured.attention(PREFILL_FORM, 1, chunk, cached + (prompt - chunk) / 2, **how)
-        return seconds if seconds is None or tokens == chunk else seconds * (tokens / chunk)
+        timed_chunks = [row.sizes["chunk"] for row in self.measured.of("attention", f"{PREFILL_FORM} prefill")]
+        chunk = min(prompt, tokens, max(timed_chunks, default=tokens))
+        seconds = self.measured.attention(PREFILL_FORM, 1, chunk, cached + (prompt - chunk) / 2, **counts)
+        if seconds is None or tokens == chunk:
+            return seconds
+        return seconds * (tokens / chunk)
 
     def _experts(self, tokens: float, layers: int, busy: float) -> dict[str, float | None]:
         """Return the seconds of router, shared experts, routed experts, dispatch and combine in `layers` layers."""
@@ -99,8 +105,8 @@ class MeasuredStep(StepModel):
             measured["experts"] = self._routed_experts(rank_tokens * busy, layers)
         if mesh.ep_size == mesh.num_devices > 1 and self.dispatch in ("gather", "padded", "ragged"):
             sizes = {"mesh": str(mesh), "variant": f"{self.dispatch} even"}
-            if both := self._module("dispatch", tokens, layers, **sizes):  # dispatch and combine are timed together
-                measured |= {"dispatch": both / 2, "combine": both / 2}
+            if exchange := self._module("dispatch", tokens, layers, **sizes):  # dispatch and combine are timed together
+                measured |= {"dispatch": exchange / 2, "combine": exchange / 2}
         return measured
 
     def _routed_experts(self, rank_tokens: float, layers: int) -> float | None:
@@ -108,16 +114,16 @@ class MeasuredStep(StepModel):
         config, mesh, top_k = self.config, self.layout.mesh, self.config.num_experts_per_tok
         slots = (config.n_routed_experts + self.layout.redundant) // mesh.ep_size
 
-        def reads(tokens: float) -> float:
+        def weight_reads(tokens: float) -> float:
             """Return the reads of expert weights, over which times are interpolated: one per expert with a token, and one per tile."""
             unused = (1 - top_k / config.n_routed_experts) ** (tokens * config.n_routed_experts / slots)
-            return slots * (1 - unused) + tokens * top_k / _TILE
+            return slots * (1 - unused) + tokens * top_k / _ROWS_PER_READ
 
-        def timed(tokens: float, variant: str) -> float | None:
-            return self._module("experts", tokens, layers, variant=variant, experts=slots, scale=reads)
+        def seconds(tokens: float, variant: str) -> float | None:
+            return self._module("experts", tokens, layers, variant=variant, experts=slots, scale=weight_reads)
 
-        even = timed(rank_tokens * self.slowest(rank_tokens * top_k), "even")
-        skewed = timed(rank_tokens, "skewed") if mesh.ep_size == 1 else None
+        even = seconds(rank_tokens * self.slowest(rank_tokens * top_k), "even")
+        skewed = seconds(rank_tokens, "skewed") if mesh.ep_size == 1 else None
         if even is None or skewed is None:
             return even
         share = min(1.0, self.options.skew.variation / zipf_variation(_TIMED_SKEW, config.n_routed_experts))
@@ -128,18 +134,16 @@ class MeasuredStep(StepModel):
         measured = self._module("head", tokens, 1) if self.layout.mesh.tp_size == 1 else None
         return measured or super().head(tokens)
 
-    def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
+    def overhead(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
         """Seconds of the launch, the step's integers and the embedding, if measured."""
         launch = self._module("launch", rows, 1, 0)
         if launch is None:
-            return super().beside(tokens, rows, decode)
+            return super().overhead(tokens, rows, decode)
         inputs = self._module("inputs", tokens, 1, variant="")
-        return {
-            "launch": launch,
-            **_known(inputs=inputs, embedding=self._module("embedding", tokens, 1, variant="device")),
-        }
+        embedding = self._module("embedding", tokens, 1, variant="device")
+        return {"launch": launch} | _without_missing({"inputs": inputs, "embedding": embedding})
 
 
-def _known(**seconds: float | None) -> dict[str, float]:
+def _without_missing(seconds: dict[str, float | None]) -> dict[str, float]:
     """Return the parts that were measured."""
     return {name: time for name, time in seconds.items() if time}

@@ -22,7 +22,7 @@ from sharding.mesh import MeshSpec
 
 
 @dataclass(frozen=True)
-class Moves:
+class AfdExchange:
     """Seconds of one exchange: on the links each way, of the host starting the copies each way, and of the host launching a program.
 
     begin_back includes the wait for other attention processes' answers. one_call: rows and answers are one call over a connection, which
@@ -31,10 +31,10 @@ class Moves:
 
     there: float
     back: float
-    begin_there: float
-    begin_back: float
-    launch: float
-    one_call: bool
+    begin_there: float = 0.0
+    begin_back: float = 0.0
+    launch: float = 0.0
+    one_call: bool = False
 
 
 def in_one_process(attention: Cluster, experts: Cluster, devices: int) -> bool:
@@ -47,7 +47,7 @@ def processes_of(side: Cluster, devices: int) -> int:
     return next(n for n in range(-(-devices // side.devices_per_host), devices + 1) if devices % n == 0)
 
 
-def moves(
+def afd_exchange(
     attention: Cluster,
     experts: Cluster,
     senders: int,
@@ -55,7 +55,7 @@ def moves(
     cells: float,
     rows: float,
     row_bytes: tuple[float, float],
-) -> Moves:
+) -> AfdExchange:
     """Price one exchange of a layer, or of a micro-batch of it.
 
     cells: row capacity from one attention device to one expert device, all of which is copied within a process. rows: the rows needed;
@@ -68,21 +68,23 @@ def moves(
         rate = assumption("copies between devices, share of a link") * attention.hardware.scale_up_bandwidth
         copied = cells * max(senders, receivers)  # of the device with most copies
         there, back = (copied * size / rate + fixed for size in row_bytes)
-        return Moves(there, back, begin, begin, launch, one_call=False)
+        return AfdExchange(there, back, begin, begin, launch, one_call=False)
     # Each attention process has a connection to each expert process.
     processes = processes_of(attention, senders), processes_of(experts, receivers)
-    rate, way = connection(attention, experts)
+    rate, message = connection(attention, experts)
     for host, connections in ((attention, processes[1]), (experts, processes[0])):
         rate = min(rate, host.network_bandwidth * host.devices_per_host / connections)
     sent = rows * senders / processes[0] * receivers / processes[1]
-    there, back = (sent * size / rate + way for size in row_bytes)
-    return Moves(there, back, 0.0, agreement(attention, processes[0]), launch, one_call=True)
+    there, back = (sent * size / rate + message for size in row_bytes)
+    return AfdExchange(there, back, 0.0, agreement(attention, processes[0]), launch, one_call=True)
 
 
-def connection(here: Cluster, there: Cluster) -> tuple[float, float]:
+def connection(sender: Cluster, receiver: Cluster) -> tuple[float, float]:
     """Return ``(bytes per second, fixed seconds of a message)`` of a connection between processes of two hosts, through host memory."""
-    rate = min(assumption("bytes a second of the connection"), *(one.network_gbps * 1e9 / 8 for one in (here, there)))
-    return rate, assumption("a message, fixed part") + network_latency(here)
+    rate = min(
+        assumption("bytes a second of the connection"), *(one.network_gbps * 1e9 / 8 for one in (sender, receiver))
+    )
+    return rate, assumption("a message, fixed part") + network_latency(sender)
 
 
 def agreement(attention: Cluster, processes: int) -> float:
@@ -96,12 +98,12 @@ def agreement(attention: Cluster, processes: int) -> float:
 
 def fullest_stage(config: ModelConfig, stages: int, mtp: bool = False) -> float:
     """Work of the largest stage ÷ the mean of all stages."""
-    work, behind = layer_work(config, mtp)
-    each = [
-        sum(work[stage.first : stage.first + stage.layers]) + (behind if stage.ends else 0)
+    work, last_stage_work = layer_work(config, mtp)
+    stage_work = [
+        sum(work[stage.first : stage.first + stage.layers]) + (last_stage_work if stage.ends else 0)
         for stage in stages_of(config, stages, mtp=mtp)
     ]
-    return max(each) * stages / sum(each)
+    return max(stage_work) * stages / sum(stage_work)
 
 
 def hand_over(cluster: Cluster, mesh: MeshSpec, tokens: float, width: int, own: bool = False) -> float:

@@ -9,7 +9,7 @@ from dsjax.plan.operations import (
     ALL_REDUCE,
     ROW_BYTES,
     all_reduce_curves,
-    as_filed,
+    bundled_device,
     low_latency_fit,
     normal_fit,
     normal_network_share,
@@ -211,7 +211,7 @@ def _timed_sum(cluster: Cluster, ranks: int, size: float) -> float:
     with the link, and with the share of the bytes that leaves a device if more devices take part than were timed."""
     hardware, timed = cluster.hardware, min(ranks, 8)
     device = "b200" if hardware.is_blackwell else "h200"
-    more = (1 - 1 / ranks) / (1 - 1 / timed) * as_filed(device).scale_up_bandwidth / hardware.scale_up_bandwidth
+    more = (1 - 1 / ranks) / (1 - 1 / timed) * bundled_device(device).scale_up_bandwidth / hardware.scale_up_bandwidth
     ring, *fused = (
         curve.seconds[0] + (curve(size) - curve.seconds[0]) * more for curve in all_reduce_curves(device, timed)
     )

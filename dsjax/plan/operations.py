@@ -71,7 +71,7 @@ LAUNCH = 3e-6
 
 
 @functools.cache
-def as_filed(key: str) -> Hardware:
+def bundled_device(key: str) -> Hardware:
     """Return a bundled device, read once."""
     return load_hardware(key)
 
@@ -101,7 +101,9 @@ def experts_work(used: float, rows: float, width: int, inner: int, itemsize: flo
     return OperationWork(6.0 * rows * width * inner, bits, moved)
 
 
-def carried(seconds: float, work: OperationWork, there: Hardware, here: Hardware, fixed: float = LAUNCH) -> float:
+def convert_seconds(
+    seconds: float, work: OperationWork, there: Hardware, here: Hardware, fixed: float = LAUNCH
+) -> float:
     """Scale the seconds of an operation from device `there` to device `here`.
 
     Time beyond the roofline bound is loss. Its fixed part (starting the kernel) stays as it is. The rest is waiting for data and
@@ -130,7 +132,9 @@ def _shares(shape: tuple[int, int], masked: bool = False) -> tuple[list[float], 
     """Return (logarithms of the timed rows, shares of an H800's peak)."""
     times = (_MASKED if masked else _DENSE)[shape]
     works = [product_work(rows, *shape, "fp8_block") for rows in times]
-    shares = [w.seconds(as_filed("h800"), 1.0) * t * 1e12 / w.flops for w, t in zip(works, times.values(), strict=True)]
+    shares = [
+        w.seconds(bundled_device("h800"), 1.0) * t * 1e12 / w.flops for w, t in zip(works, times.values(), strict=True)
+    ]
     return [math.log(rows) for rows in times], shares
 
 
@@ -145,7 +149,7 @@ def dense_curve(n: int, k: int, dtype: str) -> Curve:
     """Return the H800 seconds of a dense product `[rows, k] × [k, n]` over rows; bf16 reaches FP8's shares of the peak."""
 
     def best(rows: float) -> float:
-        return product_work(rows, n, k, dtype).seconds(as_filed("h800"), 1.0)
+        return product_work(rows, n, k, dtype).seconds(bundled_device("h800"), 1.0)
 
     # Exact at the table's sizes; between them the share of the peak is linear in the logarithm of the rows.
     sizes = (1, 8, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -163,7 +167,7 @@ def grouped_seconds(used: float, rows: float) -> float:
         if each < 192:
             share = min(share, _dense_share(max(each, 1.0), n, k))
         work = OperationWork(2.0 * rows * n * k, 8, used * n * k + rows * (k + 2 * n))
-        total += work.seconds(as_filed("h800"), share)
+        total += work.seconds(bundled_device("h800"), share)
     return total
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from dsjax.errors import UserError, why_unreadable
 from dsjax.hardware import Hardware
 from dsjax.plan.curves import Curve
-from dsjax.plan.operations import as_filed, nearness, product_work
+from dsjax.plan.operations import bundled_device, nearness, product_work
 
 AICONFIGURATOR = "operator tables of aiconfigurator, configs/operators/SOURCES.md"
 GEMM, PREFILL, DECODE = "gemm", "mla_context", "mla_generation"
@@ -95,7 +95,7 @@ class OperatorTables:
 
     def device(self, key: str) -> Hardware:
         """Return a device that tables name, as described in its file."""
-        return next((device for device in self.own_hardware if device.key == key), None) or as_filed(key)
+        return next((device for device in self.own_hardware if device.key == key), None) or bundled_device(key)
 
     @functools.cached_property
     def devices(self) -> set[str]:

@@ -104,7 +104,7 @@ class Question:
         return _whole_hosts(layout.mesh.num_devices, here) + _whole_hosts(layout.experts, here)
 
 
-def users_told_apart(instance: Instance, count: int) -> int:
+def distinguishable_users(instance: Instance, count: int) -> int:
     """Return the parts into which bisection divides a batch of 1: one per user of the whole service, at most 64."""
     return min(64, instance.replicas * count)
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # imports the engine's scheduler, which a plan without simula
 
 _COMMAND = "green"
 """Style of a shell command line, which must not be wrapped."""
+_LINE_STYLES = {"$ ": _COMMAND, "! ": "yellow"}
+"""Prefix of a line in the template `winner.txt` → its style. The prefix is not printed."""
 
 
 def to_json(
@@ -40,26 +42,27 @@ def to_json(
     - `ranked`: deployments that meet the objectives, `Candidate.to_json` with `bottleneck`
     - `missed`: if none does, the nearest, with `misses`: objective → how many times too slow
     - `frontier`, `frontier_late`: the Pareto front, and deployments that would be on it if they met the TTFT
-    - `forbidden`: `Forbidden`; `with_64_times_everything` is its `floor`
+    - `forbidden`: why no deployment meets the objectives: the fields of `Forbidden` for each reason; empty if there is a winner
     - `winner`: `recipe`, or null; `calibrated`: `calibrated` of the winner, or null
     - `sweeps`: `Sweep.to_json`; `simulation`: `SimulationOutcome.to_json` of each load; `compiled`: `DryRunUsage.to_json`
 
     `dsjax plan step` writes `model`, `cluster`, `mode`, `ranked` and `compiled`.
     """
-    question, shared, winner = plan.question, {}, plan.winner
+    question, prices, winner = plan.question, {}, plan.winner
+    prefill_hosts = question.cluster.prefill
 
     def row(candidate: Candidate) -> dict[str, Any]:
-        first = bottlenecks(candidate, shared)[0]
+        first = bottlenecks(candidate, prices)[0]
         return {**candidate.to_json(), "bottleneck": {"resource": first.resource, "gain_if_doubled": first.gain}}
 
     return {
         "model": model,
         "cluster": question.cluster.name,
-        "devices": question.devices + (question.cluster.prefill.num_devices if question.cluster.prefill else 0),
+        "devices": question.devices + (prefill_hosts.num_devices if prefill_hosts else 0),
         "layouts_considered": len(plan.considered),
         "layouts_too_large": len(plan.too_large),
         "ranked": [row(c) for c in plan.ranked[:rows]],
-        "missed": [{**row(c), "misses": c.misses(question.bounds)} for c in plan.missed[: 0 if winner else rows]],
+        "missed": [] if winner else [{**row(c), "misses": c.misses(question.bounds)} for c in plan.missed[:rows]],
         "frontier": [c.to_json() for c in plan.frontier],
         "frontier_late": [c.to_json() for c in plan.late],
         "forbidden": [dataclasses.asdict(reason) for reason in forbidden(plan)],
@@ -74,84 +77,106 @@ def to_json(
 def show(console: Console, plan: Plan, model: str, rows: int) -> None:
     """Print the first screen: the question, the best rows, the winner's commands and its bottlenecks; or why there is no winner."""
     show_usages(console, plan.usages)
-    _print(console, _first_screen(plan, model, rows))
+    _print(console, _question_lines(plan, model))
+    if candidates := _best_candidates(plan, rows):
+        _print(console, _summary_table(plan, candidates))
+    if any(usage.used for usage in plan.usages) and len(plan.considered) > 1:
+        note = "Rows marked compiled take memory, and for dsjax the time of a step, from a dry run."
+        _print(console, [Text(note, "dim")])
+    if plan.winner is not None:
+        _print(console, _winner_summary(plan, plan.winner, model))
 
 
 def details(console: Console, plan: Plan, model: str, rows: int) -> None:
     """Print the rest of a plan: every figure of the rows, and the winner's memory, cost, start and notes."""
-    _print(console, _rows(plan, rows))
+    _print(console, _full_table(plan, _best_candidates(plan, rows)))
     if plan.winner is not None:
-        engine = plan.question.options.engine.name
-        _print(console, _of_winner(plan.winner, recipe(model, plan.question, plan.winner), engine))
+        _print(console, _winner_details(plan, plan.winner, model))
 
 
 def _print(console: Console, lines: Iterable[str | Text | Table]) -> None:
     for line in lines:
-        shown = Text(line) if isinstance(line, str) else line
-        console.print(shown, soft_wrap=shown.style == _COMMAND)
+        renderable = Text(line) if isinstance(line, str) else line
+        console.print(renderable, soft_wrap=renderable.style == _COMMAND)
 
 
-def _first_screen(plan: Plan, model: str, rows: int) -> Iterator[str | Text | Table]:
-    question, winner, cluster = plan.question, plan.winner, plan.question.cluster
+def _best_candidates(plan: Plan, rows: int) -> list[Candidate]:
+    """Return the candidates to show: the best that meet the objectives, or if none does, the nearest."""
+    return list(plan.ranked[:rows] if plan.winner else plan.missed[:rows])
+
+
+def _question_lines(plan: Plan, model: str) -> Iterator[str]:
+    """Describe the question, and why no candidate answers it if that is so."""
+    question, cluster = plan.question, plan.question.cluster
+    hosts = f"{question.devices} {cluster.hardware.name}"
+    if cluster.prefill is not None:
+        hosts += f" that decode, and {cluster.prefill.num_devices} {cluster.prefill.hardware.name} for prefill"
     yield (
-        f"{model} in {question.options.precision.name} on {cluster.name} ({question.devices} {cluster.hardware.name}{_beside(plan)}): "
+        f"{model} in {question.options.precision.name} on {cluster.name} ({hosts}): "
         f"{len(plan.considered)} layouts, {len(plan.too_large)} too large"
     )
     yield question.words
     yield from map(sentence, forbidden(plan))
-    if shown := _shown(plan, rows):
-        differ = len({one.devices for one in shown}) > 1
-        names = ("<", "<<deployment", *[f"{_device(plan)}s"] * differ, "TTFT s", "TPOT ms", "tokens/s", "interval")
-        cells = [
-            (mark, one.name() + _compiled(one), *[str(one.devices)] * differ)
-            + (f"{one.ttft:,.2f}", f"{one.tpot * 1e3:,.1f}", f"{one.throughput:,.0f}")
-            + (f"{one.throughput.low:,.0f}–{one.throughput.high:,.0f}",)
-            for mark, one in zip(_marks(plan, shown), shown, strict=True)
-        ]
-        yield table(None, names, cells, box=None, padding=(0, 1, 0, 0))
-        held = "✓ meets the objectives over the whole interval, ~ only by its estimate; " if question.bounded else ""
-        yield Text(f"{held}≈ as row 1", "dim")
-    if any(usage.used for usage in plan.usages) and len(plan.considered) > 1:
-        yield Text("Rows marked compiled take memory, and for dsjax the time of a step, from a dry run.", "dim")
-    if winner is None:
-        return
+
+
+def _summary_table(plan: Plan, candidates: Sequence[Candidate]) -> Iterator[Table | Text]:
+    """Return the table of the first screen and its legend. It has a column of devices only if the candidates differ in them."""
+    columns: dict[str, list[str]] = {
+        "<": _marks(plan, candidates),
+        "<<deployment": [c.name() + _compiled(c) for c in candidates],
+    }
+    if len({c.devices for c in candidates}) > 1:
+        columns[f"{_device(plan)}s"] = [str(c.devices) for c in candidates]
+    columns |= {
+        "TTFT s": [f"{c.ttft:,.2f}" for c in candidates],
+        "TPOT ms": [f"{c.tpot * 1e3:,.1f}" for c in candidates],
+        "tokens/s": [f"{c.throughput:,.0f}" for c in candidates],
+        "interval": [f"{c.throughput.low:,.0f}–{c.throughput.high:,.0f}" for c in candidates],
+    }
+    yield table(None, columns, zip(*columns.values(), strict=True), box=None, padding=(0, 1, 0, 0))
+    legend = "≈ as row 1"
+    if plan.question.bounded:
+        legend = f"✓ meets the objectives over the whole interval, ~ only by its estimate; {legend}"
+    yield Text(legend, "dim")
+
+
+def _winner_summary(plan: Plan, winner: Candidate, model: str) -> Iterator[str | Text]:
+    """Describe the winner: calibrated figures, bottlenecks, the commands that start it, and what `--explain plan` adds."""
     rate, tpot = _corrected(winner)
-    sure = "never measured" if unseen(winner) else "corrected"  # by blind predictions, or by the worst of them
-    yield f"winner, {sure}: {rate['text']}, TPOT {tpot['text']}"
-    moves = ", ".join(str(one) for one in bottlenecks(winner)[:3] if one.gain > 1.01)
-    yield f"limits: {f'{moves} with twice as much' if moves else 'nothing alone, by more than 1 %'}"
-    made = recipe(model, question, winner)
-    services = made["services"] if made["one_process"] is None else [made["one_process"]]
+    basis = "never measured" if unseen(winner) else "corrected"  # by blind predictions, or by the worst of them
+    yield f"winner, {basis}: {rate['text']}, TPOT {tpot['text']}"
+    limits = ", ".join(str(one) for one in bottlenecks(winner)[:3] if one.gain > 1.01)
+    yield f"limits: {limits} with twice as much" if limits else "limits: nothing alone, by more than 1 %"
+    launch = recipe(model, plan.question, winner)
+    services = [launch["one_process"]] if launch["one_process"] else launch["services"]
     yield from map(_command, services)
-    hosts = "other hosts' commands, " * any(_other_hosts(service, question.options.engine.name) for service in services)
-    notes = len(made["notes"])
-    said = f"{notes} note{'s' * (notes > 1)}, " if notes else ""
-    yield Text(f"{said}{hosts}memory, cold start, every figure: --explain plan", "dim")
+    more = ["memory", "cold start", "every figure"]
+    if any(_num_other_hosts(service, plan.question.options.engine.name) for service in services):
+        more.insert(0, "other hosts' commands")
+    if notes := len(launch["notes"]):
+        more.insert(0, f"{notes} note{'s' if notes > 1 else ''}")
+    yield Text(f"{', '.join(more)}: --explain plan", "dim")
 
 
-def _rows(plan: Plan, rows: int) -> Iterator[str | Text | Table]:
-    question, device, shared, shown = plan.question, _device(plan), {}, _shown(plan, rows)
-    cells = [
-        (
-            mark,
-            f"{one.name()}\n{one.decode.layout.kind}{_in_batches(one)}{_compiled(one)}",
-            str(one.devices),
-            f"{one.decode.requests(one.batch):g}",
-            one.ttft.text(1, 2, TWO_LINES),
-            one.tpot.text(1e3, 1, TWO_LINES),
-            one.throughput.text(1, 0, TWO_LINES),
-            one.per_device.text(1, 0, TWO_LINES),
-            f"{one.per_user:.1f}",
-            str(bottlenecks(one, shared)[0]),
-        )
-        for mark, one in zip(_marks(plan, shown), shown, strict=True)
-    ]
-    title = "meet the objectives, best first" if question.bounded else "most tokens a second first"
-    names = ("<", "<deployment", f"{device}s", "batch", "TTFT s", "TPOT ms", "tokens/s", f"/{device}", "/user")
+def _full_table(plan: Plan, candidates: Sequence[Candidate]) -> Iterator[str | Text | Table]:
+    question, device, prices = plan.question, _device(plan), {}
+    columns = {
+        "<": _marks(plan, candidates),
+        "<deployment": [f"{c.name()}\n{c.decode.layout.kind}{_in_batches(c)}{_compiled(c)}" for c in candidates],
+        f"{device}s": [str(c.devices) for c in candidates],
+        "batch": [f"{c.decode.requests(c.batch):g}" for c in candidates],
+        "TTFT s": [c.ttft.text(1, 2, TWO_LINES) for c in candidates],
+        "TPOT ms": [c.tpot.text(1e3, 1, TWO_LINES) for c in candidates],
+        "tokens/s": [c.throughput.text(1, 0, TWO_LINES) for c in candidates],
+        f"/{device}": [c.per_device.text(1, 0, TWO_LINES) for c in candidates],
+        "/user": [f"{c.per_user:.1f}" for c in candidates],
+        "<first bottleneck": [str(bottlenecks(c, prices)[0]) for c in candidates],
+    }
+    title = "none meets the objectives; nearest first"
+    if plan.winner:
+        title = "meet the objectives, best first" if question.bounded else "most tokens a second first"
     yield f"{question.cluster.description}; a row's second lines: kind of layout, intervals"
-    yield table(
-        title if plan.winner else "none meets the objectives; nearest first", (*names, "<first bottleneck"), cells
-    )
+    yield table(title, columns, zip(*columns.values(), strict=True))
     yield Text(
         "TTFT is that of steady state. Prefill stands before a bar. +32: redundant experts. Bottleneck: more tokens/s with twice as "
         "much of it.",
@@ -159,52 +184,49 @@ def _rows(plan: Plan, rows: int) -> Iterator[str | Text | Table]:
     )
 
 
-def _of_winner(winner: Candidate, made: Mapping[str, Any], engine: str) -> Iterator[Text]:
-    about = {"corrected": _corrected(winner), "unlike": unseen(winner), "kinds": Kind(winner.throughput.kinds).words()}
-    services = [(service, _command(service).plain, _other_hosts(service, engine)) for service in made["services"]]
-    together = made["one_process"] and _command(made["one_process"]).plain
-    about |= {"services": services, "together": together, "notes": made["notes"], "engine": engine}
-    styles = {"$ ": _COMMAND, "! ": "yellow"}
-    for line in filled("texts", "winner.txt", winner=winner, memory=winner.decode.memory, **about).splitlines():
-        style = styles.get(line[:2], "")
+def _winner_details(plan: Plan, winner: Candidate, model: str) -> Iterator[Text]:
+    """Fill the template `winner.txt`: memory, cost, corrected figures, commands, cold start, notes."""
+    launch, engine = recipe(model, plan.question, winner), plan.question.options.engine.name
+    values = {"winner": winner, "memory": winner.decode.memory, "engine": engine, "notes": launch["notes"]}
+    values |= {"corrected": _corrected(winner), "unlike": unseen(winner)}
+    values["kinds"] = Kind(winner.throughput.kinds).words()
+    values["services"] = [(one, _command(one).plain, _num_other_hosts(one, engine)) for one in launch["services"]]
+    values["together"] = launch["one_process"] and _command(launch["one_process"]).plain
+    for line in filled("texts", "winner.txt", **values).splitlines():
+        style = _LINE_STYLES.get(line[:2], "")
         yield Text(line[2:] if style else line, style)
 
 
-def _shown(plan: Plan, rows: int) -> list[Candidate]:
-    return list(plan.ranked[:rows] if plan.winner else plan.missed[:rows])
-
-
 def _command(service: Mapping[str, Any]) -> Text:
-    many = f"  # {service['instances']} of these" if service["instances"] > 1 else ""
-    return Text(service["command"] + many, _COMMAND)
+    comment = f"  # {service['instances']} of these" if service["instances"] > 1 else ""
+    return Text(service["command"] + comment, _COMMAND)
 
 
-def _other_hosts(service: Mapping[str, Any], engine: str) -> int:
-    """Return the number of an instance's other hosts, which start with their own commands."""
-    return len(service.get("launches", {}).get(engine, {}).get("commands", "1")) - 1
+def _num_other_hosts(service: Mapping[str, Any], engine: str) -> int:
+    """Return the number of an instance's hosts besides the first. Each starts with its own command."""
+    launch = service.get("launches", {}).get(engine)
+    return len(launch["commands"]) - 1 if launch else 0
 
 
 def _device(plan: Plan) -> str:
     return "GPU" if plan.question.cluster.hardware.platform == "cuda" else "chip"
 
 
-def _beside(plan: Plan) -> str:
-    """Describe the hosts of another kind that run prefill."""
-    first = plan.question.cluster.prefill
-    return "" if first is None else f" that decode, and {first.num_devices} {first.hardware.name} for prefill"
-
-
-def _marks(plan: Plan, shown: Sequence[Candidate]) -> list[str]:
-    """Return each row's number, whether it meets the objectives, and whether its tokens/s can be told apart from the first row's."""
-    question, marks = plan.question, []
-    for number, one in enumerate(shown, 1):
-        sure = "✓" if one.meets(question.bounds, sure=True) else "~" if one.meets(question.bounds) else "✗"
-        alike = number > 1 and not ratio_of(shown[0], one, "throughput").told_apart
-        marks.append(f"{number}{f' {sure}' * question.bounded}{' ≈' * alike}")
+def _marks(plan: Plan, candidates: Sequence[Candidate]) -> list[str]:
+    """Return each row's number, whether it meets the objectives, and ≈ if its tokens/s cannot be told apart from the first row's."""
+    bounds, marks = plan.question.bounds, []
+    for number, candidate in enumerate(candidates, 1):
+        words = [str(number)]
+        if plan.question.bounded:
+            words.append("✓" if candidate.meets(bounds, sure=True) else "~" if candidate.meets(bounds) else "✗")
+        if number > 1 and not ratio_of(candidates[0], candidate, "throughput").is_decided:
+            words.append("≈")
+        marks.append(" ".join(words))
     return marks
 
 
 def _in_batches(candidate: Candidate) -> str:
+    """Describe the batches that a step interleaves; empty if there is only one."""
     batches = candidate.decode.batches_in_turn(candidate.batch)
     return "" if batches == 1 else f", { {2: 'two', 3: 'three'}.get(batches, batches) } batches"
 
@@ -215,19 +237,21 @@ def _compiled(candidate: Candidate) -> str:
 
 def _corrected(winner: Candidate) -> list[dict[str, Any]]:
     """Return the winner's rate and TPOT as corrected by blind predictions, each with its text."""
-    held, found = calibrated(winner), []
-    for name, factor, digits, unit in (("output_tokens_per_s", 1, 0, "tokens/s"), ("tpot_s", 1e3, 1, "ms")):
-        value, low, high = (f"{held[name][end] * factor:,.{digits}f}" for end in ("corrected", "low", "high"))
-        found.append({**held[name], "text": f"{value} {unit} [{low}–{high}]"})
-    return found
+    fields = calibrated(winner)
+
+    def with_text(name: str, factor: float, digits: int, unit: str) -> dict[str, Any]:
+        value, low, high = (f"{fields[name][end] * factor:,.{digits}f}" for end in ("corrected", "low", "high"))
+        return {**fields[name], "text": f"{value} {unit} [{low}–{high}]"}
+
+    return [with_text("output_tokens_per_s", 1, 0, "tokens/s"), with_text("tpot_s", 1e3, 1, "ms")]
 
 
 def show_usages(console: Console, usages: Sequence[DryRunUsage]) -> None:
     """Print what was taken from each dry run, or why nothing was."""
     for usage in usages:
-        what = f"{usage.run.file} ({usage.run.mesh}, {usage.run.shape}, {usage.run.target}): "
-        said = f"{what}{'taken' if usage.used else 'not used'}: {usage.text}"
-        console.print(Text(said, "" if usage.used else "yellow"))
+        run, verdict = usage.run, "taken" if usage.used else "not used"
+        line = f"{run.file} ({run.mesh}, {run.shape}, {run.target}): {verdict}: {usage.text}"
+        console.print(Text(line, "" if usage.used else "yellow"))
 
 
 def sentence(reason: Forbidden) -> str:
@@ -243,18 +267,23 @@ def _rounded_up(factor: float) -> str:
 
 
 def show_sweep(console: Console, sweep: Sweep) -> None:
-    """Print a sweep as a table."""
-    priced = any(point.best and point.best.cost for point in sweep.points)
-    names = ("", "winner unchanged: tokens/s", "TPOT ms", "<best there", "tokens/s", "TPOT ms", "objectives")
+    """Print a sweep as a table. It has a column of costs if devices have a price."""
+    columns = ["", "winner unchanged: tokens/s", "TPOT ms", "<best there", "tokens/s", "TPOT ms", "objectives"]
+    has_cost = any(point.best and point.best.cost for point in sweep.points)
+    if has_cost:
+        columns.append("a million tokens")
 
-    def figures(one: Candidate | None, absent: str) -> list[str]:
-        return [one.throughput.text(1, 0, TWO_LINES), one.tpot.text(1e3, 1, TWO_LINES)] if one else [absent, ""]
+    def figures(candidate: Candidate | None, absent: str) -> list[str]:
+        if candidate is None:
+            return [absent, ""]
+        return [candidate.throughput.text(1, 0, TWO_LINES), candidate.tpot.text(1e3, 1, TWO_LINES)]
 
     rows = []
     for point in sweep.points:
-        best, met = point.best, "met" if point.met else "not met"
-        there = [best.name() if best else "nothing fits", *figures(best, ""), met]
-        cost = [best.cost.text(1, 2, TWO_LINES) if best and best.cost else ""] * priced
-        rows.append([point.label, *figures(point.same, "cannot run"), *there, *cost])
-    title = f"{sweep.quantity}, {sweep.unit} (now {sweep.now:g})"
-    console.print(table(title, names + ("a million tokens",) * priced, rows))
+        best = point.best
+        row = [point.label, *figures(point.same, "cannot run"), best.name() if best else "nothing fits"]
+        row += [*figures(best, ""), "met" if point.met else "not met"]
+        if has_cost:
+            row.append(best.cost.text(1, 2, TWO_LINES) if best and best.cost else "")
+        rows.append(row)
+    console.print(table(f"{sweep.quantity}, {sweep.unit} (now {sweep.now:g})", columns, rows))

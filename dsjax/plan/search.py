@@ -16,7 +16,7 @@ from dsjax.plan.launch import LAUNCHED, unfit
 from dsjax.plan.layout import InstanceLayout, layouts, with_redundancy
 from dsjax.plan.program import DryRunUsage, usage
 from dsjax.plan.prompts import best_step
-from dsjax.plan.question import Question, users_told_apart
+from dsjax.plan.question import Question, distinguishable_users
 from dsjax.plan.rules import refusal, refuse
 from dsjax.plan.separated import separated_candidates
 from sharding import MeshSpec
@@ -240,7 +240,7 @@ def _aggregated(question: Question, fitting: list[Instance]) -> list[Candidate]:
 
 def _fullest(question: Question, instance: Instance, sizes: Sequence[float]) -> list[Candidate]:
     """Return one instance for each prefill size, at the largest batch that meets TTFT and TPOT, if there is one."""
-    found, parts = [], users_told_apart(instance, question.most_instances(instance.layout))
+    found, parts = [], distinguishable_users(instance, question.most_instances(instance.layout))
     bounds = dataclasses.replace(question.objective, throughput=None)
     users = range(1, question.rungs(instance)[-1] * parts + 1)
     for size in sizes:
@@ -287,7 +287,7 @@ def _filled(question: Question, known: list[Candidate]) -> list[Candidate]:
     for bound, low, high, rising in sorted(gaps, key=lambda gap: order(gap[0])):
         if best is not None and order(bound) >= order(best):
             continue
-        good, users = None, users_told_apart(bound.decode, bound.count)
+        good, users = None, distinguishable_users(bound.decode, bound.count)
         low, high = math.floor(low * users), math.ceil(high * users)
         while high - low > 1:
             middle = (low + high) // 2

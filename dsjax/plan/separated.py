@@ -5,9 +5,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dsjax.plan.candidate import BUSY, Candidate, PrefillPool, first_token, prefill_pool, separated
+from dsjax.plan.candidate import MAX_UTILISATION, Candidate, PrefillPool, first_token, prefill_pool, separated
 from dsjax.plan.instance import Instance
-from dsjax.plan.question import Question, users_told_apart
+from dsjax.plan.question import Question, distinguishable_users
 from dsjax.plan.rules import refuse
 from sharding.mesh import MeshSpec
 
@@ -15,7 +15,7 @@ _POOLS, _DECODERS = 6, 400
 """How many of the best prefill pools and decode instances are paired; worse ones of the same size cannot win a pair."""
 _BISECTED = 60
 """Number of decode instances whose batch is bisected when there are many devices."""
-_RELIEVED, _HALVINGS = 400, 16
+_MOST_REDUCED, _BISECTION_STEPS = 400, 16
 
 
 class Decoder(NamedTuple):
@@ -29,6 +29,13 @@ class Decoder(NamedTuple):
     def each(self) -> float:
         """Requests per second per device."""
         return self.rate / self.instance.layout.devices
+
+
+class Sizes(NamedTuple):
+    """Devices that a prefill and a decode instance occupy."""
+
+    prefill: int
+    decode: int
 
 
 def separated_candidates(question: Question, fitting: list[Instance], prefilling: list[Instance]) -> list[Candidate]:
@@ -45,17 +52,17 @@ def separated_candidates(question: Question, fitting: list[Instance], prefilling
     candidates, late, tried = [], [], set()
     for pool in _pools(question, prefilling):
         for decoder in decoders:
-            for left, right in _splits(question, pool, decoder):
+            for prefill_count, count in _splits(question, pool, decoder):
                 instance = decoder.instance
-                batch = decoder.batch if users is None else users / (instance.replicas * right)
-                key = (id(pool), left, id(instance), right, batch)
+                batch = decoder.batch if users is None else users / (instance.replicas * count)
+                key = (id(pool), prefill_count, id(instance), count, batch)
                 if batch > instance.max_batch or key in tried:
                     continue
                 tried.add(key)
-                candidates.append(separated(pool, left, instance, right, batch))
+                candidates.append(separated(pool, prefill_count, instance, count, batch))
                 if users is None and bound is not None and candidates[-1].ttft > bound:
                     late.append((pool, candidates[-1]))
-    return candidates + _relieved(question, late)
+    return candidates + _smaller_batches(question, late)
 
 
 def _pinned(fitting: list[Instance], mesh: MeshSpec | None, flag: str) -> list[Instance]:
@@ -84,18 +91,18 @@ def _pools(question: Question, fitting: list[Instance]) -> list[PrefillPool]:
                 front.append(pool)
         # Without a TTFT bound only the rate counts; with one, also keep pools with a lower rate and a shorter prompt time.
         kept += front[:1] if bound is None else front[:_POOLS] + front[max(_POOLS, len(front) - _POOLS) :]
-    kept.sort(key=lambda p: _worth(question, BUSY * p.rate, p.instance))
+    kept.sort(key=lambda p: _sort_key(question, MAX_UTILISATION * p.rate, p.instance))
     return kept if question.few else kept[: 4 * _POOLS]
 
 
-def _worth(question: Question, rate: float, instance: Instance) -> float:
+def _sort_key(question: Question, rate: float, instance: Instance) -> float:
     """Return the sort key of instances, best first: devices that serve a given rate, else requests per second per device, negated."""
     if question.workload.rate is not None:
-        return math.ceil(_wanted(question) / rate) * instance.layout.devices
+        return math.ceil(_target_rate(question) / rate) * instance.layout.devices
     return -rate / instance.layout.devices
 
 
-def _wanted(question: Question) -> float:
+def _target_rate(question: Question) -> float:
     """Return the requests per second to serve, if a rate is given."""
     return question.bounds.throughput / question.workload.output.mean
 
@@ -104,10 +111,10 @@ def _decoders(question: Question, decoding: list[Instance], prefilling: list[Ins
     """Return the decode instances and batches to pair."""
     outputs = max(question.workload.output.mean - 1, 1.0)
 
-    def made(instance: Instance, batch: float) -> Decoder:
+    def decoder(instance: Instance, batch: float) -> Decoder:
         return Decoder(instance, batch, batch * instance.replicas / (instance.tpot(batch) * outputs))
 
-    every = [made(i, batch) for i in decoding for batch in _decode_batches(question, prefilling, i)]
+    every = [decoder(i, batch) for i in decoding for batch in _decode_batches(question, prefilling, i)]
     # Only batches within a factor of √2 compete with each other.
     kept = _best(every, lambda d: (d.instance.layout.devices, round(2 * math.log2(d.batch))))
     if question.few:
@@ -117,8 +124,8 @@ def _decoders(question: Question, decoding: list[Instance], prefilling: list[Ins
         kept += [d for key, d in largest.items() if (key, d.batch) not in known]
     elif question.objective.tpot is not None:
         # Bisect only for the best: there are a thousand layouts.
-        top = sorted(kept, key=lambda d: _worth(question, d.rate, d.instance))[:_BISECTED]
-        every += [made(i, _largest_batch(question, i)) for i in {id(d.instance): d.instance for d in top}.values()]
+        top = sorted(kept, key=lambda d: _sort_key(question, d.rate, d.instance))[:_BISECTED]
+        every += [decoder(i, _largest_batch(question, i)) for i in {id(d.instance): d.instance for d in top}.values()]
     # For each size, also keep the fastest layout at the largest batch that meets the objective, on whichever rung.
     return kept + _best(every, lambda d: d.instance.layout.devices)
 
@@ -143,10 +150,10 @@ def _decode_batches(question: Question, prefilling: list[Instance], instance: In
     rungs = [float(batch) for batch in question.rungs(instance)]
     if bound is None:
         return rungs
-    held = {batch for batch in rungs if instance.tpot(batch) <= bound}
+    meeting = {batch for batch in rungs if instance.tpot(batch) <= bound}
     if question.few:
-        held.add(_largest_batch(question, instance))
-    return sorted(held) or [1.0]
+        meeting.add(_largest_batch(question, instance))
+    return sorted(meeting) or [1.0]
 
 
 def _largest_batch(question: Question, instance: Instance) -> float:
@@ -155,109 +162,116 @@ def _largest_batch(question: Question, instance: Instance) -> float:
     low = max((b for b in tried if instance.tpot(float(b)) <= bound), default=0)
     if not low:
         return 1.0
-    parts = users_told_apart(instance, 1)
+    parts = distinguishable_users(instance, 1)
     users = range(low * parts, next((b for b in tried if b > low), low + 1) * parts)
     return users[bisect.bisect_left(users, True, 1, key=lambda n: instance.tpot(n / parts) > bound) - 1] / parts
 
 
 def _splits(question: Question, pool: PrefillPool, decoder: Decoder) -> list[tuple[int, int]]:
     """Return (prefill instances, decode instances) that balance both sides on the available devices, rounded both ways."""
-    kept, other = question.devices_kept(pool.instance), question.devices_kept(decoder.instance)
-    devices, work, pins, first = question.devices, question.workload, question.options.pins, question.cluster.prefill
-    most = _room(question, kept, other, 1)
+    sizes = Sizes(question.devices_kept(pool.instance), question.devices_kept(decoder.instance))
+    devices, work, pins, hosts = question.devices, question.workload, question.options.pins, question.cluster.prefill
+    most = _decode_room(question, sizes, 1)
     if most < 1:
         return []
     if work.rate is not None:
-        left, right = _fewest(question, pool, decoder, (first.num_devices if first else devices) // kept)
-        if right <= _room(question, kept, other, left):
-            return [(left, right)]
-    needed = decoder.rate / (BUSY * pool.rate)  # prefill instances for each decode instance
-    if first is None and work.concurrency is not None:
-        return _beside_each_other(question, kept, other, _shares(devices, kept))
-    if first is None:
-        rights = devices / (other + needed * kept)
-        return _beside_each_other(
-            question, kept, other, {max(1, math.floor(needed * rights)), math.ceil(needed * rights)}
+        prefill_count, decode_count = _fewest(
+            question, pool, decoder, (hosts.num_devices if hosts else devices) // sizes.prefill
         )
+        if decode_count <= _decode_room(question, sizes, prefill_count):
+            return [(prefill_count, decode_count)]
+    needed = decoder.rate / (MAX_UTILISATION * pool.rate)  # prefill instances for each decode instance
+    if hosts is None and work.concurrency is not None:
+        return _shared_devices(question, sizes, _prefill_shares(devices, sizes.prefill))
+    if hosts is None:
+        balanced = needed * (devices / (sizes.decode + needed * sizes.prefill))
+        return _shared_devices(question, sizes, {max(1, math.floor(balanced)), math.ceil(balanced)})
     # Each side has its own hosts. Try all decode instances that fit (also fewer if a concurrency is given), each with enough prefill
     # instances to keep up, one more, and all of them.
     parts = (1,) if work.concurrency is None or pins.decode_count else (1, 2, 4, 8)
-    pairs, lefts = [], first.num_devices // kept
-    for right in sorted({max(1, (pins.decode_count or most) // part) for part in parts}):
-        enough = math.ceil(needed * right)
-        tried = {min(lefts, max(1, enough)), min(lefts, enough + 1), lefts}
-        pairs += [(left, right) for left in sorted({pins.prefill_count} if pins.prefill_count else tried)]
-    return [(left, right) for left, right in pairs if right <= _room(question, kept, other, left)]
+    pairs, all_prefill = [], hosts.num_devices // sizes.prefill
+    for decode_count in sorted({max(1, (pins.decode_count or most) // part) for part in parts}):
+        enough = math.ceil(needed * decode_count)
+        tried = {min(all_prefill, max(1, enough)), min(all_prefill, enough + 1), all_prefill}
+        pairs += [(count, decode_count) for count in sorted({pins.prefill_count} if pins.prefill_count else tried)]
+    return [
+        (count, decode_count) for count, decode_count in pairs if decode_count <= _decode_room(question, sizes, count)
+    ]
 
 
 def _fewest(question: Question, pool: PrefillPool, decoder: Decoder, most: int) -> tuple[int, int]:
     """Return the fewest (prefill instances, decode instances) that serve a given rate, or the pinned counts. If even `most` prefill
     instances miss the TTFT, return `most` + 1 of them."""
-    rate, pins, bound = _wanted(question), question.options.pins, question.objective.ttft
-    instance, left = decoder.instance, math.ceil(rate / (BUSY * pool.rate))
+    rate, pins, bound = _target_rate(question), question.options.pins, question.objective.ttft
+    instance, prefill_count = decoder.instance, math.ceil(rate / (MAX_UTILISATION * pool.rate))
     if bound is not None:
-        step, counts = instance.decode_step(decoder.batch), range(left, most + 1)
-        left += bisect.bisect_left(counts, True, key=lambda n: first_token(pool, n, instance, step, rate) <= bound)
-    return pins.prefill_count or left, pins.decode_count or math.ceil(rate / decoder.rate)
+        step, counts = instance.decode_step(decoder.batch), range(prefill_count, most + 1)
+        prefill_count += bisect.bisect_left(
+            counts, True, key=lambda count: first_token(pool, count, instance, step, rate) <= bound
+        )
+    return pins.prefill_count or prefill_count, pins.decode_count or math.ceil(rate / decoder.rate)
 
 
-def _room(question: Question, kept: int, other: int, left: int) -> int:
-    """Return how many decode instances of `other` devices each fit beside `left` prefill instances of `kept` devices each."""
-    first = question.cluster.prefill
-    if first is None:
-        return (question.devices - left * kept) // other
-    return question.devices // other if left * kept <= first.num_devices else 0
+def _decode_room(question: Question, sizes: Sizes, prefill_count: int) -> int:
+    """Return how many decode instances fit beside the prefill instances."""
+    hosts = question.cluster.prefill
+    if hosts is None:
+        return (question.devices - prefill_count * sizes.prefill) // sizes.decode
+    return question.devices // sizes.decode if prefill_count * sizes.prefill <= hosts.num_devices else 0
 
 
-def _shares(devices: int, kept: int) -> set[int]:
+def _prefill_shares(devices: int, size: int) -> set[int]:
     """Return the numbers of prefill instances to try for a given concurrency: one eighth to three quarters of the devices."""
-    return {max(1, devices * share // (kept * 8)) for share in (1, 2, 4, 6)}
+    return {max(1, devices * share // (size * 8)) for share in (1, 2, 4, 6)}
 
 
-def _beside_each_other(question: Question, kept: int, other: int, lefts: set[int]) -> list[tuple[int, int]]:
+def _shared_devices(question: Question, sizes: Sizes, prefill_counts: set[int]) -> list[tuple[int, int]]:
     """Return (prefill instances, decode instances) that fit, for these numbers of prefill instances and slightly larger ones."""
     pins = question.options.pins
-    # If the TTFT does not allow prefill instances to be that busy, one or two more relieve them.
-    lefts = {left + more for left in lefts for more in (0, 1, 2)}
+    # If the TTFT does not allow prefill instances to be that busy, add one or two more.
+    prefill_counts = {count + more for count in prefill_counts for more in (0, 1, 2)}
     if pins.prefill_count is not None:
-        lefts = {pins.prefill_count}
+        prefill_counts = {pins.prefill_count}
     elif pins.decode_count is not None:
-        lefts.add(max(1, (question.devices - pins.decode_count * other) // kept))
-    rooms = {left: _room(question, kept, other, left) for left in sorted(lefts)}
-    return [
-        (left, pins.decode_count or room) for left, room in rooms.items() if 1 <= (pins.decode_count or room) <= room
-    ]
+        prefill_counts.add(max(1, (question.devices - pins.decode_count * sizes.decode) // sizes.prefill))
+    pairs = []
+    for count in sorted(prefill_counts):
+        room = _decode_room(question, sizes, count)
+        if 1 <= (pins.decode_count or room) <= room:
+            pairs.append((count, pins.decode_count or room))
+    return pairs
 
 
 def most_decode_instances(question: Question, prefilling: Sequence[Instance], instance: Instance) -> int:
     """Return the most decode instances of a layout that fit beside the `prefilling` ones for a given concurrency, or 0."""
-    other, own = question.devices_kept(instance), question.cluster.prefill is not None
-    sizes = {question.devices_kept(i) for i in prefilling}
-    pairs = [
-        _beside_each_other(question, kept, other, {1} if own else _shares(question.devices, kept)) for kept in sizes
-    ]
-    return max((right for found in pairs for _, right in found), default=0)
+    most = 0
+    for prefill_size in {question.devices_kept(one) for one in prefilling}:
+        sizes = Sizes(prefill_size, question.devices_kept(instance))
+        own_hosts = question.cluster.prefill is not None
+        counts = {1} if own_hosts else _prefill_shares(question.devices, prefill_size)
+        most = max(most, *(count for _, count in _shared_devices(question, sizes, counts)), 0)
+    return most
 
 
-def _relieved(question: Question, late: list[tuple[PrefillPool, Candidate]]) -> list[Candidate]:
+def _smaller_batches(question: Question, late: list[tuple[PrefillPool, Candidate]]) -> list[Candidate]:
     """Reduce the batch of the fastest deployments that miss the TTFT because prefill is too busy, until they meet it.
 
     The batch is found with interpolated decode steps; the result is then priced exactly.
     """
     bound, found, seen = question.objective.ttft, [], set()
-    for pool, busy in sorted(late, key=lambda one: -one[1].throughput)[:_RELIEVED]:
-        instance, left, right = busy.decode, busy.prefill_count, busy.count
-        key = (id(pool), left, id(instance), right)
+    for pool, late_one in sorted(late, key=lambda pair: -pair[1].throughput)[:_MOST_REDUCED]:
+        instance, counts = late_one.decode, (late_one.prefill_count, late_one.count)
+        key = (id(pool), id(instance), *counts)
         if key in seen or pool.alone > bound:
             continue
         seen.add(key)
-        low, high, curve = 0.0, busy.batch, lambda batch, one=instance: one.decode_curve(one.rows(batch))
-        for _ in range(_HALVINGS):
+        low, high, curve = 0.0, late_one.batch, lambda batch, one=instance: one.decode_curve(one.rows(batch))
+        for _ in range(_BISECTION_STEPS):
             middle = (low + high) / 2
-            kept = separated(pool, left, instance, right, middle, curve).ttft <= bound
-            low, high = (middle, high) if kept else (low, middle)
+            meets = separated(pool, counts[0], instance, counts[1], middle, curve).ttft <= bound
+            low, high = (middle, high) if meets else (low, middle)
         # If prefill has its own hosts, no other split makes up for a user lost to rounding, so do not round to whole users.
-        users = users_told_apart(instance, right) if instance.cluster.prefill is None else 1 << 24
+        users = distinguishable_users(instance, counts[1]) if instance.cluster.prefill is None else 1 << 24
         if batch := math.floor(low * users) / users:
-            found.append(separated(pool, left, instance, right, batch))
+            found.append(separated(pool, counts[0], instance, counts[1], batch))
     return found

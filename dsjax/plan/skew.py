@@ -54,12 +54,12 @@ class Slots(NamedTuple):
     hosts: int
 
     @property
-    def told_apart(self) -> Slots:
+    def normalized(self) -> Slots:
         """Set groups and hosts to 1 if the balancer ignores them, so that equivalent slots are placed only once."""
         return self if by_host("auto", self.groups, self.hosts) else self._replace(groups=1, hosts=1)
 
 
-class Placed(NamedTuple):
+class Imbalance(NamedTuple):
     """Busiest rank ÷ mean rank: estimate, and both ends of its interval."""
 
     value: float
@@ -68,11 +68,11 @@ class Placed(NamedTuple):
 
 
 @functools.cache
-def beforehand() -> dict[tuple[Slots, bool], Placed]:
-    """Return (slots of 256 experts as `told_apart`, whether experts are placed by load) → result for the default skew."""
+def precomputed_placements() -> dict[tuple[Slots, bool], Imbalance]:
+    """Return (slots of 256 experts as `normalized`, whether experts are placed by load) → result for the default skew."""
     text = bundled_text(PLACEMENTS)
     rows = list(csv.reader(text.splitlines()))[1:]
-    return {(Slots(*map(int, row[:4])), row[4] == "1"): Placed(*map(float, row[5:])) for row in rows}
+    return {(Slots(*map(int, row[:4])), row[4] == "1"): Imbalance(*map(float, row[5:])) for row in rows}
 
 
 @functools.cache
@@ -172,30 +172,30 @@ class Skew:
         value, low, high = (min(1 + math.sqrt((end - 1) ** 2 + chance), slots.ranks) for end in placed)
         if uniform or not is_drawing():
             return value
-        seen = self.trace is not None and self._tells(experts, balanced)
+        seen = self.trace is not None and self._determines(experts, balanced)
         return (measured if seen else assumed)(value, min(value, low), max(value, high), BUSIEST, self.source)
 
     def _placed(self, slots: Slots, experts: int, balanced: bool) -> Sequence[float]:
         """Return the imbalance that remains after placement: estimate, low, high."""
-        slots = slots.told_apart if balanced else slots._replace(groups=1, hosts=1)
-        known = beforehand().get((slots, balanced)) if self == DEFAULT_SKEW and experts == 256 else None
+        slots = slots.normalized if balanced else slots._replace(groups=1, hosts=1)
+        known = precomputed_placements().get((slots, balanced)) if self == DEFAULT_SKEW and experts == 256 else None
         if known:
             return known
-        if self._traced(experts) and self._tells(experts, balanced):
+        if self._has_trace(experts) and self._determines(experts, balanced):
             return busiest((self.trace,), slots, balanced)[0]
         drifts = DRIFT if balanced else (0.0, 0.0, 0.0)
         loads = tuple(map(self._loads, [experts] * 3, (self.variation, self.low, self.high), drifts))
         return [mean for mean, _, _ in busiest(loads, slots, balanced)]
 
     def _loads(self, experts: int, variation: float, drift: float) -> Loads:
-        return drifted(self.trace, drift) if self._traced(experts) else drawn(variation, experts, drift)
+        return drifted(self.trace, drift) if self._has_trace(experts) else drawn(variation, experts, drift)
 
-    def _traced(self, experts: int) -> bool:
+    def _has_trace(self, experts: int) -> bool:
         return self.trace is not None and self.trace.seen.shape[1] == experts
 
-    def _tells(self, experts: int, balanced: bool) -> bool:
+    def _determines(self, experts: int, balanced: bool) -> bool:
         """Whether the trace determines the loads; for a balancer's drift, it needs two recordings with this number of experts."""
-        return not balanced or (self._traced(experts) and self.trace.served is not self.trace.seen)
+        return not balanced or (self._has_trace(experts) and self.trace.served is not self.trace.seen)
 
     def touched(self, tokens: float, top_k: int, experts: int) -> float:
         """Return the number of experts of a layer that get at least one of `tokens`: the sum over experts of 1 - (1 - p)^tokens.

@@ -6,7 +6,7 @@ Only the rates of the attention kernels are published; those of scores and selec
 from dsjax.config import ModelConfig
 from dsjax.plan.chip import Chip
 from dsjax.plan.figure import assumed, assumption
-from dsjax.plan.operations import FLASH_MLA_FLOPS, as_filed
+from dsjax.plan.operations import FLASH_MLA_FLOPS, bundled_device
 from dsjax.plan.precision import BF16
 
 SOURCE = "FlashMLA README (H800): sparse decode 410 TFLOP/s with an FP8 cache, sparse prefill 640, dense decode 660"
@@ -64,7 +64,7 @@ def gathered_decode(chip: Chip, heads: int, tokens: float, positions: float, lat
 
 def gathered_prefill(chip: Chip, heads: int, tokens: float, positions: float, latent: int, rank: int) -> float:
     """Return the seconds of one layer's attention to `positions` selected positions in prefill."""
-    best = SPARSE_PREFILL_FLOPS / as_filed("h800").bf16_flops
+    best = SPARSE_PREFILL_FLOPS / bundled_device("h800").bf16_flops
     share = assumed(0.9 * best, 0.6 * best, best, "sparse prefill attention, share of peak", SOURCE)
     return 2.0 * heads * (latent + rank) * tokens * positions / (share * chip.hardware.bf16_flops)
 

@@ -100,7 +100,7 @@ class StepModel(StepBasis):
             parts |= self._drafts(ranks, drafts, busy, wait)
         slack = 0.0 if work.decode else self.launches(work.tokens) - sum(parts.values())
         waiting = {WAITING: slack} if slack > 0 else {}
-        return parts | waiting | self.beside(work.tokens, rows, work.decode)
+        return parts | waiting | self.overhead(work.tokens, rows, work.decode)
 
     def seconds(self, parts: dict[str, float]) -> float:
         """Return the seconds of a step: the sum of its parts × a factor for what times of single operations leave out."""
@@ -187,7 +187,7 @@ class StepModel(StepBasis):
             time += measured(least, 0.8 * least, 1.1 * least, "launches of the experts", AICONFIGURATOR, "s")
         return time
 
-    def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
+    def overhead(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
         """Return the seconds of a step of `tokens` tokens and `rows` requests besides its layers and head."""
         return {"host": assumption(f"host, {'decode' if decode else 'prefill'}")}
 

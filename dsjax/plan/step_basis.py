@@ -155,10 +155,10 @@ def _products(step: StepBasis, rank_tokens: float, arriving: float, slowest: flo
         timed, of_rank = not (decode and chip.hardware.is_blackwell), touched(everyone)
     elif step.dispatch == "deepep" and mesh.ep_size > 1 and slots * mesh.ep_size == 256:
 
-        def more(tokens: float) -> float:
+        def imbalance(tokens: float) -> float:
             return step.slowest(tokens * top_k / mesh.ep_size)
 
-        about = (skew, places.physical), mesh.ep_size, None if decode else more
+        about = (skew, places.physical), mesh.ep_size, None if decode else imbalance
         least, timed = chip.spread_experts(everyone, most_touched, *about) or (None, False)
         of_rank = used
     if least is not None and step.layout.fused:
@@ -182,11 +182,11 @@ def _exchanges(step: StepBasis, rank_tokens: float, decode: bool, slowest: float
     width, top_k, split = config.hidden_size, config.num_experts_per_tok, mesh.expert_width_shards
     rows = width * step.options.precision.wire, width * BF16
     if step.dispatch != "deepep":
-        return _own(step, rank_tokens, slowest, halved)
+        return _own_exchange(step, rank_tokens, slowest, halved)
     if step.sums_experts:
         there = back = 0.0
     elif "etp" in mesh.axes:
-        return _ways(step, "even", rank_tokens, slowest, halved, split)
+        return _both_exchanges(step, "even", rank_tokens, slowest, halved, split)
     else:
         # With one EP rank, the all-reduce over tp is the exchange.
         ranks = mesh.num_devices // mesh.expert_copies if mesh.ep_size > 1 else 1
@@ -207,20 +207,20 @@ def _exchanges(step: StepBasis, rank_tokens: float, decode: bool, slowest: float
     return there, back
 
 
-def _own(step: StepBasis, rank_tokens: float, slowest: float, halved: bool) -> tuple[float, float]:
+def _own_exchange(step: StepBasis, rank_tokens: float, slowest: float, halved: bool) -> tuple[float, float]:
     """Return dispatch and combine of dsjax's own dispatch. Combine includes gathering a replica's tokens from its ``tp`` ranks."""
     mesh, method = step.layout.mesh, step.own_method(rank_tokens, halved)
     if mesh.ep_size == 1 and mesh.num_devices // mesh.expert_copies == mesh.tp_size > 1:
-        there, back = (_half_a_sum(step, rank_tokens * row) for row in _wire_rows(step))
+        there, back = (_half_all_reduce(step, rank_tokens * row) for row in _wire_rows(step))
     else:
         sharing = 1 if method == "gather" else mesh.expert_width_shards
-        there, back = _ways(step, method, rank_tokens, slowest, halved, sharing)
+        there, back = _both_exchanges(step, method, rank_tokens, slowest, halved, sharing)
     if mesh.tp_size > 1:
-        back = back + _half_a_sum(step, rank_tokens * step.config.hidden_size * BF16)
+        back = back + _half_all_reduce(step, rank_tokens * step.config.hidden_size * BF16)
     return there, back
 
 
-def _ways(
+def _both_exchanges(
     step: StepBasis, method: str, rank_tokens: float, slowest: float, halved: bool, sharing: int
 ) -> tuple[float, float]:
     """Return the seconds of dispatch and combine by a method of dsjax's own dispatch. sharing: ranks that share an expert's width."""
@@ -237,7 +237,7 @@ def _wire_rows(step: StepBasis) -> tuple[float, float]:
     return width * step.options.precision.wire + 6 * step.config.num_experts_per_tok + 4, width * BF16
 
 
-def _half_a_sum(step: StepBasis, each: float) -> float:
+def _half_all_reduce(step: StepBasis, each: float) -> float:
     """Return the seconds of an all-gather or reduce-scatter over ``tp``: those of an all-reduce that sends as many bytes."""
     tp = step.layout.mesh.tp_size
     return all_reduce(step.cluster, tp, each * tp / 2)

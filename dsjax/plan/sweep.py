@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsjax.errors import UserError
-from dsjax.plan.candidate import Candidate, moved, with_intervals
+from dsjax.plan.candidate import Candidate, recompute, with_intervals
 from dsjax.plan.question import Question
 from dsjax.plan.rules import refuse
 from dsjax.plan.search import search
@@ -160,6 +160,6 @@ def _same(question: Question, winner: Candidate, there: Question) -> Candidate |
             return None
     winner = dataclasses.replace(winner, count=count, prefill_count=first)
     if users is None or (users == question.workload.concurrency and times == 1):
-        return with_intervals(moved(winner, cluster))
+        return with_intervals(recompute(winner, cluster))
     batch = users / (winner.decode.replicas * winner.count)
-    return with_intervals(moved(winner, cluster, None, batch, users)) if batch <= winner.decode.max_batch else None
+    return with_intervals(recompute(winner, cluster, None, batch, users)) if batch <= winner.decode.max_batch else None

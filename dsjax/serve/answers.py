@@ -17,7 +17,7 @@ from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.schedule.request import FinishReason, RequestOptions
 from dsjax.engine.text.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from dsjax.engine.text.tokenizer import Tokenizer
-from dsjax.serve.connections import event_of, to_json
+from dsjax.serve.connections import encode_event, to_json
 from dsjax.serve.errors import ApiError
 from dsjax.serve.guards import new_id
 from dsjax.serve.sampling_fields import CompletionRequest, SamplingFields
@@ -33,11 +33,11 @@ async def gather(stream: OutputStream) -> list[RequestOutput]:
     outputs = {index: output async for index, output in stream}
     for output in outputs.values():
         for completion in output.outputs:
-            refuse_failed(completion)
+            raise_if_failed(completion)
     return [outputs[index] for index in sorted(outputs)]
 
 
-def refuse_failed(completion: CompletionOutput) -> None:
+def raise_if_failed(completion: CompletionOutput) -> None:
     """Raise `ApiError` for a completion that failed or was aborted, for which OpenAI's API has no finish reason."""
     if completion.finish_reason is FinishReason.ERROR:
         if completion.error is ErrorKind.NON_FINITE:
@@ -50,7 +50,7 @@ def refuse_failed(completion: CompletionOutput) -> None:
 
 
 @contextmanager
-def naming_the_form(field: str | None, instead_of: str = "structured_outputs") -> Iterator[None]:
+def errors_name(field: str | None, instead_of: str = "structured_outputs") -> Iterator[None]:
     """Make errors about structured outputs name the request's `field` in place of `instead_of`. None: change nothing.
 
     Raises:
@@ -74,7 +74,7 @@ class TextEvent:
 
     def __init__(self, chunk: Mapping[str, Any], *names: str):
         self._around: list[bytes] = []
-        rest = event_of(chunk)
+        rest = encode_event(chunk)
         for name in names:
             # Cannot occur inside a JSON string, where quotes are escaped.
             empty = b'"%b":""' % name.encode()
@@ -144,7 +144,7 @@ def most_probable(entries: Sequence[TokenLogprobs | None], count: int) -> list[T
     """Reduce each entry to the sampled token and the `count` most probable ones."""
     return [
         entry
-        and {token: score for place, (token, score) in enumerate(entry.items()) if place == 0 or score.rank <= count}
+        and {token: score for index, (token, score) in enumerate(entry.items()) if index == 0 or score.rank <= count}
         for entry in entries
     ]
 
@@ -186,13 +186,13 @@ class CompletionLogprobLists:
         """
         body: CompletionLogprobs = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         skips = self._skip_special_tokens if prompt is None else False
-        added = prompt is not None and self._tokenizer.decode(token_ids, skip_special_tokens=False) != prompt
-        for place, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True)):
+        has_added_bos = prompt is not None and self._tokenizer.decode(token_ids, skip_special_tokens=False) != prompt
+        for index, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True)):
             body["text_offset"].append(self._characters)
             body["tokens"].append(token_name(self._tokenizer, token_id))
             body["token_logprobs"].append(None if entry is None else finite(entry[token_id].logprob))
             body["top_logprobs"].append(None if entry is None else self._top(entry))
-            if not ((skips or (added and place == 0)) and self._tokenizer.is_special(token_id)):
+            if not ((skips or (has_added_bos and index == 0)) and self._tokenizer.is_special(token_id)):
                 self._characters += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
         return body
 
@@ -219,7 +219,7 @@ class Answer:
         self._request_id = f"{answer_id}~{new_id()[:8]}"  # clients may use an id twice
         self._serving, self._body = serving, body
         model = serving.check_model(body.model)
-        self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
+        self._common_fields = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
         self._counter = UsageCounter()
 
     def without_effect(self) -> list[str]:
@@ -232,11 +232,11 @@ class Answer:
 
     def last_chunks(self) -> list[dict[str, Any]]:
         """Return a chunk with the usage if the request asks for it."""
-        return [{**self._head, "choices": [], "usage": self.usage()}] if self._body.include_usage else []
+        return [{**self._common_fields, "choices": [], "usage": self.usage()}] if self._body.include_usage else []
 
     def _chunk_of(self, choice: Mapping[str, Any]) -> dict[str, Any]:
         """Return a chunk of one choice, with the usage so far if the request asks for it."""
-        chunk = {**self._head, "choices": [choice]}
+        chunk = {**self._common_fields, "choices": [choice]}
         if self._body.continuous_usage:
             return {**chunk, "usage": self.usage()}
         return {**chunk, "usage": None} if self._body.include_usage else chunk
@@ -249,14 +249,14 @@ class CompletionAnswer(Answer):
 
     def __init__(self, serving: Serving, body: CompletionRequest, request_id: str):
         super().__init__(serving, body, f"cmpl-{request_id}", "text_completion")
-        self._begun: set[int] = set()  # choices with a chunk already
+        self._started: set[int] = set()  # choices with a chunk already
         self._lists: dict[int, CompletionLogprobLists] = {}
         self._only_text_changes = body.logprobs is None and not (body.return_token_ids or body.continuous_usage)
         self._text_events: dict[int, TextEvent] = {}  # by choice
         # By prompt. The engine's stream has them once for all choices.
         self._scores: dict[int, list[TokenLogprobs | None]] = {}
 
-    async def start(self, place: RequestOptions) -> OutputStream:
+    async def start(self, options: RequestOptions) -> OutputStream:
         """Check everything and queue the prompts.
 
         Raises:
@@ -264,19 +264,19 @@ class CompletionAnswer(Answer):
         """
         body = self._body
         body.check()
-        with naming_the_form(body.form_field()):
-            params, prompts = body.params(self._serving.with_whitespace(body.form_of_text())), body.prompts()
-            with self._serving.admitted(body, prompts, place) as options:
-                return await self._serving.engine.submit(self._request_id, prompts, params, options)
+        with errors_name(body.form_field()):
+            params, prompts = body.params(self._serving.with_whitespace(body.output_form())), body.prompts()
+            with self._serving.admitted(body, prompts, options) as admitted:
+                return await self._serving.engine.submit(self._request_id, prompts, params, admitted)
 
     async def whole(self, stream: OutputStream) -> CompletionResponse:
         """Wait for all completions and return the answer."""
-        outputs = [self._scored_only(output) for output in await gather(stream)]
+        outputs = [self._drop_unrequested_token(output) for output in await gather(stream)]
         choices = []
         for index, output in enumerate(outputs):
             self._counter.count(index, output)
             choices += [self._choice(index, output, completion, first=True) for completion in output.outputs]
-        return {**self._head, "choices": choices, "usage": self.usage()}
+        return {**self._common_fields, "choices": choices, "usage": self.usage()}
 
     def first_chunks(self) -> list[CompletionResponse]:
         """Return no chunk: nothing is sent before the first token."""
@@ -288,7 +288,7 @@ class CompletionAnswer(Answer):
         Raises:
             ApiError: a completion failed.
         """
-        output = self._scored_only(whole_output)
+        output = self._drop_unrequested_token(whole_output)
         self._counter.count(prompt_index, output)
         chunks = []
         for completion in output.outputs:
@@ -298,15 +298,15 @@ class CompletionAnswer(Answer):
                 if event is not None:
                     chunks.append(event.with_text(completion.text))
                     continue
-            refuse_failed(completion)
-            first = index not in self._begun
+            raise_if_failed(completion)
+            first = index not in self._started
             if self._only_text_changes and not first and completion.text and completion.finish_reason is None:
                 empty = dataclasses.replace(completion, text="")
                 chunk = self._chunk(prompt_index, output, empty, first=False)
                 event = self._text_events[index] = TextEvent(chunk, "text")
                 chunks.append(event.with_text(completion.text))
             elif self._is_sent(completion) or (first and self._body.echo):
-                self._begun.add(index)
+                self._started.add(index)
                 chunks.append(self._chunk(prompt_index, output, completion, first=first))
         return chunks
 
@@ -319,7 +319,7 @@ class CompletionAnswer(Answer):
         ids = self._body.return_token_ids and completion.token_ids
         return bool(completion.text or completion.finished or completion.logprobs or ids)
 
-    def _scored_only(self, output: RequestOutput) -> RequestOutput:
+    def _drop_unrequested_token(self, output: RequestOutput) -> RequestOutput:
         """Remove the token that the engine generates even for `max_tokens: 0`."""
         if self._body.max_tokens != 0:
             return output
@@ -382,5 +382,5 @@ class CompletionAnswer(Answer):
         if not self._body.echo or scores is None:
             return lists.of(completion.token_ids, completion.logprobs)
         echoed = lists.of(output.prompt_token_ids, most_probable(scores, self._body.logprobs), output.prompt)
-        made = lists.of(completion.token_ids, completion.logprobs)
-        return {name: values + made[name] for name, values in echoed.items()}
+        generated = lists.of(completion.token_ids, completion.logprobs)
+        return {name: values + generated[name] for name, values in echoed.items()}

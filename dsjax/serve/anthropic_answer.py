@@ -5,7 +5,7 @@ from typing import Any
 
 from dsjax.engine.text.prompt_encoder import arguments_object
 from dsjax.serve.anthropic_request import MessagesRequest
-from dsjax.serve.chat import RetoldAnswer
+from dsjax.serve.chat import ConvertedAnswer
 from dsjax.serve.errors import ApiError, anthropic_body
 from dsjax.serve.schemas import ChatChoice
 from dsjax.serve.serving import Serving
@@ -68,7 +68,7 @@ class ContentBlocks:
         return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
 
 
-class MessagesAnswer(RetoldAnswer):
+class MessagesAnswer(ConvertedAnswer):
     """A chat answer in the format of this API."""
 
     def __init__(self, serving: Serving, body: MessagesRequest, request_id: str):
@@ -85,7 +85,7 @@ class MessagesAnswer(RetoldAnswer):
         self._chat.first_chunks()
         return [{"type": "message_start", "message": self._built()}]
 
-    def _retold(self, choice: ChatChoice) -> list[Event]:
+    def _convert(self, choice: ChatChoice) -> list[Event]:
         if choice["finish_reason"] is not None:
             self._end["stop_reason"] = _STOP_REASONS[choice["finish_reason"]]
             if isinstance(choice.get("stop_reason"), str):

@@ -7,9 +7,9 @@ from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from dsjax.serve import bounds
-from dsjax.serve.chat_fields import ChatRequest, FunctionName, ThinkingSwitch, as_chat, refuse_other_kinds, text_or_list
+from dsjax.serve.chat_fields import ChatRequest, FunctionName, ThinkingSwitch, as_chat, check_part_type, text_or_list
 from dsjax.serve.errors import THREAD_UNSUPPORTED, ApiError
-from dsjax.serve.sampling_fields import Count, Effort, Name, Stop, StrictModel, for_header
+from dsjax.serve.sampling_fields import Count, Effort, Name, Stop, StrictModel, safe_header_names
 
 _NEEDED = {
     "text": ("text",),
@@ -42,11 +42,10 @@ class Block(Part):
     @classmethod
     def _has_its_fields(cls, block: Any) -> Any:
         kind = block.get("type") if isinstance(block, dict) else None
-        refuse_other_kinds(kind, _NEEDED)
+        check_part_type(kind, _NEEDED)
         if missing := [name for name in _NEEDED.get(kind, ()) if name not in block]:
-            raise PydanticCustomError(
-                "block", "a block of type {kind} needs {name}", {"kind": kind, "name": missing[0]}
-            )
+            found = {"kind": kind, "name": missing[0]}
+            raise PydanticCustomError("block", "a block of type {kind} needs {name}", found)
         return block
 
 
@@ -121,7 +120,7 @@ class TokenCountRequest(StrictModel):
     def without_effect(self) -> list[str]:
         """Return the names of given fields that have no effect."""
         given = [name for name, value in self.model_extra.items() if value not in (None, "auto", "standard")]
-        return for_header([name for name in given if name not in ("cache_control", "metadata")])
+        return safe_header_names([name for name in given if name not in ("cache_control", "metadata")])
 
     def to_chat(self, **more: Any) -> ChatRequest:
         """Return the equivalent chat request. more: its additional fields.
@@ -141,15 +140,14 @@ class TokenCountRequest(StrictModel):
             more["include_reasoning"] = thinking.display != "omitted"
         messages = self._messages()
         last = messages[-1]
+        goes_on = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
         chat = {
             "model": self.model,
             "messages": messages,
             "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
             "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
             "reasoning_effort": config.effort,
-            "continue_final_message": last["role"] == "assistant"
-            and bool(last["content"])
-            and "tool_calls" not in last,
+            "continue_final_message": goes_on,
             **more,
         }
         return as_chat(chat, "messages")

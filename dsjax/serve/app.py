@@ -14,12 +14,13 @@ from starlette.types import ASGIApp
 from dsjax.errors import UserError
 from dsjax.serve.connections import ClientGoneError, error_response
 from dsjax.serve.errors import ApiError, to_api_error
-from dsjax.serve.guards import BodyLimits, HeadRequests, Keys, RequestIds, ResponseCounts, UsualRequests
+from dsjax.serve.guards import BodyLimits, Keys, RequestIds, ResponseCounts
 from dsjax.serve.page.routes import create_page_routes
 from dsjax.serve.routes.admin import admin_routes
 from dsjax.serve.routes.openai import openai_routes
 from dsjax.serve.routes.status import create_metrics_routes, package_version, status_routes
 from dsjax.serve.routes.tokenizer import tokenizer_routes
+from dsjax.serve.routing import DirectRoutes, HeadRequests
 from dsjax.serve.serving import Serving
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def create_app(serving: Serving, before_routes: Callable[[ASGIApp], ASGIApp] | N
     if serving.metrics is not None:
         create_metrics_routes(app, serving)
     # The last middleware added is the outermost.
-    app.add_middleware(UsualRequests, routes=openai.routes, answer_error=_answer_error)
+    app.add_middleware(DirectRoutes, routes=openai.routes, answer_error=_answer_error)
     app.add_middleware(HeadRequests)
     if before_routes is not None:
         app.add_middleware(before_routes)

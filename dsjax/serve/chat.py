@@ -10,7 +10,7 @@ from dsjax.engine.schedule.request import FinishReason, RequestOptions
 from dsjax.engine.text.input_processor import EncodedPrompt
 from dsjax.engine.text.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from dsjax.serve import bounds
-from dsjax.serve.answers import Answer, TextEvent, finite, gather, naming_the_form, prompt_logprobs_body, refuse_failed
+from dsjax.serve.answers import Answer, TextEvent, errors_name, finite, gather, prompt_logprobs_body, raise_if_failed
 from dsjax.serve.chat_fields import ChatRequest, ToolChoice
 from dsjax.serve.chat_prompt import ChatPrompt, render_prompt
 from dsjax.serve.connections import StreamedAnswer
@@ -29,7 +29,7 @@ class ChatAnswer(Answer):
     def __init__(self, serving: Serving, body: ChatRequest, request_id: str):
         super().__init__(serving, body, f"chatcmpl-{request_id}", "chat.completion.chunk")
         if body.service_tier is not None:
-            self._head["service_tier"] = "default"
+            self._common_fields["service_tier"] = "default"
         self._tokenizer = serving.engine.tokenizer
         self._section: Section | None = None
         self._parsers: list[MessageParser] = []  # one per choice of a stream
@@ -42,7 +42,7 @@ class ChatAnswer(Answer):
         """Return the names of the request's fields that have no effect."""
         return self._body.fields_without_effect(self._tokenizer.chat_template if self._tokenizer else None)
 
-    async def start(self, place: RequestOptions) -> OutputStream:
+    async def start(self, options: RequestOptions) -> OutputStream:
         """Validate the request, render the chat template and queue the prompt.
 
         Raises:
@@ -58,16 +58,18 @@ class ChatAnswer(Answer):
             prompt = render_prompt(self._tokenizer, body, body.offered_tools, self._serving.tool_format)
             return [EncodedPrompt(prompt.token_ids)], self._params(prompt, max_tokens, logprobs, form)
 
-        with naming_the_form(field), self._serving.admitted(body, texts, place) as options:
+        with errors_name(field), self._serving.admitted(body, texts, options) as admitted:
             takes_long = form is not None or bool(body.offered_tools) or sum(map(len, texts)) > INLINE_LENGTH
-            stream = await self._serving.engine.submit_rendered(self._request_id, render, options, in_thread=takes_long)
+            stream = await self._serving.engine.submit_rendered(
+                self._request_id, render, admitted, in_thread=takes_long
+            )
         self._counter.expect(0, stream.completions[0].num_prompt_tokens)
         return stream
 
     def _form(self) -> dict[str, Any] | None:
         """Return the output constraint: forced tool calls, the requested format, or either of the two; None: free text."""
         body, tool_format = self._body, self._serving.tool_format
-        form, forced = self._serving.with_whitespace(body.form_of_text()), body.forced_tools
+        form, forced = self._serving.with_whitespace(body.output_form()), body.forced_tools
         if forced and (self._tokenizer is None or tool_format is None):
             raise ApiError(400, "this server has no tool-call parser (--tool-call-parser)", param="tool_choice")
         tools = forced or (body.offered_tools if form is not None and tool_format is not None else [])
@@ -139,8 +141,8 @@ class ChatAnswer(Answer):
             if self._body.return_token_ids:
                 choice["token_ids"] = completion.token_ids
             choices.append(choice)
-        head = {**self._head, "object": "chat.completion"}
-        answer: ChatResponse = {**head, "choices": choices, "usage": self.usage()}
+        common_fields = {**self._common_fields, "object": "chat.completion"}
+        answer: ChatResponse = {**common_fields, "choices": choices, "usage": self.usage()}
         if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs_body(output.prompt_logprobs)
         if self._body.return_token_ids:
@@ -166,18 +168,14 @@ class ChatAnswer(Answer):
         self._counter.count(prompt_index, output)
         chunks = []
         for completion in output.outputs:
-            refuse_failed(completion)
+            raise_if_failed(completion)
             parser = self._parsers[completion.index]
-            num_before = parser.reasoning_tokens
+            num_reasoning_before = parser.reasoning_tokens
             piece = parser.push(completion.text, completion.finished, completion.token_ids)
             self._counter.count_reasoning(completion.index, parser.reasoning_tokens)
-            for part, delta in _by_delta(completion, piece, parser.reasoning_tokens - num_before):
-                if (
-                    as_events
-                    and self._only_text_changes
-                    and not part.finished
-                    and ("content" in delta or "reasoning" in delta)
-                ):
+            for part, delta in _split_by_delta(completion, piece, parser.reasoning_tokens - num_reasoning_before):
+                adds_text = "content" in delta or "reasoning" in delta
+                if as_events and self._only_text_changes and adds_text and not part.finished:
                     chunks.append(self._text_event(part.index, delta))
                     continue
                 choice = self._chunk(part, parser, delta)
@@ -229,22 +227,22 @@ class ChatAnswer(Answer):
         return {"token": score.decoded_token, "logprob": finite(score.logprob), "bytes": text}
 
 
-def _by_delta(
+def _split_by_delta(
     completion: CompletionOutput, piece: MessagePiece, num_reasoning: int
 ) -> list[tuple[CompletionOutput, dict[str, Any]]]:
     """Pair each delta with its tokens: the first `num_reasoning` tokens with the reasoning, the rest with the last delta."""
     *first, last = piece.deltas()
-    parts = []
+    parts, rest = [], completion
     for delta in first:
-        at = max(0, num_reasoning) if "reasoning" in delta else 0
-        ids, scores = completion.token_ids, completion.logprobs
-        before = {"token_ids": ids[:at], "logprobs": scores and scores[:at], "finish_reason": None}
-        parts.append((dataclasses.replace(completion, **before), delta))
-        completion = dataclasses.replace(completion, token_ids=ids[at:], logprobs=scores and scores[at:])
-    return [*parts, (completion, last)]
+        num_tokens = max(0, num_reasoning) if "reasoning" in delta else 0
+        ids, scores = rest.token_ids, rest.logprobs
+        own = {"token_ids": ids[:num_tokens], "logprobs": scores and scores[:num_tokens], "finish_reason": None}
+        parts.append((dataclasses.replace(rest, **own), delta))
+        rest = dataclasses.replace(rest, token_ids=ids[num_tokens:], logprobs=scores and scores[num_tokens:])
+    return [*parts, (rest, last)]
 
 
-class RetoldAnswer(StreamedAnswer):
+class ConvertedAnswer(StreamedAnswer):
     """A chat answer converted to another API's format."""
 
     def __init__(self, serving: Serving, body: Any, answer_id: str, request_id: str):
@@ -252,13 +250,13 @@ class RetoldAnswer(StreamedAnswer):
         self._model = serving.check_model(body.model)
         self._chat = ChatAnswer(serving, body.to_chat(), request_id)
 
-    async def start(self, place: RequestOptions) -> OutputStream:
+    async def start(self, options: RequestOptions) -> OutputStream:
         """Validate the request and queue the prompt, as `ChatAnswer.start` does.
 
         Raises:
             ApiError, UserError: the request was refused; nothing was queued.
         """
-        return await self._chat.start(place)
+        return await self._chat.start(options)
 
     async def whole(self, stream: OutputStream) -> dict[str, Any]:
         """Wait for the completion and return the answer, built from the same events as a stream."""
@@ -275,10 +273,10 @@ class RetoldAnswer(StreamedAnswer):
             ApiError: the completion failed.
         """
         chunks = self._chat.chunks_of(prompt_index, output, as_events=False)
-        return [event for chunk in chunks for choice in chunk["choices"] for event in self._retold(choice)]
+        return [event for chunk in chunks for choice in chunk["choices"] for event in self._convert(choice)]
 
     @abstractmethod
-    def _retold(self, choice: ChatChoice) -> list[dict[str, Any]]:
+    def _convert(self, choice: ChatChoice) -> list[dict[str, Any]]:
         """Return the events for a chunk's choice."""
 
     @abstractmethod

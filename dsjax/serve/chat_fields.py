@@ -12,7 +12,7 @@ from dsjax.engine.contract.sampling_params import MAX_LOGPROBS, SamplingError
 from dsjax.engine.text.tokenizer import Template
 from dsjax.serve import bounds
 from dsjax.serve.errors import ApiError, to_api_error
-from dsjax.serve.sampling_fields import Count, Effort, Name, SamplingFields, StrictModel, for_header
+from dsjax.serve.sampling_fields import Count, Effort, Name, SamplingFields, StrictModel, safe_header_names
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -31,16 +31,15 @@ class TextPart(StrictModel):
         kind = part.get("type")
         if kind == "refusal" and "text" not in part:
             return {"type": kind, "text": part.get("refusal")}
-        refuse_other_kinds(kind, ("text", "refusal"))
+        check_part_type(kind, ("text", "refusal"))
         return part
 
 
-def refuse_other_kinds(kind: Any, kinds: Collection[str]) -> None:
+def check_part_type(kind: Any, kinds: Collection[str]) -> None:
     """Raise a validation error if a part's type is not one of `kinds`."""
     if isinstance(kind, str) and kind not in kinds:
-        raise PydanticCustomError(
-            "text_only", "found a part of type {kind}, but this model reads text only", {"kind": kind}
-        )
+        reason = "found a part of type {kind}, but this model reads text only"
+        raise PydanticCustomError("text_only", reason, {"kind": kind})
 
 
 def text_or_list(part: Any, most: int) -> Any:
@@ -67,7 +66,7 @@ class ToolCall(StrictModel):
     id: Name | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Count | None = Field(None, description="accepted: chunks have it")
+    index: Count | None = Field(None, description="accepted, because stream chunks contain it")
 
 
 class ChatMessage(StrictModel):
@@ -75,12 +74,12 @@ class ChatMessage(StrictModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
-    name: Name | None = Field(None, description="accepted; DeepSeek's templates have no place for it")
-    reasoning_content: str | None = Field(None, description="an assistant's; given to the template")
-    reasoning: str | None = Field(None, description="another name of reasoning_content")
+    name: Name | None = Field(None, description="accepted; DeepSeek's chat templates ignore it")
+    reasoning_content: str | None = Field(None, description="reasoning of an assistant message, for the chat template")
+    reasoning: str | None = Field(None, description="alias of reasoning_content")
     tool_calls: Annotated[list[ToolCall], Field(max_length=bounds.MAX_TOOL_CALLS)] | None = None
     tool_call_id: Name | None = None
-    prefix: bool | None = Field(None, description="DeepSeek's: go on inside this, the last message")
+    prefix: bool | None = Field(None, description="DeepSeek's extension: continue this message, which must be the last")
     refusal: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
@@ -111,7 +110,7 @@ class Function(StrictModel):
 
     name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="a JSON schema")
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments")
     strict: bool | None = None
 
 
@@ -164,9 +163,9 @@ class PromptFields(StrictModel):
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=bounds.MAX_MESSAGES)
     tools: Annotated[list[Tool], Field(max_length=bounds.MAX_TOOLS)] | None = None
-    add_generation_prompt: bool | None = Field(None, description="default: unless continue_final_message")
-    continue_final_message: bool | None = Field(False, description="go on inside the last message")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the model's own template")
+    add_generation_prompt: bool | None = Field(None, description="default: true unless continue_final_message is true")
+    continue_final_message: bool | None = Field(False, description="continue the last message")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="additional variables for the chat template")
 
     def check_prompt_fields(self) -> None:
         """Raise `ApiError` if messages and tools are inconsistent or too large."""
@@ -208,23 +207,23 @@ class PromptFields(StrictModel):
 class ChatRequest(SamplingFields, PromptFields):
     """Body of `/v1/chat/completions`."""
 
-    max_tokens: Count | None = Field(None, description="default: what the context leaves")
+    max_tokens: Count | None = Field(None, description="default: the rest of the context length")
     max_completion_tokens: Count | None = None
     logprobs: bool | None = False
     top_logprobs: Count | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = True
-    include_reasoning: bool | None = Field(True, description="false leaves the reasoning out of the answer")
-    separate_reasoning: bool | None = Field(True, description="SGLang's; false leaves the reasoning in the content")
+    include_reasoning: bool | None = Field(True, description="false omits the reasoning from the response")
+    separate_reasoning: bool | None = Field(True, description="SGLang: false keeps the reasoning in the content")
     reasoning_effort: Effort | None = Field(
         None,
-        description="none turns thinking off where the template has a switch for it; templates may also read the word",
+        description="none disables thinking if the chat template supports it; other values are passed to the template",
     )
     thinking: ThinkingSwitch | None = Field(
-        None, description="DeepSeek's: turns reasoning on or off, whatever the effort"
+        None, description="DeepSeek's extension: enables or disables reasoning; overrides the effort"
     )
-    functions: list[Any] | None = Field(None, description="older name of tools; refused")
-    function_call: Any = Field(None, description="older name of tool_choice; refused")
+    functions: list[Any] | None = Field(None, description="deprecated by OpenAI and rejected; use tools")
+    function_call: Any = Field(None, description="deprecated by OpenAI and rejected; use tool_choice")
 
     def check(self) -> None:
         """Raise `ApiError` for fields that contradict each other."""
@@ -261,7 +260,8 @@ class ChatRequest(SamplingFields, PromptFields):
             unused_fields.append("thinking")
         variables = self.chat_template_kwargs or ()
         if unread := [name for name in variables if template is None or not template.reads(name)]:
-            unused_fields += [f"chat_template_kwargs.{name}" for name in for_header(unread)] or ["chat_template_kwargs"]
+            named = [f"chat_template_kwargs.{name}" for name in safe_header_names(unread)]
+            unused_fields += named or ["chat_template_kwargs"]
         return unused_fields
 
     @property

@@ -31,35 +31,29 @@ if TYPE_CHECKING:  # import JAX, which `--help` does not need
 
 
 ServedModelNames = Annotated[
-    list[str] | None, typer.Option(help="Name for clients; several may be given. Default: the model's.")
+    list[str] | None, typer.Option(help="Model name in the API. Can be repeated. Default: the value of --model.")
 ]
 ShutdownTimeout = Annotated[
-    float,
-    typer.Option(help="Seconds that running requests get to finish after SIGINT or SIGTERM.", min=0, hidden=True),
+    float, typer.Option(help="Seconds to let running requests finish after SIGINT or SIGTERM.", min=0, hidden=True)
 ]
 StepTimeout = Annotated[
-    float,
-    typer.Option(
-        help="Seconds after which a step is taken for a hang, which ends the process; 0: never.", min=0, hidden=True
-    ),
+    float, typer.Option(help="Exit if a step hangs for this many seconds. 0: never.", min=0, hidden=True)
 ]
-
-
 ApiKey = Annotated[
-    list[str] | None, typer.Option(help="Key that clients must send; several may be given.", envvar=KEY_VARIABLE)
+    list[str] | None, typer.Option(help="API key that clients must send. Can be repeated.", envvar=KEY_VARIABLE)
 ]
-ApiKeyFile = Annotated[list[Path] | None, typer.Option(help="File with such keys, one a line.")]
+ApiKeyFile = Annotated[list[Path] | None, typer.Option(help="File with one API key per line. Can be repeated.")]
 
 
 @options_of(lambda kind: "Requests and answers", args=EngineArgs, http=HttpOptions)
 def serve(
     args: EngineArgs,
     http: HttpOptions,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Host to listen on.")] = "127.0.0.1",
     port: Annotated[
         int | None,
         typer.Option(
-            help="Port; 0: a free one. Default: 8000; without requests of clients a free one.",
+            help="Port to listen on; 0: any. Default: 8000, or 0 in processes without clients.",
             min=0,
             max=65535,
             show_default=False,
@@ -70,10 +64,7 @@ def serve(
     api_server_count: Annotated[
         int,
         typer.Option(
-            help="Processes that speak HTTP, tokenise and write text, on one port, in front of the engine's.",
-            min=1,
-            max=64,
-            hidden=True,
+            help="Number of API server processes for HTTP and tokenisation, on one port.", min=1, max=64, hidden=True
         ),
     ] = 1,
     api_key: ApiKey = None,
@@ -81,16 +72,15 @@ def serve(
     admin_api_key: Annotated[
         str | None,
         typer.Option(
-            help="Key for the admin endpoints; without one they are closed.", envvar=ADMIN_KEY_VARIABLE, hidden=True
+            help="API key for the admin endpoints. Default: they are disabled.", envvar=ADMIN_KEY_VARIABLE, hidden=True
         ),
     ] = None,
     allow_unauthenticated: Annotated[
-        bool,
-        typer.Option("--allow-unauthenticated", help="Need no key where other machines reach --host."),
+        bool, typer.Option("--allow-unauthenticated", help="Let other machines connect without an API key.")
     ] = False,
     step_timeout: StepTimeout = 300.0,
-    log_level: Annotated[str, typer.Option(help="critical, error, warning, info, debug or trace.")] = "info",
-    log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON, an object a line.", hidden=True)] = False,
+    log_level: Annotated[str, typer.Option(help="Log level: critical, error, warning, info, debug or trace.")] = "info",
+    log_json: Annotated[bool, typer.Option("--log-json", help="Write logs as JSON lines.", hidden=True)] = False,
 ) -> None:
     """Serve a model with an OpenAI-compatible API."""
     from dsjax.serve.logs import configure_logging
@@ -172,11 +162,11 @@ def serve_model(
     from dsjax.serve.serving import Serving
     from dsjax.serve.startup_screen import show_facts, show_url, warm_up_bar
 
-    def warm_up(check_going_on: Callable[[], None]) -> "CompileRest | None":
+    def warm_up(raise_if_stopped: Callable[[], None]) -> "CompileRest | None":
         with warm_up_bar(console) as progress:
 
             def between_shapes(done: int, total: int, label: str) -> None:
-                check_going_on()
+                raise_if_stopped()
                 progress(done, total, label)
 
             return model.parts.warm_up(between_shapes, lazily=True)
@@ -213,8 +203,8 @@ def serve_model(
         "before_exit": lambda code: group and group.leave("its engine has failed" if code else None),
     }
     if front_end_listeners:
-        shared = EngineServer.over(serving, model.parts, front_end_listeners, log_json, **how)
-        return shared.serve_behind()
+        shared = EngineServer.create(serving, model.parts, front_end_listeners, log_json, **how)
+        return shared.serve_privately()
     return Server(serving, **how).serve_on(listener)
 
 

@@ -52,7 +52,7 @@ def to_json(body: Any) -> bytes:
         return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
-def event_of(chunk: Mapping[str, Any]) -> bytes:
+def encode_event(chunk: Mapping[str, Any]) -> bytes:
     """Return a chunk as an unnamed server-sent event."""
     return b"data: %b\n\n" % to_json(chunk)
 
@@ -217,14 +217,14 @@ class EventStream(StreamingResponse):
         return b"".join([chunk if isinstance(chunk, bytes) else self._event(chunk) for chunk in chunks])
 
     def _event(self, chunk: Mapping[str, Any]) -> bytes:
-        return event_of(chunk)
+        return encode_event(chunk)
 
     def _failure(self, error: ApiError) -> Mapping[str, Any]:
         """Return the chunk for an error after the head has been sent."""
         return error.body()
 
 
-async def unless_client_leaves(request: Request, work: Awaitable[Answer]) -> Answer:
+async def cancel_if_client_leaves(request: Request, work: Awaitable[Answer]) -> Answer:
     """Wait for an answer while the client stays connected.
 
     Raises:
@@ -396,15 +396,11 @@ def bounded_connections(
             if self._head_timer is None:
                 self._head_bytes = 0
                 seconds = min(head_timeout, _PROBE_SECONDS) if self._is_beyond else head_timeout
-                self._head_timer = self.loop.call_later(seconds, self._close_late)
+                self._head_timer = self.loop.call_later(seconds, self.transport.close)
 
         def _unwatch_head(self) -> None:
             if self._head_timer is not None:
                 self._head_timer.cancel()
                 self._head_timer = None
-
-        def _close_late(self) -> None:
-            if not self.transport.is_closing():
-                self.transport.close()
 
     return BoundedConnection

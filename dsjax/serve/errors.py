@@ -100,16 +100,16 @@ def _from_validation(error: RequestValidationError) -> ApiError:
     first = problems[0]
     location = _steps(first["loc"], error.body)
     if not location:
-        return ApiError(
-            400, "the request has no JSON object as its body; send one, with Content-Type: application/json"
-        )
+        reason = "the request has no JSON object as its body; send one, with Content-Type: application/json"
+        return ApiError(400, reason)
     messages: dict[str, list[str]] = {}
     for problem in problems:
         text = "unknown field; leave it out" if problem["type"] == "extra_forbidden" else problem["msg"]
         texts = messages.setdefault(_path(problem["loc"], error.body, problem["type"]), [])
         if text not in texts:
             texts.append(text)
-    sentences = [f"{path}: {_one_of(texts)}" for path, texts in list(messages.items())[:_MOST_PROBLEMS]]
+    shown = list(messages.items())[:_MOST_PROBLEMS]
+    sentences = [f"{path}: {' or: '.join(texts[:_MOST_PROBLEMS])}" for path, texts in shown]
     if len(messages) > _MOST_PROBLEMS:
         sentences.append(f"and {len(messages) - _MOST_PROBLEMS} more")
     return ApiError(400, "; ".join(sentences), param=str(location[0])[:_MOST_CHARACTERS])
@@ -136,7 +136,3 @@ def _path(location: Sequence[str | int], body: Any, kind: str) -> str:
             continue  # a union branch's name
         parts.append(str(part))
     return ".".join(parts)
-
-
-def _one_of(texts: list[str]) -> str:
-    return texts[0] if len(texts) == 1 else " or: ".join(texts[:_MOST_PROBLEMS])

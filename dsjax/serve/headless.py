@@ -111,15 +111,11 @@ class Headless(Probes):
         self.options = options
         registry = Registry(process=str(options.process_id))
         super().__init__(http, registry)
-        for name, documentation, count in (
-            ("dsjax_follower_commands", "Commands of process 0 that this process has carried out.", "commands"),
-            (
-                "dsjax_follower_steps",
-                "Commands of process 0 whose results, such as those of steps, have been read.",
-                "steps",
-            ),
+        for count, documentation in (
+            ("commands", "Commands of process 0 that this process has carried out."),
+            ("steps", "Commands of process 0 whose results, such as those of steps, have been read."),
         ):
-            registry.total(name, documentation, self.of_work(count))
+            registry.total(f"dsjax_follower_{count}", documentation, self.of_work(count))
         registry.gauge("dsjax_follower_ready", "1 while this process follows.", lambda: float(self.phase == "ready"))
         add_link_metrics(registry, self._links, read_interfaces)
         add_expert_link_metrics(registry, self._expert_links)

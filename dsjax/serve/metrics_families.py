@@ -21,18 +21,33 @@ from prometheus_client.utils import floatToGoString
 Labels = tuple[str, ...]
 Sample = tuple[str, Labels, float]
 """(suffix of the family's name, label values, value). A bucket's last label is `le`."""
-Reading = float | None | Iterable[tuple[Labels, float]]
+Samples = Iterable[tuple[Labels, float]]
+Reading = float | None | Samples
 """Value of a gauge: a number, None for no sample, or pairs of label values and a number."""
 
 
-def fields_of(records: Callable[[], Iterable[tuple[Labels, Any]]]) -> Callable[[str], Callable[[], Reading]]:
+def field_reader(records: Callable[[], Iterable[tuple[Labels, Any]]]) -> Callable[[str], Callable[[], Reading]]:
     """Return a function that maps a field's name to a gauge's `read` function. A field that is None has no sample.
 
     records: called at each scrape; returns pairs of label values and a record.
     """
-    return lambda name: (
-        lambda: [(labels, value) for labels, record in records() if (value := getattr(record, name)) is not None]
-    )
+
+    def reader_of(field: str) -> Callable[[], Reading]:
+        return lambda: [
+            (labels, value) for labels, record in records() if (value := getattr(record, field)) is not None
+        ]
+
+    return reader_of
+
+
+def unlabelled(record: Any | None) -> list[tuple[Labels, Any]]:
+    """Return a record without labels for `field_reader`; an empty list if the record is None."""
+    return [] if record is None else [((), record)]
+
+
+def by_index(values: Iterable[float]) -> Samples:
+    """Label values by their index, such as a device or a rank."""
+    return [((str(index),), value) for index, value in enumerate(values)]
 
 
 class Registry(CollectorRegistry):
@@ -200,28 +215,30 @@ class _SummedFamily:
 
     def samples(self) -> Iterable[Sample]:
         """Yield the family's samples, then the samples that only other processes have."""
-        left = dict(self._others)
+        remaining = dict(self._others)
         for suffix, labels, value in self._family.samples():
-            yield suffix, labels, value + left.pop((suffix, labels), 0)
-        for (suffix, labels), value in left.items():
+            yield suffix, labels, value + remaining.pop((suffix, labels), 0)
+        for (suffix, labels), value in remaining.items():
             yield suffix, labels, value
 
 
-def summed(families: Iterable[Family], snapshots: Iterable[Iterable[tuple[str, str, Labels, float]]]) -> list[Family]:
+def sum_over_processes(
+    families: Iterable[Family], snapshots: Iterable[Iterable[tuple[str, str, Labels, float]]]
+) -> list[Family]:
     """Return the families, summed over processes. snapshots: each other process's samples, with the family's name first."""
-    added: dict[str, dict[tuple[str, Labels], float]] = {}
+    totals: dict[str, dict[tuple[str, Labels], float]] = {}
     for snapshot in snapshots:
         for name, suffix, labels, value in snapshot:
-            of_family, key = added.setdefault(name, {}), (suffix, tuple(labels))
-            of_family[key] = of_family.get(key, 0) + value
-    return [_SummedFamily(family, added[family.name]) if family.name in added else family for family in families]
+            family_totals, key = totals.setdefault(name, {}), (suffix, tuple(labels))
+            family_totals[key] = family_totals.get(key, 0) + value
+    return [_SummedFamily(family, totals[family.name]) if family.name in totals else family for family in families]
 
 
 def one_two_five(most: int) -> list[int]:
     """Return vLLM's bounds for token counts: 1, 2, 5, 10, 20, 50, … up to `most`."""
     bounds, power = [], 1
     while power <= most:
-        bounds += [each * power for each in (1, 2, 5) if each * power <= most]
+        bounds += [digit * power for digit in (1, 2, 5) if digit * power <= most]
         power *= 10
     return bounds
 
@@ -230,11 +247,15 @@ def exposition(families: Iterable[Family], names: Set[str] = frozenset(), *, ope
     """Return all samples, or only those in `names` (`x_total`, `x_bucket`, …), in Prometheus's text format or OpenMetrics."""
     lines: list[str] = []
     for family in families:
-        written = list(_sample_lines(family, names))
-        if written or not names:
+        sample_lines = list(_sample_lines(family, names))
+        if sample_lines or not names:
             # OpenMetrics names a counter without the `_total` of its samples.
             title = f"{family.name}_total" if family.kind == "counter" and not openmetrics else family.name
-            lines += [f"# HELP {title} {_escaped(family.documentation)}", f"# TYPE {title} {family.kind}", *written]
+            lines += [
+                f"# HELP {title} {_escaped(family.documentation)}",
+                f"# TYPE {title} {family.kind}",
+                *sample_lines,
+            ]
     if openmetrics:
         lines.append("# EOF")
     return ("\n".join(lines) + "\n").encode()

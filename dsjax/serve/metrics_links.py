@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dsjax.engine.afd.messages import ExpertLinks
 from dsjax.hosts.interfaces import Interface
 from dsjax.hosts.links import LinkState
-from dsjax.serve.metrics_families import Labels, Registry, fields_of
+from dsjax.serve.metrics_families import Labels, Registry, field_reader
 
 Links = Callable[[], Mapping[int, LinkState]]
 
 
 def add_link_metrics(registry: Registry, links: Links, interfaces: Callable[[], Iterable[Interface]]) -> None:
     """Add the state of the links to other processes and the counters of network cards."""
-    of = fields_of(lambda: [((str(process_id),), state) for process_id, state in links().items()])
+    link_field = field_reader(lambda: [((str(process_id),), state) for process_id, state in links().items()])
     for name, documentation, field in (
         (
             "round_trip_seconds",
@@ -21,14 +21,14 @@ def add_link_metrics(registry: Registry, links: Links, interfaces: Callable[[], 
         ),
         ("answer_seconds", "Time until another process answered a small message, the least of five.", "answer"),
     ):
-        registry.gauge(f"dsjax_link_{name}", documentation, of(field), "peer")
+        registry.gauge(f"dsjax_link_{name}", documentation, link_field(field), "peer")
     for name, documentation, field in (
         ("probes", "Probes of the link to another process.", "probes"),
         ("probes_unanswered", "Probes of the link to another process without an answer within a second.", "unanswered"),
         ("segments", "TCP segments sent to probe the link to another process.", "segments"),
         ("segments_retransmitted", "TCP segments of probes that were lost and sent again.", "retransmitted"),
     ):
-        registry.total(f"dsjax_link_{name}", documentation, of(field), "peer")
+        registry.total(f"dsjax_link_{name}", documentation, link_field(field), "peer")
 
     def transferred() -> Iterator[tuple[Labels, float]]:
         for interface in interfaces():
@@ -50,20 +50,22 @@ def add_expert_link_metrics(registry: Registry, links: Callable[[], ExpertLinks 
     links: returns the current links, which change with the expert side; None before there are any.
     """
     name, label = "dsjax_expert_process", "expert_process"
-    of = fields_of(lambda: [((str(n),), counts) for n, counts in enumerate(getattr(links(), "counts", ()))])
-    for what, documentation, field in (
+    process_field = field_reader(
+        lambda: [((str(n),), counts) for n, counts in enumerate(getattr(links(), "counts", ()))]
+    )
+    for suffix, documentation, field in (
         ("connected", "1 while the process with experts is connected.", "connected"),
         (
             "last_gap_seconds",
-            "Time from the last end of the connection to the answer of the call that met it.",
+            "Time from the last loss of the connection to the answer of the interrupted call.",
             "last_gap",
         ),
     ):
-        registry.gauge(f"{name}_{what}", documentation, of(field), label)
-    for what, documentation, field in (
-        ("losses", "Connections that ended under a call, which was made again.", "losses"),
-        ("calls", "Calls for the experts of a layer that were answered.", "calls"),
-        ("sent_bytes", "Bytes of rows that went to the process.", "sent"),
-        ("received_bytes", "Bytes of answers that came from it.", "received"),
+        registry.gauge(f"{name}_{suffix}", documentation, process_field(field), label)
+    for suffix, documentation, field in (
+        ("losses", "Connections lost during a call, which was repeated.", "losses"),
+        ("calls", "Expert calls that were answered, one per layer and microbatch.", "calls"),
+        ("sent_bytes", "Bytes sent to the process.", "sent"),
+        ("received_bytes", "Bytes received from the process.", "received"),
     ):
-        registry.total(f"{name}_{what}", documentation, of(field), label)
+        registry.total(f"{name}_{suffix}", documentation, process_field(field), label)

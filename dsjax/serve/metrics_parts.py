@@ -1,30 +1,21 @@
-"""Metrics of the engine's state, read at each scrape: loads, offload tiers, experts, drafts, the mesh, prefill engines."""
+"""Metrics of the engine's state, read at each scrape: DP ranks' loads, device memory, the mesh, prefill engines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from dsjax.background import failure_counts
 from dsjax.engine.contract.executor import ExpertCounts
-from dsjax.engine.experts.eplb import BalanceStats
 from dsjax.engine.schedule.parked import ParkedRequests
 from dsjax.engine.schedule.rank import RankLoad
-from dsjax.engine.stats import DraftCounts
-from dsjax.engine.tiers.disk_tier import DiskCounts
-from dsjax.engine.transfer.remote_prefill import TransferCounts
-from dsjax.serve.metrics_families import Labels, Reading, Registry, fields_of
-from sharding.balancing import balancedness_of_ranks
+from dsjax.serve.metrics_families import Registry, Samples, by_index
 
 if TYPE_CHECKING:  # import JAX
     from dsjax.engine.elastic.generations import Generations
     from dsjax.engine.prefill_engine import PrefillEngine
-
-_Samples = Iterable[tuple[Labels, float]]
-
-_OF = "of=sums: the layers' means over their maxima, each summed; of=layers: mean of the layers' ratios."
-"""Meaning of the label `of` of both balancedness metrics."""
 
 
 @dataclass
@@ -49,22 +40,12 @@ class LatestState:
     compilations: int = 0
     exchange_share: float | None = None
 
-    @property
-    def disk(self) -> DiskCounts | None:
-        """Counts of the disk tier; None without one."""
-        return self.parts.get("disk")
-
-
-def _only(record: Any | None) -> list[tuple[Labels, Any]]:
-    """Return a record without labels for `fields_of`; an empty list if the record is None."""
-    return [] if record is None else [((), record)]
-
 
 def add_background_metrics(registry: Registry) -> None:
     """Add the failures of this process's background work."""
     registry.total(
         "dsjax_background_failures",
-        "Failures of background work, which cost that work alone.",
+        "Failures of background work. Requests are not affected.",
         lambda: [((work,), count) for work, count in failure_counts().items()],
         "work",
     )
@@ -73,333 +54,77 @@ def add_background_metrics(registry: Registry) -> None:
 def add_load_metrics(registry: Registry, state: LatestState) -> None:
     """Add each DP rank's requests, cost and KV cache pages."""
 
-    def of_ranks(value: Callable[[RankLoad], float]) -> Callable[[], _Samples]:
-        def read() -> _Samples:
+    def per_rank(value: Callable[[RankLoad], float]) -> Callable[[], Samples]:
+        def read() -> Samples:
             loads = {load.rank: load for load in state.loads}
             for rank in range(state.num_ranks):
                 yield (str(rank),), value(loads[rank]) if rank in loads else 0.0
 
         return read
 
-    for name, documentation, value in (
-        ("vllm:num_requests_running", "Requests that hold a slot and pages.", lambda load: load.running),
-        ("vllm:num_requests_waiting", "Requests in the queue of a rank.", lambda load: load.waiting),
-        (
-            "vllm:kv_cache_usage_perc",
-            "Share of the latent cache's pages that requests hold; 1 is all.",
-            lambda load: load.used_pages / load.usable_pages if load.usable_pages else 0.0,
-        ),
-        ("dsjax_rank_waiting_tokens", "Tokens of the requests in the queue.", lambda load: load.waiting_tokens),
-        (
-            "dsjax_rank_cost",
-            "Cost of routing the next request to this DP rank; routing takes the lowest.",
-            lambda load: load.cost,
-        ),
-        ("dsjax_rank_pages", "Pages of the latent cache.", lambda load: load.usable_pages),
-        ("dsjax_rank_pages_used", "Pages that requests hold.", lambda load: load.used_pages),
-        ("dsjax_rank_pages_cached", "Pages kept for their prefix alone; evictable.", lambda load: load.cached_pages),
-    ):
-        registry.gauge(name, documentation, of_ranks(value), "engine")
-
-
-def add_tier_metrics(registry: Registry, state: LatestState) -> None:
-    """Add the contents and hits of the KV cache and of its offload tiers."""
-
-    def hits_by_tier() -> _Samples:
-        for load in state.loads:
-            for tier in ("device", "host", "disk"):
-                yield (str(load.rank), tier), load.hits.get(tier, 0)
-
-    def below_device(value: Callable[[RankLoad], int]) -> Callable[[], _Samples]:
-        return lambda: [
-            ((str(load.rank),), value(load)) for load in state.loads if "host" in load.tiers or state.disk is not None
-        ]
-
-    def bytes_of(device_pages: Callable[[RankLoad], int], count: str) -> Callable[[], _Samples]:
-        def read() -> _Samples:
-            loads, disk = state.loads, state.disk
-            yield ("device",), state.page_bytes * sum(device_pages(load) for load in loads)
-            hosts = [load.tiers["host"] for load in loads if "host" in load.tiers]
-            if hosts:
-                yield ("host",), state.page_bytes * sum(getattr(host, count) for host in hosts)
-            if disk is not None:
-                yield ("disk",), disk.page_bytes * getattr(disk, count)
-
-        return read
-
-    registry.total(
-        "dsjax_prefix_cache_hits",
-        "Tokens of prompts that were found cached, by the tier that had them.",
-        hits_by_tier,
-        "engine",
-        "tier",
-    )
-    registry.total(
-        "vllm:external_prefix_cache_queries",
-        "Tokens of prompts that the devices' cache did not have, so that the tiers below were asked.",
-        below_device(lambda load: load.queried - load.hits["device"]),
+    registry.gauge(
+        "vllm:kv_cache_usage_perc",
+        "Share of KV cache pages in use by requests, from 0 to 1.",
+        per_rank(lambda load: load.used_pages / load.usable_pages if load.usable_pages else 0.0),
         "engine",
     )
-    registry.total(
-        "vllm:external_prefix_cache_hits",
-        "Tokens of prompts that a tier below the devices' cache had.",
-        below_device(lambda load: sum(load.hits.values()) - load.hits["device"]),
-        "engine",
-    )
-    registry.gauge(
-        "dsjax_cache_tier_bytes",
-        "Bytes of pages that hold tokens, of all ranks.",
-        bytes_of(lambda load: load.used_pages + load.cached_pages, "used_pages"),
-        "tier",
-    )
-    registry.gauge(
-        "dsjax_cache_tier_limit_bytes",
-        "Bytes of pages that there is room for.",
-        bytes_of(lambda load: load.usable_pages, "usable_pages"),
-        "tier",
-    )
-    _add_host_metrics(registry, state)
-    _add_disk_metrics(registry, state)
-
-
-def _add_host_metrics(registry: Registry, state: LatestState) -> None:
-    name = "dsjax_rank_host_pages"
-    count = fields_of(lambda: [((str(load.rank),), load.tiers["host"]) for load in state.loads if "host" in load.tiers])
-    registry.gauge(name, "Pages that host memory has room for.", count("usable_pages"), "engine")
-    registry.gauge(f"{name}_used", "Pages in host memory.", count("used_pages"), "engine")
-    for what, documentation in (
-        ("stored", "Pages that went from the device to host memory."),
-        ("fetched", "Pages that came back from host memory."),
-        ("evicted", "Pages dropped from host memory because others needed the room."),
+    for name, documentation, attribute in (
+        ("vllm:num_requests_running", "Running requests, which have a slot and KV cache pages.", "running"),
+        ("vllm:num_requests_waiting", "Requests in the queue of a rank.", "waiting"),
+        ("dsjax_rank_waiting_tokens", "Tokens of the requests in the queue of a rank.", "waiting_tokens"),
+        ("dsjax_rank_cost", "Cost of routing the next request to this DP rank; the lowest is chosen.", "cost"),
+        ("dsjax_rank_pages", "KV cache pages of a rank.", "usable_pages"),
+        ("dsjax_rank_pages_used", "KV cache pages in use by requests.", "used_pages"),
+        ("dsjax_rank_pages_cached", "Evictable pages, kept for prefix caching only.", "cached_pages"),
     ):
-        registry.total(f"{name}_{what}", documentation, count(what), "engine")
-
-
-def _add_disk_metrics(registry: Registry, state: LatestState) -> None:
-    name, count = "dsjax_disk_pages", fields_of(lambda: _only(state.disk))
-    registry.gauge(name, "Pages that the disk has room for.", count("usable_pages"))
-    registry.gauge(f"{name}_used", "Pages on the disk.", count("used_pages"))
-    registry.gauge(f"{name}_writing", "Pages on their way to the disk.", count("writing"))
-    for what, documentation in (
-        ("stored", "Pages that were written to the disk."),
-        ("fetched", "Pages that came back from the disk."),
-        ("evicted", "Pages deleted from the disk because others needed the room."),
-        ("not_written", "Pages that were not written, because the disk was too slow or had failed."),
-    ):
-        registry.total(f"{name}_{what}", documentation, count(what))
-
-    def failures() -> _Samples:
-        if state.disk is not None:
-            for operation, field in (("read", "failed_reads"), ("write", "failed_writes"), ("late", "late")):
-                yield (operation,), getattr(state.disk, field)
-
-    registry.total(
-        "dsjax_disk_failures",
-        "Pages that could not be read or written, and requests that went on without pages that were late.",
-        failures,
-        "operation",
-    )
-
-
-def add_transfer_metrics(registry: Registry, state: LatestState) -> None:
-    """Add transfers requested from prefill engines, by outcome."""
-
-    counts: Callable[[], TransferCounts | None] = lambda: state.parts.get("transfers")  # noqa: E731
-    count = fields_of(lambda: _only(counts()))
-
-    def landed_bytes() -> float | None:
-        return None if (transfers := counts()) is None else transfers.landed * state.page_bytes
-
-    def ended() -> _Samples:
-        if (transfers := counts()) is not None:
-            yield ("completed",), transfers.completed
-            yield ("given_up",), transfers.given_up - transfers.refused
-            yield ("refused",), transfers.refused
-
-    name = "dsjax_transfer"
-    registry.gauge(f"{name}s_under_way", "Prompts that prefill engines compute now.", count("under_way"))
-    registry.total(f"{name}_pages", "Pages that came from prefill engines.", count("pages"))
-    registry.gauge(
-        f"{name}_landed_bytes",
-        "Bytes of chunks from prefill engines on the devices, whose pages are not in the cache yet.",
-        landed_bytes,
-    )
-    registry.total(
-        f"{name}s",
-        "Prompts that prefill engines were asked for: all pages came, or the rest was computed here; refused: other pages were offered.",
-        ended,
-        "outcome",
-    )
+        registry.gauge(name, documentation, per_rank(attrgetter(attribute)), "engine")
 
 
 def add_memory_metrics(registry: Registry, read: Callable[[], Iterable[tuple[str, int, int]]]) -> None:
     """Add used and available memory of each device. read: like `dsjax.engine.device.process.device_memory`."""
     registry.gauge(
         "dsjax_device_memory_used_bytes",
-        "Bytes of a device's memory in use.",
+        "Device memory in use, in bytes.",
         lambda: [((device,), float(used)) for device, used, _ in read()],
         "device",
     )
     registry.gauge(
         "dsjax_device_memory_limit_bytes",
-        "Bytes that a device has.",
+        "Device memory, in bytes.",
         lambda: [((device,), float(limit)) for device, _, limit in read()],
         "device",
     )
-
-
-def add_expert_metrics(registry: Registry, state: LatestState) -> None:
-    """Add tokens by expert and the traffic of dispatch; no samples before the first recorded step.
-
-    The sums restart with each recording, which Prometheus treats as a counter reset. Each expert is summed over layers, because
-    DeepSeek-V3 would have 15,000 samples by layer and expert; `/dump_expert_distribution_record` has each layer.
-    """
-
-    def recorded(value: Callable[[ExpertCounts], Reading]) -> Callable[[], Reading]:
-        return lambda: None if state.experts is None else value(state.experts)
-
-    def tokens(counts: ExpertCounts) -> _Samples:
-        for expert, number in enumerate(counts.tokens_per_expert.sum(axis=0).tolist()):
-            yield (str(expert), str(expert // state.experts_per_device)), number
-
-    def balancedness(counts: ExpertCounts) -> _Samples:
-        layers = counts.tokens_per_expert.shape[0]
-        load = counts.tokens_per_expert.reshape(layers, -1, state.experts_per_device).sum(axis=2)
-        ratio = balancedness_of_ranks(load)
-        return [(("sums",), ratio.of_sums), (("layers",), ratio.of_layers)]
-
-    registry.total(
-        "dsjax_expert_tokens",
-        "Tokens that each physical expert computed, over all MoE layers.",
-        recorded(tokens),
-        "expert",
-        "ep_rank",
-    )
-    registry.total(
-        "dsjax_dispatch_rows",
-        "Rows of tokens that each device sent to others.",
-        recorded(lambda counts: _numbered(counts.rows_sent.tolist())),
-        "device",
-    )
-    count = fields_of(lambda: _only(state.experts))
-    registry.total("dsjax_dispatch_rounds", "Rounds of dispatch, of the layer with most.", count("rounds"))
-    registry.total("dsjax_dispatch_bytes", "Bytes that all devices sent to dispatch.", count("dispatch_bytes"))
-    registry.gauge(
-        "dsjax_dispatch_padding_share",
-        "Share of the exchange's rows that held no token, since recording began.",
-        count("padding_share"),
-    )
-    registry.gauge(
-        "dsjax_expert_balancedness",
-        f"Mean over max of the EP ranks' tokens since recording began; {_OF}",
-        recorded(balancedness),
-        "of",
-    )
-
-
-def add_balance_metrics(registry: Registry, state: LatestState) -> None:
-    """Add the work of expert load balancing; no samples without `--enable-eplb`."""
-
-    def known(value: Callable[[BalanceStats], Reading]) -> Callable[[], Reading]:
-        return lambda: None if (stats := state.parts.get("balance")) is None else value(stats)
-
-    def balancedness(stats: BalanceStats) -> Reading:
-        ratios = [(("sums",), stats.balancedness), (("layers",), stats.layer_balancedness)]
-        return ratios if stats.windows else None
-
-    count = fields_of(lambda: _only(state.parts.get("balance")))
-    for name, documentation, counted in (
-        ("windows", "Windows of experts' loads that were read.", "windows"),
-        ("rebalances", "Rebalances that were carried out to their end.", "rebalances"),
-        ("failures", "Rebalances that were given up because an exchange failed.", "failures"),
-        ("layers_changed", "Layers that were placed anew.", "layers_changed"),
-        ("experts_moved", "Experts that were written to another slot.", "experts_moved"),
-        ("moved_bytes", "Bytes of moved experts, over the devices of an EP group.", "bytes_moved"),
-        ("exchanges", "Commands between steps that moved experts.", "exchanges"),
-        ("exchange_seconds", "Time of exchanges that moved experts, in which no step computed.", "exchange_seconds"),
-        ("rebalance_seconds", "Time from decisions to the last layer.", "rebalance_seconds"),
-    ):
-        registry.total(f"dsjax_eplb_{name}", documentation, count(counted))
-    registry.gauge(
-        "dsjax_eplb_layers_left", "Layers that the rebalance under way has still to change.", count("layers_left")
-    )
-    registry.gauge(
-        "dsjax_eplb_balancedness",
-        f"Mean over max of the EP ranks' tokens in the last window; {_OF}",
-        known(balancedness),
-        "of",
-    )
-    registry.gauge(
-        "dsjax_eplb_rank_tokens",
-        "Tokens that each EP rank computed in the last window, over all MoE layers.",
-        known(lambda stats: _numbered(stats.rank_tokens)),
-        "ep_rank",
-    )
-
-
-class DraftMetrics:
-    """Drafted and accepted tokens of speculative decoding, over all ranks.
-
-    Args:
-        most_drafts: number of draft positions to export from the start, with value 0.
-    """
-
-    def __init__(self, registry: Registry, state: LatestState, most_drafts: int):
-        registry.gauge(
-            "dsjax_draft_tokens_chosen",
-            "Tokens that each row drafts now, where the engine chooses by measurement.",
-            lambda: state.parts.get("draft_choice"),
-        )
-        name = "vllm:spec_decode_num"
-        self._rows = registry.counter(f"{name}_drafts", "Rows that had drafts to verify.")
-        self._drafted = registry.counter(f"{name}_draft_tokens", "Drafted tokens that were verified.")
-        self._accepted = registry.counter(f"{name}_accepted_tokens", "Drafted tokens that were accepted.")
-        self._per_position = registry.counter(
-            f"{name}_accepted_tokens_per_pos",
-            "Drafted tokens that were accepted, by their place in the row's drafts; 0 is the first.",
-            "position",
-        )
-        if most_drafts:
-            self.count(DraftCounts(0, 0, 0, (0,) * most_drafts))
-
-    def count(self, counts: DraftCounts) -> None:
-        """Count a step's drafts."""
-        self._rows.add((), counts.num_drafts)
-        self._drafted.add((), counts.num_draft_tokens)
-        self._accepted.add((), counts.num_accepted_tokens)
-        for labels, accepted in _numbered(counts.accepted_per_position):
-            self._per_position.add(labels, accepted)
 
 
 def add_generation_metrics(registry: Registry, generations: Generations, parked: ParkedRequests) -> None:
     """Add metrics of the current mesh, the wanted mesh and mesh changes. parked: requests that wait for a larger mesh."""
     ahead = generations.ahead
     for name, documentation, value in (
-        ("dsjax_generation", "Number of the mesh; it begins with 0.", lambda: generations.number),
-        ("dsjax_generation_devices", "Devices of the mesh.", lambda: generations.spec.num_devices),
-        ("dsjax_generation_devices_wanted", "Devices the mesh was to have.", lambda: generations.wanted.num_devices),
-        ("dsjax_generation_processes", "Processes with a part in it.", lambda: generations.facts.num_processes),
+        ("dsjax_generation", "Mesh epoch, from 0.", lambda: generations.number),
+        ("dsjax_generation_devices", "Devices of the current mesh.", lambda: generations.spec.num_devices),
+        ("dsjax_generation_devices_wanted", "Devices of the requested mesh.", lambda: generations.wanted.num_devices),
+        ("dsjax_generation_processes", "Processes of the current mesh.", lambda: generations.facts.num_processes),
         (
             "dsjax_requests_waiting_for_mesh",
-            "Requests that the mesh cannot hold, and that wait for a larger one.",
+            "Requests that do not fit the mesh and wait for a larger one.",
             lambda: len(parked),
         ),
         (
             "dsjax_compile_ahead_programs_done",
-            "Programs of the meshes that may come next which process 0 has.",
+            "Programs of possible next meshes that process 0 has compiled.",
             lambda: 0 if ahead is None else ahead.done,
         ),
         (
             "dsjax_compile_ahead_programs_wanted",
-            "Programs of the meshes that may come next that process 0 is to have.",
+            "Programs of possible next meshes that process 0 compiles ahead.",
             lambda: 0 if ahead is None else ahead.total,
         ),
-        ("dsjax_generation_changing", "1 while no step computes, as the mesh is changed.", lambda: generations.busy),
+        ("dsjax_generation_changing", "1 while the mesh changes and no step runs.", lambda: generations.busy),
     ):
         registry.gauge(name, documentation, lambda value=value: float(value()))
     registry.total(
         "dsjax_generation_changes",
-        "Changes of the mesh, by reason.",
+        "Mesh changes, by reason.",
         lambda: [
             ((reason,), generations.counts.changes[reason])
             for reason in ("scale", "loss", "failure", "leave", "return")
@@ -408,19 +133,19 @@ def add_generation_metrics(registry: Registry, generations: Generations, parked:
     )
     registry.total(
         "dsjax_generation_weight_bytes",
-        "Weights of changed meshes, by where they came from.",
-        lambda: [((source,), counted) for source, counted in sorted(generations.counts.weight_bytes.items())],
+        "Bytes of weights of new mesh epochs, by source.",
+        lambda: [((source,), num_bytes) for source, num_bytes in sorted(generations.counts.weight_bytes.items())],
         "source",
     )
     registry.total(
         "dsjax_requests_waited_for_mesh",
-        "Requests that have waited for a larger mesh, by what came of it: resumed, expired or aborted.",
+        "Requests that waited for a larger mesh, by outcome: resumed, expired or aborted.",
         lambda: [((outcome,), float(parked.outcomes[outcome])) for outcome in ("resumed", "expired", "aborted")],
         "outcome",
     )
     registry.total(
         "dsjax_generation_change_seconds",
-        "Time of changes of the mesh, in which no step computed.",
+        "Duration of mesh changes, during which no step runs.",
         lambda: generations.counts.seconds,
     )
 
@@ -428,43 +153,31 @@ def add_generation_metrics(registry: Registry, generations: Generations, parked:
 def add_prefill_metrics(registry: Registry, engines: Sequence[PrefillEngine]) -> None:
     """Add load and work of each prefill engine of this process."""
 
-    def prompts() -> _Samples:
-        for number, engine in enumerate(engines):
+    def prompts() -> Samples:
+        for index, engine in enumerate(engines):
             loads = engine.core.loads()
             for state in ("running", "waiting"):
-                yield (str(number), state), float(sum(getattr(load, state) for load in loads))
+                yield (str(index), state), float(sum(getattr(load, state) for load in loads))
 
-    def each(value: Callable[[PrefillEngine], float]) -> Callable[[], _Samples]:
-        return lambda: _numbered(float(value(engine)) for engine in engines)
+    def per_engine(value: Callable[[PrefillEngine], float]) -> Callable[[], Samples]:
+        return lambda: by_index(float(value(engine)) for engine in engines)
 
     name, label = "dsjax_prefill_engine", "prefill_engine"
     registry.gauge(
         f"{name}_up",
-        "1 while the prefill engine computes prompts; 0 when it has failed, and decode engines compute them.",
-        each(lambda engine: engine.error is None),
+        "1 while the prefill engine works; 0 once it has failed and decode engines compute its prompts.",
+        per_engine(lambda engine: engine.error is None),
         label,
     )
-    registry.gauge(f"{name}_prompts", "Prompts that the prefill engine has, by state.", prompts, label, "state")
+    registry.gauge(f"{name}_prompts", "Prompts of the prefill engine, by state.", prompts, label, "state")
     registry.gauge(
         f"{name}_kept_pages",
-        "Pages that it keeps for decode engines, which have not taken them yet.",
-        each(lambda engine: engine.buffers.num_pages_kept),
+        "Pages that decode engines have not fetched yet.",
+        per_engine(lambda engine: engine.buffers.num_pages_kept),
         label,
     )
-    registry.total(
-        f"{name}_tokens",
-        "Tokens of prompts that the prefill engine computed.",
-        each(lambda engine: engine.service.counts.tokens),
-        label,
-    )
-    registry.total(
-        f"{name}_step_seconds",
-        "Time in which the prefill engine computed: its rate is the share of time that it is busy.",
-        each(lambda engine: engine.service.counts.seconds),
-        label,
-    )
-
-
-def _numbered(values: Iterable[float]) -> _Samples:
-    """Label values by their index, such as a device or a rank."""
-    return [((str(number),), value) for number, value in enumerate(values)]
+    for suffix, documentation, count in (
+        ("tokens", "Prompt tokens computed by the prefill engine.", "tokens"),
+        ("step_seconds", "Time spent in steps of the prefill engine; the rate is its utilisation.", "seconds"),
+    ):
+        registry.total(f"{name}_{suffix}", documentation, per_engine(attrgetter(f"service.counts.{count}")), label)

@@ -20,33 +20,35 @@ class HttpOptions(Checked):
     """Limits of requests, parsers of answers, TLS and CORS."""
 
     max_queued_requests: int = advanced(
-        65_536, "Most waiting completions; more get a 429. 0: no limit.", min=0, least=0
+        65_536, "Maximum queued completions; more get status 429. 0: no limit.", min=0, least=0
     )
-    max_queued_tokens: int = advanced(1 << 26, "Most tokens that wait; more get a 429. 0: no limit.", min=0, least=0)
+    max_queued_tokens: int = advanced(
+        1 << 26, "Maximum queued tokens; more get status 429. 0: no limit.", min=0, least=0
+    )
     max_connections: int = advanced(
-        16_384, "Most HTTP connections; others get a 429, but for /health and /ready. 0: no limit.", min=0, least=0
+        16_384, "Maximum HTTP connections, except for /health and /ready. 0: no limit.", min=0, least=0
     )
-    max_body_bytes: int = advanced(16 * 1024 * 1024, "Largest body of a request.", min=1024)
-    request_timeout: float = advanced(60.0, "Seconds in which a request's head, then its body, must arrive.", min=0.1)
+    max_body_bytes: int = advanced(16 * 1024 * 1024, "Maximum size of a request body, in bytes.", min=1024)
+    request_timeout: float = advanced(60.0, "Seconds to wait for a request's headers, and then for its body.", min=0.1)
     reasoning_parser: str = option(
-        "auto", "How reasoning is marked; auto: as in the template.", choices=("auto", "deepseek_r1", "none")
+        "auto", "Reasoning format. auto: detect it from the chat template.", choices=("auto", "deepseek_r1", "none")
     )
     tool_call_parser: str = option(
         "auto",
-        "How tool calls are written; auto: as in the template or prompt encoder.",
+        "Tool call format. auto: detect it from the chat template or prompt encoder.",
         choices=("auto", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "kimi_k2", "none"),
     )
     disable_any_whitespace: bool = advanced(
-        False, "Structured output has no blanks between JSON's parts, unless a request says otherwise.", switch=True
+        False, "Omit whitespace between JSON elements of structured output by default.", switch=True
     )
-    profile_dir: str | None = advanced(None, "Where /start_profile writes traces; without it it is closed.")
+    profile_dir: str | None = advanced(None, "Directory for traces of /start_profile. Default: profiling is disabled.")
     allowed_origins: str | None = advanced(
         None,
-        "Web origins whose pages may read answers (CORS): '[\"https://chat.example\"]', or '[\"*\"]' for all.",
+        """Origins allowed by CORS, as a JSON list: '["https://chat.example"]', or '["*"]' for all.""",
         metavar="JSON",
     )
-    ssl_certfile: str | None = option(None, "File with the server's certificates, for HTTPS.")
-    ssl_keyfile: str | None = option(None, "File with their private key, if it is another one.")
+    ssl_certfile: str | None = option(None, "Path to the TLS certificate chain; enables HTTPS.")
+    ssl_keyfile: str | None = option(None, "Path to the TLS private key, if separate.")
 
     def __post_init__(self):
         super().__post_init__()

@@ -70,9 +70,8 @@ class Profiler:
             ApiError: no directory was configured, or a trace is running.
         """
         if self._directory is None:
-            raise ApiError(
-                400, "this server does not profile; it was started without --profile-dir", code="no_profile_dir"
-            )
+            reason = "this server does not profile; it was started without --profile-dir"
+            raise ApiError(400, reason, code="no_profile_dir")
         if self._running:
             raise ApiError(400, "a profile is running; stop it first", code="profile_running")
         import jax

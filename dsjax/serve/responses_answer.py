@@ -6,8 +6,8 @@ from typing import Any
 
 from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.schedule.request import RequestOptions
-from dsjax.serve.answers import naming_the_form
-from dsjax.serve.chat import RetoldAnswer
+from dsjax.serve.answers import errors_name
+from dsjax.serve.chat import ConvertedAnswer
 from dsjax.serve.connections import EventStream, to_json
 from dsjax.serve.errors import ApiError
 from dsjax.serve.guards import new_id
@@ -31,7 +31,7 @@ class OutputItems:
     def __init__(self):
         self.items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
-        self._call = -1
+        self._call_index = -1
         self._num_scored = 0
         self._undecided: list[dict[str, Any]] = []  # log-probabilities
 
@@ -40,14 +40,14 @@ class OutputItems:
         events = []
         self._num_scored += len(logprobs)
         self._undecided += logprobs
-        behind_reasoning = max(0, self._num_scored - reasoning_tokens)
-        del self._undecided[: max(0, len(self._undecided) - behind_reasoning)]
+        num_after_reasoning = max(0, self._num_scored - reasoning_tokens)
+        del self._undecided[: max(0, len(self._undecided) - num_after_reasoning)]
         if text := delta.get("reasoning_content"):
-            events += self._text("reasoning", text, [])
+            events += self._add_text("reasoning", text, [])
         if text := delta.get("content"):
-            events += self._text("message", text, self._taken())
+            events += self._add_text("message", text, self._take_logprobs())
         for call in delta.get("tool_calls") or ():
-            events += self._called(call)
+            events += self._add_call(call)
             self._undecided = []
         return events
 
@@ -56,41 +56,41 @@ class OutputItems:
         events = []
         is_message = self._open is not None and self._open["type"] == "message"
         if not self.items or (is_message and self._undecided):
-            events = self._text("message", "", self._taken())
+            events = self._add_text("message", "", self._take_logprobs())
         return events + self._close(status)
 
-    def _taken(self) -> list[dict[str, Any]]:
+    def _take_logprobs(self) -> list[dict[str, Any]]:
         logprobs, self._undecided = self._undecided, []
         return logprobs
 
-    def _text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
+    def _add_text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
         events = []
         if self._open is None or self._open["type"] != kind:
             events += self._close("completed")
             events += self._begin({"type": kind, **({"role": "assistant"} if kind == "message" else {"summary": []})})
             part = {"type": _CONTENT[kind], "text": ""}
             self._open["content"] = [part | ({"annotations": [], "logprobs": []} if kind == "message" else {})]
-            events.append(self._of_part("response.content_part.added", part=_copy(self._open["content"][0])))
+            events.append(self._part_event("response.content_part.added", part=_copy(self._open["content"][0])))
         part = self._open["content"][0]
         part["text"] += text
         if kind == "message":
             part["logprobs"] += logprobs
         if text or logprobs:
-            more = {"logprobs": logprobs} if kind == "message" else {}
-            events.append(self._of_part(f"response.{_CONTENT[kind]}.delta", delta=text, **more))
+            fields = {"logprobs": logprobs} if kind == "message" else {}
+            events.append(self._part_event(f"response.{_CONTENT[kind]}.delta", delta=text, **fields))
         return events
 
-    def _called(self, call: Mapping[str, Any]) -> list[Event]:
+    def _add_call(self, call: Mapping[str, Any]) -> list[Event]:
         events = []
         function = call["function"]
-        if call["index"] != self._call:
-            self._call = call["index"]
+        if call["index"] != self._call_index:
+            self._call_index = call["index"]
             events += self._close("completed")
             head = {"type": "function_call", "call_id": call["id"], "name": function["name"], "arguments": ""}
             events += self._begin(head)
         if text := function.get("arguments"):
             self._open["arguments"] += text
-            events.append(self._of_item("response.function_call_arguments.delta", delta=text))
+            events.append(self._item_event("response.function_call_arguments.delta", delta=text))
         return events
 
     def _begin(self, item: dict[str, Any]) -> list[Event]:
@@ -106,13 +106,13 @@ class OutputItems:
         item["status"] = status
         if item["type"] == "function_call":
             done = {"arguments": item["arguments"], "name": item["name"]}
-            events = [self._of_item("response.function_call_arguments.done", **done)]
+            events = [self._item_event("response.function_call_arguments.done", **done)]
         else:
             part = item["content"][0]
             more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
             events = [
-                self._of_part(f"response.{part['type']}.done", text=part["text"], **more),
-                self._of_part("response.content_part.done", part=_copy(part)),
+                self._part_event(f"response.{part['type']}.done", text=part["text"], **more),
+                self._part_event("response.content_part.done", part=_copy(part)),
             ]
         self._open = None
         return [
@@ -120,14 +120,14 @@ class OutputItems:
             {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": _copy(item)},
         ]
 
-    def _of_item(self, kind: str, **more: Any) -> Event:
+    def _item_event(self, kind: str, **more: Any) -> Event:
         return {"type": kind, "item_id": self._open["id"], "output_index": len(self.items) - 1, **more}
 
-    def _of_part(self, kind: str, **more: Any) -> Event:
-        return self._of_item(kind, content_index=0, **more)
+    def _part_event(self, kind: str, **more: Any) -> Event:
+        return self._item_event(kind, content_index=0, **more)
 
 
-class ResponsesAnswer(RetoldAnswer):
+class ResponsesAnswer(ConvertedAnswer):
     """A chat answer converted to the Responses API's format."""
 
     def __init__(self, serving: Serving, body: ResponsesRequest, request_id: str):
@@ -142,14 +142,14 @@ class ResponsesAnswer(RetoldAnswer):
         own = self._body.without_effect()
         return own + [name for name in self._chat.without_effect() if name not in ("store", "metadata", *own)]
 
-    async def start(self, place: RequestOptions) -> OutputStream:
+    async def start(self, options: RequestOptions) -> OutputStream:
         """Validate the request and queue the prompt, as `ChatAnswer.start` does.
 
         Raises:
             ApiError, UserError: the request was refused; nothing was queued.
         """
-        with naming_the_form("text.format", instead_of="response_format"):
-            return await super().start(place)
+        with errors_name("text.format", instead_of="response_format"):
+            return await super().start(options)
 
     def _built(self) -> dict[str, Any]:
         return self._response(self._status, self._chat.usage())
@@ -162,9 +162,10 @@ class ResponsesAnswer(RetoldAnswer):
             {"type": kind, "response": shown} for kind in ("response.created", "response.in_progress")
         )
 
-    def _retold(self, choice: ChatChoice) -> list[Event]:
+    def _convert(self, choice: ChatChoice) -> list[Event]:
         reasoning_tokens = self._chat.usage()["completion_tokens_details"]["reasoning_tokens"]
-        events = self._items.push(choice["delta"], _logprobs(choice), reasoning_tokens)
+        logprobs = (choice["logprobs"] or {}).get("content") or []
+        events = self._items.push(choice["delta"], logprobs, reasoning_tokens)
         self._finish_reason = choice["finish_reason"] or self._finish_reason
         return self._numbered(events)
 
@@ -239,10 +240,6 @@ class NamedEvents(EventStream):
 
     def _failure(self, error: ApiError) -> Mapping[str, Any]:
         return self._answer.failure(error)
-
-
-def _logprobs(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return list((choice.get("logprobs") or {}).get("content") or ())
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:

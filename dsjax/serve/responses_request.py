@@ -6,7 +6,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from dsjax.engine.contract.sampling_params import SamplingError
 from dsjax.serve import bounds
-from dsjax.serve.chat_fields import ChatRequest, Function, FunctionName, as_chat, refuse_other_kinds, text_or_list
+from dsjax.serve.chat_fields import ChatRequest, Function, FunctionName, as_chat, check_part_type, text_or_list
 from dsjax.serve.errors import ApiError
 from dsjax.serve.sampling_fields import Count, DrawFields, Effort, Name, OpenAIFields, RequestId, StrictModel
 
@@ -36,7 +36,7 @@ class Part(Item):
     @classmethod
     def _only_text(cls, part: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
-        refuse_other_kinds(kind, (*_TEXTS, "refusal"))
+        check_part_type(kind, (*_TEXTS, "refusal"))
         return part
 
 
@@ -165,29 +165,29 @@ class ResponsesStreamOptions(StrictModel):
 class ResponsesRequest(DrawFields, OpenAIFields):
     """Body of `/v1/responses`. Nothing is stored, so clients send the whole conversation."""
 
-    model: Name = Field(description="one of /v1/models")
+    model: Name = Field(description="a model name from /v1/models")
     input: Input
-    instructions: str | None = Field(None, description="a system message before the input")
-    max_output_tokens: Count | None = Field(None, description="default: what the context leaves")
-    top_logprobs: Count | None = Field(None, description="with include message.output_text.logprobs")
+    instructions: str | None = Field(None, description="system message inserted before the input")
+    max_output_tokens: Count | None = Field(None, description="default: the rest of the context length")
+    top_logprobs: Count | None = Field(None, description="number of most probable tokens to return per token")
     stream: bool | None = False
     stream_options: ResponsesStreamOptions | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=bounds.MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = None
     parallel_tool_calls: bool | None = True
-    max_tool_calls: Count | None = Field(None, description="of built-in tools, of which there are none")
+    max_tool_calls: Count | None = Field(None, description="no effect: it limits built-in tools, and there are none")
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: Annotated[list[Name], Field(max_length=bounds.MAX_NAME_CHARACTERS)] | None = Field(
-        None, description="message.output_text.logprobs; others are without effect"
+        None, description="message.output_text.logprobs; other values have no effect"
     )
-    truncation: Literal["disabled", "auto"] | None = Field(None, description="only disabled")
-    background: bool | None = Field(False, description="only false")
-    previous_response_id: Any = Field(None, description="refused: no answer is kept")
-    conversation: Any = Field(None, description="refused: no answer is kept")
-    prompt: Any = Field(None, description="refused: no prompt is kept")
+    truncation: Literal["disabled", "auto"] | None = Field(None, description="must be disabled")
+    background: bool | None = Field(False, description="must be false")
+    previous_response_id: Any = Field(None, description="rejected: responses are not stored")
+    conversation: Any = Field(None, description="rejected: responses are not stored")
+    prompt: Any = Field(None, description="rejected: prompts are not stored")
     request_id: RequestId | None = Field(
-        None, description="becomes part of the answer's id; the header X-Request-ID wins"
+        None, description="becomes part of the response id; the header X-Request-ID overrides it"
     )
 
     def check(self) -> None:
@@ -199,9 +199,8 @@ class ResponsesRequest(DrawFields, OpenAIFields):
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
             raise SamplingError("max_output_tokens", f"found {self.max_output_tokens}, expected at least 1")
         if self.background:
-            raise ApiError(
-                400, "background: this server answers in the foreground only; leave it out", param="background"
-            )
+            reason = "background: this server answers in the foreground only; leave it out"
+            raise ApiError(400, reason, param="background")
         if self.truncation == "auto":
             reason = "truncation: this server shortens no conversation by itself; send one that fits, or leave it out"
             raise ApiError(400, reason, param="truncation")
@@ -299,11 +298,8 @@ class ResponsesRequest(DrawFields, OpenAIFields):
 
 def _turn(messages: list[dict[str, Any]], has: str = "") -> dict[str, Any]:
     """Return the assistant message to extend: the last message, or a new one if the last already has calls or the field `has`."""
-    if (
-        not messages
-        or messages[-1]["role"] != "assistant"
-        or (has and (has in messages[-1] or "tool_calls" in messages[-1]))
-    ):
+    last = messages[-1] if messages else {"role": None}
+    if last["role"] != "assistant" or (has and (has in last or "tool_calls" in last)):
         messages.append({"role": "assistant"})
     return messages[-1]
 

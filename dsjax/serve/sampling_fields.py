@@ -60,28 +60,27 @@ class OpenAIFields(StrictModel):
     Fields without effect are named in a `Warning` header, and logged once.
     """
 
-    user: Name | None = Field(None, description="accepted; nothing depends on it")
-    store: bool | None = Field(None, description="without effect: this server keeps no answers")
-    metadata: Metadata | None = Field(None, description="without effect: this server keeps no answers")
+    user: Name | None = Field(None, description="accepted; no effect")
+    store: bool | None = Field(None, description="no effect: responses are not stored")
+    metadata: Metadata | None = Field(None, description="no effect: responses are not stored")
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = Field(
-        None, description="without effect: there is one tier, default"
+        None, description="no effect: all requests use the tier default"
     )
-    safety_identifier: Name | None = Field(None, description="without effect")
-    prompt_cache_key: Name | None = Field(None, description="as the header X-Session-Affinity, which wins")
-    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = Field(None, description="without effect")
-    prediction: dict[str, Any] | None = Field(None, description="without effect: a hint for a faster answer")
-    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="without effect")
-    modalities: list[Literal["text", "audio"]] | None = Field(None, description="only text")
-    audio: dict[str, Any] | None = Field(None, description="refused: text only")
-    web_search_options: dict[str, Any] | None = Field(None, description="refused: this server searches nothing")
+    safety_identifier: Name | None = Field(None, description="no effect")
+    prompt_cache_key: Name | None = Field(None, description="routing session, unless X-Session-Affinity is given")
+    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = Field(None, description="no effect")
+    prediction: dict[str, Any] | None = Field(None, description="no effect: predicted outputs are not used")
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="no effect")
+    modalities: list[Literal["text", "audio"]] | None = Field(None, description="only text is supported")
+    audio: dict[str, Any] | None = Field(None, description="rejected: only text is supported")
+    web_search_options: dict[str, Any] | None = Field(None, description="rejected: the server has no web search")
 
     def check_openai_fields(self) -> None:
         """Raise `ApiError` for fields that this server cannot support."""
         if "audio" in (self.modalities or ()) or self.audio is not None:
             field = "audio" if self.audio is not None else "modalities"
-            raise ApiError(
-                400, f'{field}: this model reads and writes text only; send modalities ["text"]', param=field
-            )
+            reason = f'{field}: this model reads and writes text only; send modalities ["text"]'
+            raise ApiError(400, reason, param=field)
         if self.web_search_options is not None:
             reason = "web_search_options: this server searches nothing; offer the model a search of your own as a tool"
             raise ApiError(400, reason, param="web_search_options")
@@ -92,7 +91,7 @@ class OpenAIFields(StrictModel):
         return [name for name, value in given if value is not None and value not in _WITHOUT_EFFECT[name]]
 
 
-def for_header(names: list[str]) -> list[str]:
+def safe_header_names(names: list[str]) -> list[str]:
     """Return at most 8 of the client's names that are short ASCII identifiers and so safe in a header."""
     return [name for name in names if len(name) <= 64 and name.isascii() and name.isidentifier()][:8]
 
@@ -133,7 +132,7 @@ class StructuredFields(StrictModel):
     choice: Choices | None = None
     grammar: GrammarText | None = None
     disable_any_whitespace: bool | None = Field(
-        None, description="JSON without blanks; default: as the server was started"
+        None, description="omit whitespace from JSON; default: --disable-any-whitespace"
     )
 
 
@@ -142,12 +141,12 @@ class GuidedFields(StrictModel):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None
-    guided_json: Schema | None = Field(None, description="older name of structured_outputs.json")
-    guided_regex: GrammarText | None = Field(None, description="older name of structured_outputs.regex")
-    guided_choice: Choices | None = Field(None, description="older name of structured_outputs.choice")
-    guided_grammar: GrammarText | None = Field(None, description="older name of structured_outputs.grammar")
+    guided_json: Schema | None = Field(None, description="deprecated alias of structured_outputs.json")
+    guided_regex: GrammarText | None = Field(None, description="deprecated alias of structured_outputs.regex")
+    guided_choice: Choices | None = Field(None, description="deprecated alias of structured_outputs.choice")
+    guided_grammar: GrammarText | None = Field(None, description="deprecated alias of structured_outputs.grammar")
 
-    def form_of_text(self) -> dict[str, Any] | None:
+    def output_form(self) -> dict[str, Any] | None:
         """Return the requested form as keyword arguments of `StructuredOutputs`; None: any text.
 
         Raises:
@@ -193,9 +192,9 @@ class GuidedFields(StrictModel):
 class StreamOptions(StrictModel):
     """OpenAI's `stream_options`, with vLLM's extension."""
 
-    include_usage: bool | None = Field(False, description="send a last chunk with the usage")
-    include_obfuscation: bool | None = Field(None, description="without effect: chunks are not padded")
-    continuous_usage_stats: bool | None = Field(False, description="send the usage so far with every chunk")
+    include_usage: bool | None = Field(False, description="send a final chunk with the usage")
+    include_obfuscation: bool | None = Field(None, description="no effect: chunks are not padded")
+    continuous_usage_stats: bool | None = Field(False, description="include the usage so far in every chunk")
 
 
 class DrawFields(StrictModel):
@@ -215,16 +214,16 @@ class DrawFields(StrictModel):
 class SamplingFields(DrawFields, GuidedFields, OpenAIFields):
     """Sampling fields of OpenAI's API and vLLM's extensions. No field is silently ignored."""
 
-    model: Name | None = Field(None, description="one of /v1/models; default: the one that is served")
+    model: Name | None = Field(None, description="a model name from /v1/models; default: the served model")
     n: Annotated[Count | None, AfterValidator(lambda n: 1 if n is None else n)] = 1
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=bounds.MAX_BIASES)] | None = Field(
-        None, description="token id to what is added to its logit"
+        None, description="token id → value that is added to its logit"
     )
 
     min_tokens: Count | None = 0
-    thinking_token_budget: Count | None = Field(None, description="most tokens of reasoning")
+    thinking_token_budget: Count | None = Field(None, description="maximum number of reasoning tokens")
     stop_token_ids: Annotated[Integers, Field(max_length=bounds.MAX_STOP_TOKENS)] | None = None
     allowed_token_ids: Integers | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=bounds.MAX_BAD_WORDS)] | None = None
@@ -232,13 +231,13 @@ class SamplingFields(DrawFields, GuidedFields, OpenAIFields):
     skip_special_tokens: bool | None = True
     include_stop_str_in_output: bool | None = False
     prompt_logprobs: Count | None = None
-    return_token_ids: bool | None = Field(False, description="give the ids of prompt and completion too")
-    priority: Count | None = Field(0, description="lower runs first, with --scheduling-policy priority")
+    return_token_ids: bool | None = Field(False, description="also return the token ids of prompt and completion")
+    priority: Count | None = Field(0, description="lower values run first, with --scheduling-policy priority")
     cache_salt: Annotated[str, Field(min_length=1, max_length=bounds.MAX_NAME_CHARACTERS)] | None = Field(
-        None, description="only requests with the same salt share cached prefixes"
+        None, description="requests share cached prefixes only if they have the same salt"
     )
     request_id: RequestId | None = Field(
-        None, description="becomes part of the answer's id; the header X-Request-ID wins"
+        None, description="becomes part of the response id; the header X-Request-ID overrides it"
     )
 
     def check_stream_fields(self) -> None:
@@ -305,12 +304,12 @@ class CompletionRequest(SamplingFields):
         | Annotated[list[str], Field(max_length=bounds.MAX_PROMPTS)]
         | list[int]
         | Annotated[list[list[int]], Field(max_length=bounds.MAX_PROMPTS)]
-    ) = Field(description="text or token ids, one or several")
-    max_tokens: Count | None = Field(16, description="0 with echo: only the prompt, with its log-probabilities")
-    logprobs: Count | None = Field(None, description="0 to 20 most probable tokens beside each token")
-    echo: bool | None = Field(False, description="begin with the prompt; its tokens have log-probabilities too")
-    suffix: str | None = Field(None, description="not supported; only empty")
-    best_of: Count | None = Field(None, description="not supported; only n")
+    ) = Field(description="one or several prompts, as text or token ids")
+    max_tokens: Count | None = Field(16, description="0 with echo returns only the prompt, with its log-probabilities")
+    logprobs: Count | None = Field(None, description="number of most probable tokens to return per token, 0 to 20")
+    echo: bool | None = Field(False, description="return the prompt too, with log-probabilities of its tokens")
+    suffix: str | None = Field(None, description="not supported; must be empty")
+    best_of: Count | None = Field(None, description="not supported; must equal n")
 
     def check(self) -> None:
         """Raise `ApiError` for fields that exclude each other or are not supported."""

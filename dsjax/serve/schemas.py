@@ -226,8 +226,8 @@ def _json_object(name: str, description: str, record: type | None = None, **chan
     return body
 
 
-TierBody = _json_object("HostPages", "What host memory has of a rank's pages.", TierCounts)
-DiskBody = _json_object("DiskBody", "What the disk has of all ranks' pages.", DiskCounts)
+TierBody = _json_object("HostPages", "KV cache pages of a DP rank in host memory.", TierCounts)
+DiskBody = _json_object("DiskBody", "KV cache pages of all DP ranks on disk.", DiskCounts)
 
 
 class TierHits(TypedDict):
@@ -239,7 +239,7 @@ class TierHits(TypedDict):
 
 
 RankLoadBody = _json_object(
-    "RankLoadBody", "What a DP rank has to do.", RankLoad, hits=TierHits, tiers=None, host=TierBody | None
+    "RankLoadBody", "Load of a DP rank.", RankLoad, hits=TierHits, tiers=None, host=TierBody | None
 )
 
 
@@ -251,7 +251,7 @@ class Load(TypedDict):
 
 
 BalancednessBody = _json_object(
-    "Balancedness", "Mean ÷ max over ranks, as ratio of sums over layers.", before=float, after=float
+    "Balancedness", "Mean ÷ maximum of the EP ranks' loads, each summed over layers.", before=float, after=float
 )
 
 
@@ -283,7 +283,7 @@ class Scaled(TypedDict):
 
 ExpertLoad = _json_object(
     "ExpertLoad",
-    "How tokens reached their experts: a file for `--init-expert-location`, and for the planner's `--expert-skew`.",
+    "Recorded expert loads: a file for `--init-expert-location`, and for the planner's `--expert-skew`.",
     ExpertCounts,
     version=int,
     model=str,
@@ -341,17 +341,17 @@ class Aborted(TypedDict):
 
 
 _MEANINGS = {
-    400: "not JSON, fields that are not those of the schema, or a value that cannot be",
-    401: "no valid key",
-    403: "admin endpoints are closed",
-    404: "no such model, or no such path",
-    405: "not this method",
+    400: "invalid JSON, an unknown field, or an invalid value",
+    401: "missing or invalid API key",
+    403: "admin endpoints are disabled",
+    404: "unknown model or path",
+    405: "method not allowed",
     408: "the request did not arrive in time",
-    409: "what is asked for is being done already",
+    409: "the operation is already running",
     413: "the body is too large",
-    429: "too much waits",
+    429: "too many requests",
     500: "the engine failed",
-    503: "warming up, or shutting down",
+    503: "warming up or shutting down",
 }
 _ALWAYS = (400, 401, 404, 405, 408, 413)
 

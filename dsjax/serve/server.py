@@ -18,13 +18,13 @@ from dsjax.engine.contract.executor import CompileRest
 from dsjax.errors import UserError
 from dsjax.serve.app import create_app
 from dsjax.serve.connections import affordable_connections, bounded_connections, too_many_connections
-from dsjax.serve.guards import RequestLog
+from dsjax.serve.logs import RequestLog
 from dsjax.serve.serving import Phase, Serving
 from dsjax.serve.watchdog import Watchdog
 
 # Time for clients to read the remaining events after the engine has ended all requests.
 _FLUSH_SECONDS = 5
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _BACKLOG = 2048  # uvicorn's default
 
 KEEP_ALIVE_SECONDS = 75
@@ -123,7 +123,7 @@ class Server(uvicorn.Server):
             self._warming = True
             threading.Thread(target=self._run_warm_up, name="dsjax-warm-up", daemon=True).start()
             while self._warming and not self._can_serve:
-                await asyncio.sleep(_LOOK_SECONDS)
+                await asyncio.sleep(_POLL_SECONDS)
         if self.should_exit or self._warm_up_error is not None:
             self.should_exit = True
             return
@@ -135,11 +135,11 @@ class Server(uvicorn.Server):
 
     def _run_warm_up(self) -> None:
         try:
-            rest = self._warm_up(self._check_going_on)
+            rest = self._warm_up(self._raise_if_stopped)
             self._serving.compiling = rest is not None
             self._can_serve = True
             if rest is not None:
-                rest(self._check_going_on)
+                rest(self._raise_if_stopped)
         except _StoppedError:
             pass
         except BaseException as error:
@@ -150,7 +150,7 @@ class Server(uvicorn.Server):
         finally:
             self._warming = self._serving.compiling = False
 
-    def _check_going_on(self) -> None:
+    def _raise_if_stopped(self) -> None:
         if self.should_exit:
             raise _StoppedError
 
@@ -166,7 +166,7 @@ class Server(uvicorn.Server):
         self._serving.enter_phase(Phase.CLOSING)
         deadline = time.monotonic() + self._shutdown_timeout
         while (self._engine.num_unfinished or self._warming) and not self.force_exit and time.monotonic() < deadline:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
         self._engine.abort_all()
         await super().shutdown(sockets)
         if self._watchdog is not None:

@@ -48,12 +48,12 @@ class QueueGate:
 
     def __init__(self, engine: RequestStreams | ThreadedEngine, options: ServeOptions):
         self._engine = engine
-        self._most_requests = options.max_queued_requests
-        self._most_tokens = options.max_queued_tokens
+        self._max_requests = options.max_queued_requests
+        self._max_tokens = options.max_queued_tokens
         self._entering_requests = self._entering_tokens = 0
 
     @contextmanager
-    def through(
+    def admit(
         self, prompts: Sequence[str | Sequence[int]], completions: int, reject: Callable[[str, ApiError], ApiError]
     ) -> Iterator[None]:
         """Admit a request or raise. The `with` block tokenises and submits it; afterwards the engine counts it.
@@ -68,7 +68,7 @@ class QueueGate:
         tokens = completions * sum(
             len(prompt) // _CHARACTERS_PER_TOKEN if isinstance(prompt, str) else len(prompt) for prompt in prompts
         )
-        reason = self.full(requests, tokens)
+        reason = self.why_full(requests, tokens)
         if reason is not None:
             raise reject(QUEUE_FULL, queue_full(reason))
         self._entering_requests += requests
@@ -79,20 +79,20 @@ class QueueGate:
             self._entering_requests -= requests
             self._entering_tokens -= tokens
 
-    def full(self, requests: int, tokens: int) -> str | None:
+    def why_full(self, requests: int, tokens: int) -> str | None:
         """Return why the queue has no room for these requests and tokens; None if it has."""
         # An empty queue takes any request. Otherwise a request larger than the limit would never be admitted.
         # The queue's size is a sum over all ranks, so compute it only if there is a limit.
-        if self._most_requests:
+        if self._max_requests:
             queued_requests, _ = self._engine.waiting
             waiting = queued_requests + self._entering_requests
-            if waiting and waiting + requests > self._most_requests:
-                return f"{waiting} requests wait, and this server lets {self._most_requests} wait"
-        if self._most_tokens:
+            if waiting and waiting + requests > self._max_requests:
+                return f"{waiting} requests are queued, and the limit is {self._max_requests}"
+        if self._max_tokens:
             _, queued_tokens = self._engine.waiting
             waiting = queued_tokens + self._entering_tokens
-            if waiting and waiting + tokens > self._most_tokens:
-                return f"{waiting:,} tokens wait, and this server lets {self._most_tokens:,} wait"
+            if waiting and waiting + tokens > self._max_tokens:
+                return f"{waiting:,} tokens are queued, and the limit is {self._max_tokens:,}"
         return None
 
 
@@ -138,7 +138,7 @@ class Serving:
         self.reasoning = ReasoningParser.choose(self.options.reasoning_parser, tokenizer)
         self.tool_format = choose_tool_format(self.options.tool_call_parser, tokenizer)
         self.expert_counts: ExpertCounts | None = None  # of the last record
-        self._under_way: dict[str, list[OutputStream]] = {}
+        self._streams_by_id: dict[str, list[OutputStream]] = {}
 
     def enter_phase(self, phase: Phase) -> None:
         """Enter a phase."""
@@ -154,14 +154,8 @@ class Serving:
         if name is None:
             return self.model_names[0]
         if name not in self.model_names:
-            known = ", ".join(self.model_names)
-            raise ApiError(
-                404,
-                f"the model {name!r} does not exist; this server has: {known}",
-                type="not_found_error",
-                param="model",
-                code="model_not_found",
-            )
+            reason = f"the model {name!r} does not exist; available: {', '.join(self.model_names)}"
+            raise ApiError(404, reason, type="not_found_error", param="model", code="model_not_found")
         return name
 
     def with_whitespace(self, form: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -189,27 +183,26 @@ class Serving:
 
     @contextmanager
     def admitted(
-        self, body: SamplingFields, texts: Sequence[str | Sequence[int]], place: RequestOptions
+        self, body: SamplingFields, texts: Sequence[str | Sequence[int]], options: RequestOptions
     ) -> Iterator[RequestOptions]:
         """Admit a request to the engine; yield the options to submit it with.
 
         Args:
-            texts: texts or token ids of its prompts. place: session and DP rank from the headers.
+            texts: texts or token ids of its prompts. options: session and DP rank from the headers.
 
         Raises:
             ApiError: the server is not ready, the queue is full, or there is no such priority or rank.
         """
         self.check_admitting()
         if body.priority and not self.orders_by_priority:
-            reason = "this server does not order by priority; it was started without --scheduling-policy priority"
+            reason = "priority needs a server with --scheduling-policy priority"
             raise ApiError(400, reason, param="priority")
-        if place.dp_rank is not None and place.dp_rank >= self.engine.num_ranks:
-            most = self.engine.num_ranks - 1
-            reason = f"found DP rank {place.dp_rank}, and this server has 0 to {most}"
+        if options.dp_rank is not None and options.dp_rank >= self.engine.num_ranks:
+            reason = f"found DP rank {options.dp_rank}, expected 0 to {self.engine.num_ranks - 1}"
             raise ApiError(400, reason, param="X-Data-Parallel-Rank")
-        session = body.prompt_cache_key if place.session is None else place.session
-        with self.gate.through(texts, body.n, self.reject):
-            yield replace(place, priority=body.priority or 0, cache_salt=body.cache_salt, session=session)
+        session = body.prompt_cache_key if options.session is None else options.session
+        with self.gate.admit(texts, body.n, self.reject):
+            yield replace(options, priority=body.priority or 0, cache_salt=body.cache_salt, session=session)
 
     async def ask(self, function: Callable[[EngineCore], Answer]) -> Answer:
         """Call `function` in the engine's thread between two steps and return its result.
@@ -220,13 +213,13 @@ class Serving:
         if self.engine.error is not None or not self.engine.running:
             raise ApiError(503, "the engine is not running", type="server_error", code="not_ready")
         if self.engine.change_under_way is not None:
-            reason = f"the server's mesh is being changed: {self.engine.change_under_way}"
+            reason = f"the mesh is changing: {self.engine.change_under_way}"
             raise ApiError(503, reason, type="server_error", code="changing_mesh", retry_after=_RETRY_SECONDS)
         try:
             async with asyncio.timeout(self.options.request_timeout):
                 return await self.engine.call(function)
         except TimeoutError as error:
-            raise ApiError(503, "the engine is busy with one step", type="server_error", code="busy") from error
+            raise ApiError(503, "the engine is busy with a step", type="server_error", code="busy") from error
 
     def on_change(self, generations: "Generations") -> None:
         """Use the facts of the new mesh."""
@@ -244,15 +237,15 @@ class Serving:
     @contextmanager
     def followed(self, answer_id: str, stream: OutputStream) -> Iterator[None]:
         """Make an answer abortable by its id inside the `with` block, then close its stream."""
-        self._under_way.setdefault(answer_id, []).append(stream)
+        self._streams_by_id.setdefault(answer_id, []).append(stream)
         try:
             yield
         finally:
             stream.close()
-            streams = self._under_way[answer_id]
+            streams = self._streams_by_id[answer_id]
             streams.remove(stream)
             if not streams:
-                del self._under_way[answer_id]
+                del self._streams_by_id[answer_id]
 
     def abort(self, request_id: str | None) -> int:
         """Abort the requests with this id, or all, and return their number. Their clients get an error.
@@ -261,7 +254,7 @@ class Serving:
         """
         aborted = [
             stream
-            for answer_id, streams in self._under_way.items()
+            for answer_id, streams in self._streams_by_id.items()
             for stream in streams
             if request_id is None or request_id in (answer_id, answer_id.partition("-")[2])
         ]

@@ -19,15 +19,15 @@ from dsjax.top.view import view
 
 
 def top(
-    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
-    interval: Annotated[float, typer.Option(help="Seconds between readings.", min=0.1, max=86400)] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Show one interval, then end.")] = False,
+    url: Annotated[str, typer.Option(help="URL of the server.")] = "http://127.0.0.1:8000",
+    interval: Annotated[float, typer.Option(help="Interval between readings, in seconds.", min=0.1, max=86400)] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show one interval and exit.")] = False,
     json_file: Annotated[
         str | None,
-        typer.Option("--json", help="Write a line of JSON for each interval instead; - for standard output."),
+        typer.Option("--json", help="Write one JSON line per interval instead; -: standard output."),
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Where the server wants a key.", show_default=False)
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of the server.", show_default=False)
     ] = None,
 ) -> None:
     """Watch a running server: ranks, pages, tokens per second, latencies, hottest experts. Ctrl-C exits."""

@@ -21,7 +21,7 @@ HISTOGRAMS = {
 }
 """Name in the view to name in the exposition."""
 
-_OTHERS = (
+_OTHER_METRICS = (
     "vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total", "vllm:prefix_cache_queries_total",
     "vllm:prefix_cache_hits_total", "vllm:num_preemptions_total", "vllm:corrupted_requests_total", "dsjax_rank_host_pages",
     "dsjax_rank_host_pages_used", "dsjax_rank_host_pages_stored_total", "dsjax_rank_host_pages_fetched_total", "dsjax_disk_pages",
@@ -36,7 +36,7 @@ _OTHERS = (
     "dsjax_expert_process_sent_bytes_total", "dsjax_expert_process_received_bytes_total", "dsjax_generation",
     "dsjax_generation_devices", "dsjax_generation_devices_wanted", "dsjax_generation_changing", "dsjax_requests_waiting_for_mesh",
 )  # fmt: skip
-_NAMES = (*(f"{name}_{part}" for name in HISTOGRAMS.values() for part in ("bucket", "sum", "count")), *_OTHERS)
+_NAMES = (*(f"{name}_{part}" for name in HISTOGRAMS.values() for part in ("bucket", "sum", "count")), *_OTHER_METRICS)
 
 
 class NoAnswerError(UserError):
@@ -54,7 +54,7 @@ class Exposition:
         """
         self._samples: dict[str, list[tuple[dict[str, str], float]]] = {}
         for family in text_string_to_metric_families(text):
-            for sample in (one for one in family.samples if math.isfinite(one.value)):
+            for sample in filter(lambda sample: math.isfinite(sample.value), family.samples):
                 self._samples.setdefault(sample.name, []).append((sample.labels, sample.value))
 
     def total(self, name: str, **labels: str) -> float:
@@ -117,7 +117,7 @@ class StatusClient:
         except httpx.InvalidURL as error:
             raise NoAnswerError(f"--url is {url!r}, expected http://HOST:PORT ({error})") from error
         except UnicodeEncodeError as error:
-            raise NoAnswerError("--api-key has letters that no HTTP header takes; expected ASCII") from error
+            raise NoAnswerError("--api-key has characters outside ASCII, which HTTP headers cannot contain") from error
 
     def read(self) -> StatusReading:
         """Query all three endpoints.
@@ -149,7 +149,7 @@ class StatusClient:
                 f"no server answers at {self.url}: {reason}; start one with dsjax serve, or give --url"
             ) from error
         if response.status_code in (401, 403):
-            raise NoAnswerError(f"{self.url} wants a key ({response.status_code}); give one with --api-key")
+            raise NoAnswerError(f"{self.url} requires an API key ({response.status_code}); give it with --api-key")
         if response.status_code == 503:
             raise NoAnswerError(f"{self.url} is not ready yet ({path} answered 503); wait until it has warmed up")
         if response.status_code != 200:

@@ -42,7 +42,7 @@ def dispatch(
     local_experts: LocalExperts,
     param_specs: Any,
     experts: int | None = None,
-    home: bool = False,
+    fused_shared: bool = False,
 ) -> tuple[Float[Array, "T D"], Counts | None]:
     """Send every token to the ranks that hold its experts and return the weighted sums, inside ``jit``.
 
@@ -56,7 +56,7 @@ def dispatch(
         ``out[n] = sum_k weights[n, k] * Expert_{ids[n, k]}(rows[n])``, with local ids and -1 for none. If the width is
         split, a partial sum over it. Rows may be ``PackedRows``: read them with ``rows.take(indices, axis=0)``.
     experts: physical experts over all ranks; None: the leading dimension of every leaf of ``params``.
-    home: whether each rank holds one extra expert (a fused shared expert), after its physical ones. All of the rank's own tokens use it
+    fused_shared: whether each rank holds a fused shared expert, after its physical ones. All of the rank's own tokens use it
         with weight 1, so no row is sent for it. ``experts`` and the report do not count it. Tokens without any slot do not use it.
 
     Returns ``y_TD`` in x's dtype, sharded over ``spec.token_axes``. Also returns a dict of int32 counts if ``config.report``, else None,
@@ -67,11 +67,11 @@ def dispatch(
         MeshError: the tokens do not divide over the DP ranks, or the experts over the EP group.
     """
     exchange = Exchange.of(
-        spec, mesh, config, x_TD, slots_TK, _leading_dimension(params) if experts is None else experts, home
+        spec, mesh, config, x_TD, slots_TK, _leading_dimension(params) if experts is None else experts, fused_shared
     )
     ranks = ExpertsOfMesh(local_experts, params, param_specs)
-    arrived = in_turn(exchange.there, exchange.prepare(x_TD, slots_TK, weights_TK))
-    return exchange.add(in_turn(exchange.back, exchange.compute(arrived, ranks)), ranks)
+    arrived = in_turn(exchange.dispatch_stages, exchange.prepare(x_TD, slots_TK, weights_TK))
+    return exchange.add(in_turn(exchange.combine_stages, exchange.compute(arrived, ranks)), ranks)
 
 
 class ExpertsOfMesh(NamedTuple):
@@ -84,7 +84,7 @@ class ExpertsOfMesh(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """One dispatch in stages: ``prepare``, the exchanges ``there``, ``compute``, the exchanges ``back``, and ``add``.
+    """One dispatch in stages: ``prepare``, the exchanges ``dispatch_stages``, ``compute``, the exchanges ``combine_stages``, and ``add``.
 
     The first exchange of a direction contains only the collectives that carry rows; a second one reorders the rows first. Each stage passes
     a ``Transit`` to the next, whose arrays have a leading rank axis, sharded over ``spec.token_axes``.
@@ -98,7 +98,7 @@ class Exchange:
     group: ExpertGroup
     method: Method
     tokens: int
-    home: bool
+    fused_shared: bool
 
     @classmethod
     def of(
@@ -109,7 +109,7 @@ class Exchange:
         x_TD,
         slots_TK,
         experts: int,
-        home: bool = False,
+        fused_shared: bool = False,
     ) -> Exchange:
         """Make the exchange for arrays of these shapes. Arguments and errors as in ``dispatch``; mesh: see ``sharding.on_ranks``."""
         tokens, top_k = slots_TK.shape
@@ -124,8 +124,8 @@ class Exchange:
             )
         group = group_of(spec, config, experts, mesh.devices.flat[0].platform)
         on_rank = -(-tokens // spec.dp_size // spec.tp_size)
-        method = _method(group, config, home, on_rank, top_k, x_TD.shape[1], x_TD.dtype)
-        return cls(spec, mesh, config, group, method, tokens, home)
+        method = _method(group, config, fused_shared, on_rank, top_k, x_TD.shape[1], x_TD.dtype)
+        return cls(spec, mesh, config, group, method, tokens, fused_shared)
 
     def prepare(
         self, x_TD: Float[Array, "T D"], slots_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"]
@@ -137,14 +137,14 @@ class Exchange:
         return run(*inputs)
 
     @property
-    def there(self) -> tuple[Stage, ...]:
+    def dispatch_stages(self) -> tuple[Stage, ...]:
         """The exchanges of packed rows: one, or two if another rank forwards the rows."""
-        return tuple(partial(self._travel, stage) for stage in self.method.there)
+        return tuple(partial(self._travel, stage) for stage in self.method.dispatch_stages)
 
     @property
-    def back(self) -> tuple[Stage, ...]:
+    def combine_stages(self) -> tuple[Stage, ...]:
         """The exchanges of the experts' results."""
-        return tuple(partial(self._travel, stage) for stage in self.method.back)
+        return tuple(partial(self._travel, stage) for stage in self.method.combine_stages)
 
     def compute(self, transit: Transit, experts: ExpertsOfMesh) -> Transit:
         """Apply the experts to the rows that arrived."""
@@ -175,7 +175,7 @@ class Exchange:
         return 1 if isinstance(self.mesh, OneRank) else self.spec.dp_size
 
     def _experts(self, experts: ExpertsOfMesh, params: Any) -> RankExperts:
-        return RankExperts(self.group, experts.local_experts, params, self.config.report, self.home)
+        return RankExperts(self.group, experts.local_experts, params, self.config.report, self.fused_shared)
 
     @property
     def _over_ranks(self) -> P:
@@ -277,15 +277,21 @@ def group_of(spec: MeshSpec, config: DispatchConfig, experts: int, platform: str
 
 
 def _method(
-    group: ExpertGroup, config: DispatchConfig, home: bool, tokens: int, top_k: int, width: int, dtype: jnp.dtype
+    group: ExpertGroup,
+    config: DispatchConfig,
+    fused_shared: bool,
+    tokens: int,
+    top_k: int,
+    width: int,
+    dtype: jnp.dtype,
 ) -> Method:
     """Make the method that exchanges a rank's ``tokens`` tokens of ``width`` values."""
     plan = exchange_plan(config, tokens, top_k, group)
     wire = WireFormat(width, plan.choices, dtype, config.wire == "fp8")
     by_choice = config.by_choice and plan.kind is not Alone
-    method = plan.kind.of(group, wire, plan, home and not by_choice)
+    method = plan.kind.of(group, wire, plan, fused_shared and not by_choice)
     if by_choice:
-        method = ByChoice(group, method, apart=not plan.kind.keeps_choices, home=home, top_k=top_k)
+        method = ByChoice(group, method, apart=not plan.kind.keeps_choices, fused_shared=fused_shared, top_k=top_k)
     return method if plan.chunks == 1 else InChunks(method, tokens, plan.chunk, plan.chunks)
 
 

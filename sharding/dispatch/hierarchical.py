@@ -56,9 +56,9 @@ class Hierarchical(Padded):
     name = "hierarchical"
 
     @classmethod
-    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, home: bool) -> Hierarchical:
+    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, fused_shared: bool) -> Hierarchical:
         """As ``Method.of``."""
-        return cls(group, wire, plan.capacity, home, plan.crossing, plan.rows)
+        return cls(group, wire, plan.capacity, fused_shared, plan.crossing, plan.rows)
 
     @classmethod
     def collectives(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, rounds: int) -> list[Collective]:
@@ -82,12 +82,12 @@ class Hierarchical(Padded):
         return self.group.in_two_stages()
 
     @property
-    def there(self) -> tuple[Stage, ...]:
+    def dispatch_stages(self) -> tuple[Stage, ...]:
         """Exchange between hosts, then inside each host."""
         return self.send, self.relay
 
     @property
-    def back(self) -> tuple[Stage, ...]:
+    def combine_stages(self) -> tuple[Stage, ...]:
         """Exchange inside each host, then between hosts."""
         return self.answer, self.relay_back
 
@@ -123,7 +123,7 @@ class Hierarchical(Padded):
 
     def answer(self, transit: Transit) -> Transit:
         """Reduce the sums over the parts of the experts' width, then run one ``all_to_all`` inside each host."""
-        sums_ND, kept = self._shared(transit)
+        sums_ND, kept = self._split_shared(transit)
         return Transit(self.stages[1].exchange(sums_ND), kept)
 
     def relay_back(self, transit: Transit) -> Transit:

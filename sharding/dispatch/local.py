@@ -22,8 +22,8 @@ Counts = dict[str, jax.Array]
 """Counts of one exchange on one rank, int32; empty when no report is asked for."""
 
 
-HOME = 2**15 - 1
-"""Slot number of the extra expert that each rank has for its own tokens. Ids in a packed row have 16 bits."""
+SHARED_SLOT = 2**15 - 1
+"""Slot number of the fused shared expert that each rank has for its own tokens. Ids in a packed row have 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,20 @@ class RankExperts:
     """A rank's experts: ``local_experts`` with its parameters.
 
     count: whether calls also return the number of tokens per local expert and of rows that use any.
-    home: whether the rank holds one extra expert, after the others, for its own tokens; no count includes it.
+    fused_shared: whether the rank holds a fused shared expert, after the others, for its own tokens; no count includes it.
     """
 
     group: ExpertGroup
     local_experts: LocalExperts
     params: Any
     count: bool
-    home: bool = False
+    fused_shared: bool = False
 
     def __call__(
         self, rows_ND: Rows, slots_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"]
     ) -> tuple[Float[Array, "N D"], Counts]:
         """Return each row's weighted sum over this rank's experts, zero if it uses none, and the counts."""
-        ids, weights = fewer_columns(self._local(slots_NK), weights_NK, self.group.experts + self.home)
+        ids, weights = fewer_columns(self._local(slots_NK), weights_NK, self.group.experts + self.fused_shared)
         return self.local_experts(self.params, rows_ND, ids, weights), self._seen(ids)
 
     def terms(
@@ -55,7 +55,7 @@ class RankExperts:
         J is K, or the rank's number of experts if that is smaller; column j is then expert j. Calls ``local_experts.terms``. If that does
         not exist or returns None, calls ``local_experts`` with every row repeated J times.
         """
-        ids, weights = fewer_columns(self._local(slots_NK), weights_NK, self.group.experts + self.home)
+        ids, weights = fewer_columns(self._local(slots_NK), weights_NK, self.group.experts + self.fused_shared)
         terms = getattr(self.local_experts, "terms", None)
         found = None if terms is None else terms(self.params, rows_ND, ids, weights)
         if found is None:
@@ -76,14 +76,14 @@ class RankExperts:
         return y_ND, {"tokens_per_expert": per_expert, "rows_received": received} if self.count else {}
 
     @property
-    def without_home(self) -> RankExperts:
+    def without_shared(self) -> RankExperts:
         """The same experts without the extra one."""
-        return replace(self, home=False)
+        return replace(self, fused_shared=False)
 
     def _seen(self, ids: Int[Array, "N J"]) -> Counts:
         if not self.count:
             return {}
-        per_expert = counted(ids, self.group.experts)  # without the extra expert
+        per_expert = counted(ids, self.group.experts)  # without the shared expert
         used_N = jnp.any((ids >= 0) & (ids < self.group.experts), axis=1)
         return {"tokens_per_expert": per_expert, "rows_received": jnp.sum(used_N)}
 
@@ -91,14 +91,14 @@ class RankExperts:
         """Return slots as local expert ids, -1 for experts of other ranks."""
         local_NK = slots_NK - self.group.index() * self.group.experts
         local_NK = jnp.where((slots_NK >= 0) & (local_NK >= 0) & (local_NK < self.group.experts), local_NK, -1)
-        return jnp.where(slots_NK == HOME, self.group.experts, local_NK) if self.home else local_NK
+        return jnp.where(slots_NK == SHARED_SLOT, self.group.experts, local_NK) if self.fused_shared else local_NK
 
 
-def home_slots(slots_TK: Int[Array, "T K"]) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
-    """Return slots and weights that send a rank's own active tokens to its extra expert, with weight 1."""
+def shared_slots(slots_TK: Int[Array, "T K"]) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
+    """Return slots and weights that send a rank's own active tokens to its shared expert, with weight 1."""
     first_K = jnp.arange(slots_TK.shape[1]) == 0
     uses_TK = jnp.any(slots_TK >= 0, axis=1)[:, None] & first_K
-    return jnp.where(uses_TK, HOME, -1), uses_TK.astype(jnp.float32)
+    return jnp.where(uses_TK, SHARED_SLOT, -1), uses_TK.astype(jnp.float32)
 
 
 def fewer_columns(

@@ -23,8 +23,8 @@ class Memory(Method):
     keeps_choices = True
 
     @classmethod
-    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, home: bool) -> Memory:
-        """As ``Method.of``; ``ByChoice`` handles ``home``."""
+    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, fused_shared: bool) -> Memory:
+        """As ``Method.of``; ``ByChoice`` handles ``fused_shared``."""
         return cls(group)
 
     @classmethod

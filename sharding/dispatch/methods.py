@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from sharding.dispatch.collectives import Collective
 from sharding.dispatch.group import ExpertGroup
-from sharding.dispatch.local import Counts, RankExperts, home_slots
+from sharding.dispatch.local import Counts, RankExperts, shared_slots
 from sharding.dispatch.transit import ExchangePlan, Method, Stage, Transit, whole_exchange
 from sharding.dispatch.wire import WireFormat
 from sharding.sums import add_in_order
@@ -24,14 +24,14 @@ from sharding.sums import add_in_order
 class Alone(Method):
     """``Method`` of a rank that holds all experts: nothing travels."""
 
-    home: bool
+    fused_shared: bool
 
     name = "local"
 
     @classmethod
-    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, home: bool) -> Alone:
+    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, fused_shared: bool) -> Alone:
         """As ``Method.of``."""
-        return cls(home)
+        return cls(fused_shared)
 
     @classmethod
     def collectives(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, rounds: int) -> list[Collective]:
@@ -39,9 +39,9 @@ class Alone(Method):
         return []
 
     def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
-        """Pass on the tokens, with an additional choice if the rank has an extra expert for its own tokens."""
-        if self.home:
-            own_TK, one_TK = home_slots(slots_TK)
+        """Pass on the tokens, with an additional choice if the rank has a fused shared expert."""
+        if self.fused_shared:
+            own_TK, one_TK = shared_slots(slots_TK)
             slots_TK, weights_TK = (
                 jnp.concatenate(pair, axis=1) for pair in ((slots_TK, own_TK[:, :1]), (weights_TK, one_TK[:, :1]))
             )
@@ -57,65 +57,72 @@ class Alone(Method):
         return transit.rows, seen and seen | {"rows_sent": nothing, "rows_received": nothing, "rounds": nothing}
 
 
+class _WithShared(NamedTuple):
+    """What the inner method keeps, and the rows or the sums of the fused shared expert (None without one)."""
+
+    inner: Any
+    shared: Any
+
+
 @dataclass(frozen=True)
 class ByChoice(Method):
     """``Method`` that adds the results of a token's experts in the order of its choices (``DispatchConfig.by_choice``).
 
     method: exchanges the rows. apart: whether ``method`` sends a separate row for each choice of a token. top_k: choices per token.
-    home: see ``dispatch``. The extra expert's sum is added last and does not pass through ``method``.
+    fused_shared: see ``dispatch``. The shared expert's sum is added last and does not pass through ``method``.
     """
 
     group: ExpertGroup
     method: Method
     apart: bool
-    home: bool
+    fused_shared: bool
     top_k: int
 
     def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
         """Pack a row for each token or for each choice."""
-        home = (x_TD, *home_slots(slots_TK)) if self.home else None
+        shared = (x_TD, *shared_slots(slots_TK)) if self.fused_shared else None
         if self.apart:
             x_TD = jnp.repeat(x_TD, self.top_k, axis=0)
             slots_TK, weights_TK = (rearrange(a, "t k -> (t k) 1") for a in (slots_TK, weights_TK))
         inner = self.method.prepare(x_TD, slots_TK, weights_TK)
-        return Transit(inner.rows, (inner.kept, home))
+        return Transit(inner.rows, _WithShared(inner.kept, shared))
 
     @property
-    def there(self) -> tuple[Stage, ...]:
+    def dispatch_stages(self) -> tuple[Stage, ...]:
         """The stages of ``method``."""
-        return self.send, *map(self._beside_home, self.method.there[1:])
+        return self.send, *map(self._pass_shared_by, self.method.dispatch_stages[1:])
 
     @property
-    def back(self) -> tuple[Stage, ...]:
+    def combine_stages(self) -> tuple[Stage, ...]:
         """The stages of ``method``."""
-        return self.answer, *map(self._beside_home, self.method.back[1:])
+        return self.answer, *map(self._pass_shared_by, self.method.combine_stages[1:])
 
     def send(self, transit: Transit) -> Transit:
-        """Run ``method.send``, and gather the rank's own tokens over ``tp`` for its extra expert."""
-        kept, home = transit.kept
-        inner = self.method.send(Transit(transit.rows, kept))
-        return Transit(inner.rows, (inner.kept, home and tuple(map(self.group.pool_width, home))))
+        """Run ``method.send``, and gather the rank's own tokens over ``tp`` for the shared expert."""
+        shared = transit.kept.shared
+        inner = self.method.send(self._inner(transit))
+        return Transit(inner.rows, _WithShared(inner.kept, shared and tuple(map(self.group.pool_width, shared))))
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
-        """Run ``method.compute``, and apply the extra expert to the rank's own tokens."""
-        kept, home = transit.kept
-        inner = self.method.compute(Transit(transit.rows, kept), experts.without_home)
-        return Transit(inner.rows, (inner.kept, home and experts(*home)[0]))
+        """Run ``method.compute``, and apply the shared expert to the rank's own tokens."""
+        shared = transit.kept.shared
+        inner = self.method.compute(self._inner(transit), experts.without_shared)
+        return Transit(inner.rows, _WithShared(inner.kept, shared and experts(*shared)[0]))
 
     def answer(self, transit: Transit) -> Transit:
-        """Run ``method.answer``, and reduce the extra expert's sums over the parts of its width."""
-        kept, own = transit.kept
-        inner = self.method.answer(Transit(transit.rows, kept))
-        return Transit(inner.rows, (inner.kept, None if own is None else self.group.share_width(own)))
+        """Run ``method.answer``, and reduce the shared expert's sums over the parts of its width."""
+        sums = transit.kept.shared
+        inner = self.method.answer(self._inner(transit))
+        return Transit(inner.rows, _WithShared(inner.kept, None if sums is None else self.group.share_width(sums)))
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
-        """Add the terms in the order of choices, then the extra expert's sum."""
-        kept, own = transit.kept
-        y, counts = self.method.add(Transit(transit.rows, kept), experts.without_home)
+        """Add the terms in the order of choices, then the shared expert's sum."""
+        shared_sums = transit.kept.shared
+        y, counts = self.method.add(self._inner(transit), experts.without_shared)
         if self.apart:
             terms = rearrange(y, "(t k) d -> t k d", k=self.top_k)
             y = add_in_order(terms.astype(jnp.float32), axis=1).astype(y.dtype)
-        return y if own is None else y + own, counts
+        return y if shared_sums is None else y + shared_sums, counts
 
     def rounds(self, transit: Transit) -> Array | None:
         """Return ``method.rounds``."""
@@ -127,23 +134,23 @@ class ByChoice(Method):
 
     def round(self, transit: Transit, r: Array, so_far: Any, experts: RankExperts) -> Any:
         """Run ``method.round``."""
-        return self.method.round(self._inner(transit), r, so_far, experts.without_home)
+        return self.method.round(self._inner(transit), r, so_far, experts.without_shared)
 
     def after_further(self, transit: Transit, so_far: Any) -> Transit:
         """Run ``method.after_further``."""
-        return self._beside_home(lambda inner: self.method.after_further(inner, so_far))(transit)
+        return self._pass_shared_by(lambda inner: self.method.after_further(inner, so_far))(transit)
 
-    def _beside_home(self, stage: Stage) -> Stage:
-        """Return a stage of ``method`` that also carries the extra expert's rows or sums along, unchanged."""
+    def _pass_shared_by(self, stage: Stage) -> Stage:
+        """Return a stage of ``method`` that passes the shared expert's rows or sums on unchanged."""
 
-        def carried(transit: Transit) -> Transit:
+        def run(transit: Transit) -> Transit:
             inner = stage(self._inner(transit))
-            return Transit(inner.rows, (inner.kept, transit.kept[1]))
+            return Transit(inner.rows, _WithShared(inner.kept, transit.kept.shared))
 
-        return carried
+        return run
 
     def _inner(self, transit: Transit) -> Transit:
-        return Transit(transit.rows, transit.kept[0])
+        return Transit(transit.rows, transit.kept.inner)
 
 
 @dataclass(frozen=True)

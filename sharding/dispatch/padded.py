@@ -18,30 +18,30 @@ from jaxtyping import Array, Bool, Int
 
 from sharding.dispatch.collectives import Collective, over_width, spread
 from sharding.dispatch.group import ExpertGroup
-from sharding.dispatch.local import Counts, RankExperts, add_sent, home_slots
+from sharding.dispatch.local import Counts, RankExperts, add_sent, shared_slots
 from sharding.dispatch.route import Route, add_returned, cells_of, fill_cells, plan_route, total_counts
 from sharding.dispatch.transit import ExchangePlan, Method, Transit, in_rounds
 from sharding.dispatch.wire import WireFormat
 
 
-class _Kept(NamedTuple):
+class _InFlight(NamedTuple):
     """What a rank keeps while its first round is in flight.
 
-    packed: its packed tokens, then an empty row. home: packed tokens for the rank's own extra expert (``home`` of ``dispatch``), or None.
-    sent_G: number of its rows for each rank. way: what combine needs from dispatch; set by ``send``. seen, rounds: counts, and the rounds
-    that all ranks need; set by ``compute``. own: results of ``home``; set by ``answer``. more: float32 sums of further rounds that ran
-    before ``add``.
+    packed: its packed tokens, then an empty row. shared_rows: packed tokens for the rank's fused shared expert, or None.
+    sent_G: number of its rows for each rank. way: what combine needs from dispatch; set by ``send``. counts, rounds: token counts, and the
+    rounds that all ranks need; set by ``compute``. shared_sums: results of ``shared_rows``; set by ``answer``. further_sums: float32 sums
+    of further rounds that ran before ``add``.
     """
 
     packed: Array
-    home: Array | None
+    shared_rows: Array | None
     route: Route
     sent_G: Array
     way: Any = None
-    seen: Counts | None = None
+    counts: Counts | None = None
     rounds: Array | None = None
-    own: Array | None = None
-    more: Array | None = None
+    shared_sums: Array | None = None
+    further_sums: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Padded(Method):
     group: ExpertGroup
     wire: WireFormat
     capacity: int
-    home: bool
+    fused_shared: bool
 
     name = "padded"
 
     @classmethod
-    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, home: bool) -> Padded:
+    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, fused_shared: bool) -> Padded:
         """As ``Method.of``."""
-        return cls(group, wire, plan.capacity, home)
+        return cls(group, wire, plan.capacity, fused_shared)
 
     @classmethod
     def collectives(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, rounds: int) -> list[Collective]:
@@ -91,8 +91,8 @@ class Padded(Method):
         route, sent_G, needed = self._plan(slots_TK)
         # Empty slots carry the number of rounds too: a rank that receives no token must still know when to stop.
         packed = jnp.concatenate([self.wire.pack(x_TD, slots_TK, weights_TK, needed), self.wire.empty_row(needed)])
-        home = self.wire.pack(x_TD, *home_slots(slots_TK), needed) if self.home else None
-        return Transit(self._fill(packed, route, 0), _Kept(packed, home, route, sent_G))
+        shared_rows = self.wire.pack(x_TD, *shared_slots(slots_TK), needed) if self.fused_shared else None
+        return Transit(self._fill(packed, route, 0), _InFlight(packed, shared_rows, route, sent_G))
 
     def send(self, transit: Transit) -> Transit:
         """Exchange the rows in one ``all_to_all``, and pool the arrived rows over the ranks that share a width."""
@@ -101,26 +101,26 @@ class Padded(Method):
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
         """Compute the weighted sums of this rank's experts, and read how many rounds the senders need."""
         rows, slots_NK, weights_NK, needed_N = self.wire.unpack(transit.rows)
-        sums_ND, seen = experts(rows, slots_NK, weights_NK)
-        return Transit(sums_ND, transit.kept._replace(seen=seen, rounds=jnp.max(needed_N)))
+        sums_ND, counts = experts(rows, slots_NK, weights_NK)
+        return Transit(sums_ND, transit.kept._replace(counts=counts, rounds=jnp.max(needed_N)))
 
     def answer(self, transit: Transit) -> Transit:
         """Add the parts of a width, and return the sums in one ``all_to_all``."""
-        sums_ND, kept = self._shared(transit)
+        sums_ND, kept = self._split_shared(transit)
         return Transit(self._back(sums_ND, kept.way), kept)
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
         """Add the sums of the first round to their tokens, and run further rounds unless they ran before."""
         kept = transit.kept
         cell_TK, first_TK = self._cell(kept.route, 0)
-        y_TD, seen = add_returned(transit.rows, cell_TK, first_TK), kept.seen
-        if kept.own is not None:
-            y_TD += kept.own.astype(jnp.float32)
-        if kept.more is not None:
-            y_TD = self._joined(kept.more, y_TD, first_TK)
+        y_TD, counts = add_returned(transit.rows, cell_TK, first_TK), kept.counts
+        if kept.shared_sums is not None:
+            y_TD += kept.shared_sums.astype(jnp.float32)
+        if kept.further_sums is not None:
+            y_TD = self._joined(kept.further_sums, y_TD, first_TK)
         elif (rounds := self.rounds(transit)) is not None:
-            y_TD, seen = in_rounds(rounds, lambda r, so_far: self.round(transit, r, so_far, experts), (y_TD, seen))
-        return y_TD.astype(self.wire.dtype), add_sent(self.group, seen, kept.sent_G, jnp.maximum(kept.rounds, 1))
+            y_TD, counts = in_rounds(rounds, lambda r, so_far: self.round(transit, r, so_far, experts), (y_TD, counts))
+        return y_TD.astype(self.wire.dtype), add_sent(self.group, counts, kept.sent_G, jnp.maximum(kept.rounds, 1))
 
     def rounds(self, transit: Transit) -> Array | None:
         """The rounds that all ranks need; None if one is always enough."""
@@ -130,35 +130,36 @@ class Padded(Method):
     def before_further(self, transit: Transit) -> tuple[Array, Counts | None]:
         """Return zero sums for further rounds, and the counts of the first round."""
         packed, width = transit.kept.packed, transit.rows.shape[1]
-        return jnp.zeros((packed.shape[0] - 1, width), jnp.float32), transit.kept.seen
+        return jnp.zeros((packed.shape[0] - 1, width), jnp.float32), transit.kept.counts
 
     def round(
         self, transit: Transit, r: jax.Array, so_far: tuple[Array, Counts | None], experts: RankExperts
     ) -> tuple[Array, Counts | None]:
         """Run round ``r``: dispatch, experts, combine; add its sums and counts."""
-        packed, route, (y_TD, seen) = transit.kept.packed, transit.kept.route, so_far
+        packed, route, (y_TD, counts) = transit.kept.packed, transit.kept.route, so_far
         arrived, way = self._there(self._fill(packed, route, r), r)
         rows, slots_NK, weights_NK, _ = self.wire.unpack(self.group.pool_width(arrived))
-        sums_ND, more_seen = experts(rows, slots_NK, weights_NK)
+        sums_ND, round_counts = experts(rows, slots_NK, weights_NK)
         returned = self._back(self.group.share_width(sums_ND), way)
         cell_TK, now_TK = self._cell(route, r)
         y_TD = self._joined(y_TD, add_returned(returned, cell_TK, now_TK), now_TK)
-        return y_TD, total_counts(seen, more_seen)
+        return y_TD, total_counts(counts, round_counts)
 
     def after_further(self, transit: Transit, so_far: tuple[Array, Counts | None]) -> Transit:
         """Return the transit with the sums of further rounds, so that ``add`` runs none."""
-        return Transit(transit.rows, transit.kept._replace(more=so_far[0], seen=so_far[1]))
+        sums, counts = so_far
+        return Transit(transit.rows, transit.kept._replace(further_sums=sums, counts=counts))
 
-    def _pooled(self, arrived: Array, way: Any, kept: _Kept) -> Transit:
-        """Pool the arrived rows, and the rank's own rows for its extra expert, over the ranks that share a width."""
-        if kept.home is not None:
-            arrived = jnp.concatenate([arrived, kept.home])
-        return Transit(self.group.pool_width(arrived), kept._replace(home=None, way=way))
+    def _pooled(self, arrived: Array, way: Any, kept: _InFlight) -> Transit:
+        """Pool the arrived rows, and the rank's own rows for the shared expert, over the ranks that share a width."""
+        if kept.shared_rows is not None:
+            arrived = jnp.concatenate([arrived, kept.shared_rows])
+        return Transit(self.group.pool_width(arrived), kept._replace(shared_rows=None, way=way))
 
-    def _shared(self, transit: Transit) -> tuple[Array, _Kept]:
+    def _split_shared(self, transit: Transit) -> tuple[Array, _InFlight]:
         """Add the parts of a width, and separate the sums of arrived rows from those of own rows."""
         sums_ND, arrived = self.group.share_width(transit.rows), self.group.size * self.capacity
-        return sums_ND[:arrived], transit.kept._replace(own=sums_ND[arrived:] if self.home else None)
+        return sums_ND[:arrived], transit.kept._replace(shared_sums=sums_ND[arrived:] if self.fused_shared else None)
 
     def _plan(self, slots_TK: Int[Array, "T K"]) -> tuple[Route, Int[Array, "G"], Array]:
         """Return the route of the rank's rows, their number for each rank, and how many rounds they need."""

@@ -20,7 +20,7 @@ from jaxtyping import Array, Int
 from sharding.dispatch.collectives import Collective, gathered, over_width, spread
 from sharding.dispatch.config import even_routing_rows
 from sharding.dispatch.group import ExpertGroup
-from sharding.dispatch.local import Counts, RankExperts, add_sent, home_slots
+from sharding.dispatch.local import Counts, RankExperts, add_sent, shared_slots
 from sharding.dispatch.route import Route, add_returned, fill_cells, plan_route
 from sharding.dispatch.transit import ExchangePlan, Method, Transit
 from sharding.dispatch.wire import WireFormat
@@ -28,51 +28,51 @@ from sharding.dispatch.wire import WireFormat
 NATIVE_PLATFORMS = ("gpu", "cuda", "rocm", "tpu")
 
 
-class _Kept(NamedTuple):
+class _InFlight(NamedTuple):
     """What a rank keeps while its rows are in flight.
 
-    sent_G, received_G: rows to and from each rank. lands_G, back_G: at which row of each rank's buffer this rank's run begins, in dispatch
-    and in combine. cell_TK: row of a choice in the send buffer, and of its sum in the buffer of returned rows. home: this rank's packed
-    tokens for its extra expert, until ``send``, or None. seen: counts, set by ``compute``. own: that expert's sums, set by ``answer``.
+    sent_G, received_G: number of rows to and from each rank. dispatch_offsets_G, combine_offsets_G: row of each rank's receive buffer at
+    which this rank's rows begin. cell_TK: row of a choice in the send buffer, and of its sum in the buffer of returned rows. shared_rows:
+    this rank's packed tokens for its fused shared expert, until ``send``, or None. counts: set by ``compute``. shared_sums: the shared
+    expert's sums, set by ``answer``.
     """
 
     route: Route
     sent_G: Array
     received_G: Array
-    lands_G: Array
-    back_G: Array
+    dispatch_offsets_G: Array
+    combine_offsets_G: Array
     cell_TK: Array
-    home: Array | None
-    seen: Counts | None = None
-    own: Array | None = None
+    shared_rows: Array | None
+    counts: Counts | None = None
+    shared_sums: Array | None = None
 
 
 @dataclass(frozen=True)
 class Ragged(Method):
     """``Method`` of ``ragged``: sends every row that is needed, and no other. ``prepare`` exchanges the sizes.
 
-    tokens: number of this rank's rows; top_k: choices of each. home: whether the rank has an extra expert for its own tokens.
+    tokens: number of this rank's rows; top_k: choices of each. fused_shared: see ``dispatch``.
     """
 
     group: ExpertGroup
     wire: WireFormat
     tokens: int
     top_k: int
-    home: bool
+    fused_shared: bool
 
     name = "ragged"
 
     @classmethod
-    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, home: bool) -> Ragged:
+    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, fused_shared: bool) -> Ragged:
         """As ``Method.of``."""
-        return cls(group, wire, plan.rows, plan.choices, home)
+        return cls(group, wire, plan.rows, plan.choices, fused_shared)
 
     @classmethod
     def collectives(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, rounds: int) -> list[Collective]:
         """As ``Method.collectives``."""
         arriving, times = group.size * plan.rows, plan.chunks
-        there, back = wire.row_bytes, wire.answer_bytes
-        inner = over_width(group, arriving, there, back, times)
+        inner = over_width(group, arriving, wire.row_bytes, wire.answer_bytes, times)
         if group.size == 1:
             return inner
 
@@ -85,7 +85,12 @@ class Ragged(Method):
 
         sizes = gathered("sizes", group.axes, group.size, 4 * group.size, times)
         sending = plan.rows * min(plan.choices, group.size)
-        return [sizes, exchange("dispatch", sending, there), *inner, exchange("combine", arriving, back)]
+        return [
+            sizes,
+            exchange("dispatch", sending, wire.row_bytes),
+            *inner,
+            exchange("combine", arriving, wire.answer_bytes),
+        ]
 
     @classmethod
     def sends_padding(cls, group: ExpertGroup) -> bool:
@@ -108,10 +113,13 @@ class Ragged(Method):
         packed = jnp.concatenate(
             [self.wire.pack(x_TD, slots_TK, weights_TK, jnp.int32(0)), self.wire.empty_row(jnp.int32(0))]
         )
-        home = self.wire.pack(x_TD, *home_slots(slots_TK), jnp.int32(0)) if self.home else None
+        shared_rows = self.wire.pack(x_TD, *shared_slots(slots_TK), jnp.int32(0)) if self.fused_shared else None
         rows = packed.take(fill_cells(cell_TK, self._rows[0]), axis=0, mode="clip")
-        lands_G, back_G = _exclusive_sums(counts_SG, axis=0)[me], _exclusive_sums(counts_SG, axis=1)[:, me]
-        return Transit(rows, _Kept(route, sent_G, received_G, lands_G, back_G, cell_TK, home))
+        dispatch_offsets_G = _exclusive_sums(counts_SG, axis=0)[me]
+        combine_offsets_G = _exclusive_sums(counts_SG, axis=1)[:, me]
+        return Transit(
+            rows, _InFlight(route, sent_G, received_G, dispatch_offsets_G, combine_offsets_G, cell_TK, shared_rows)
+        )
 
     def send(self, transit: Transit) -> Transit:
         """Exchange the rows in one collective, then gather the arrived rows over ``tp``."""
@@ -123,18 +131,18 @@ class Ragged(Method):
             jnp.broadcast_to(empty, (self._rows[1], empty.shape[1])),
             kept.sent_G,
             kept.received_G,
-            lands_G=kept.lands_G,
+            offsets_G=kept.dispatch_offsets_G,
             most=self.tokens,
         )
-        if kept.home is not None:
-            arrived = jnp.concatenate([arrived, kept.home])
-        return Transit(self.group.pool_width(arrived), kept._replace(home=None))
+        if kept.shared_rows is not None:
+            arrived = jnp.concatenate([arrived, kept.shared_rows])
+        return Transit(self.group.pool_width(arrived), kept._replace(shared_rows=None))
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
         """Compute the weighted sums of this rank's experts for each row."""
         rows, slots_NK, weights_NK, _ = self.wire.unpack(transit.rows)
-        sums_ND, seen = experts(rows, slots_NK, weights_NK)
-        return Transit(sums_ND, transit.kept._replace(seen=seen))
+        sums_ND, counts = experts(rows, slots_NK, weights_NK)
+        return Transit(sums_ND, transit.kept._replace(counts=counts))
 
     def answer(self, transit: Transit) -> Transit:
         """Reduce the sums over the parts of the experts' width, then return them in one collective."""
@@ -147,18 +155,18 @@ class Ragged(Method):
             jnp.zeros((out_rows, sums_ND.shape[1]), sums_ND.dtype),
             kept.received_G,
             kept.sent_G,
-            lands_G=kept.back_G,
+            offsets_G=kept.combine_offsets_G,
             most=self.tokens,
         )
-        return Transit(returned, kept._replace(own=sums_ND[in_rows:] if self.home else None))
+        return Transit(returned, kept._replace(shared_sums=sums_ND[in_rows:] if self.fused_shared else None))
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
         """Add the returned sums of each token, in float32."""
         kept = transit.kept
         y_TD = add_returned(transit.rows, kept.cell_TK, kept.route.sends_TK)
-        if kept.own is not None:
-            y_TD += kept.own.astype(jnp.float32)
-        return y_TD.astype(self.wire.dtype), add_sent(self.group, kept.seen, kept.route.counts_G, 1)
+        if kept.shared_sums is not None:
+            y_TD += kept.shared_sums.astype(jnp.float32)
+        return y_TD.astype(self.wire.dtype), add_sent(self.group, kept.counts, kept.route.counts_G, 1)
 
 
 def ragged_exchange(
@@ -168,21 +176,21 @@ def ragged_exchange(
     sent_G: Int[Array, "G"],
     received_G: Int[Array, "G"],
     *,
-    lands_G: Int[Array, "G"],
+    offsets_G: Int[Array, "G"],
     most: int,
 ) -> jax.Array:
     """Send runs of rows: the first ``sent_G[0]`` rows to rank 0, the next ``sent_G[1]`` to rank 1, and so on.
 
     They arrive in ``out_NW``, contiguous and ordered by sending rank. The remaining rows of ``out_NW`` are unchanged.
 
-    received_G: number of rows from each rank; lands_G: row of rank g's ``out_NW`` at which this rank's run begins;
+    received_G: number of rows from each rank; offsets_G: row of each rank's ``out_NW`` at which this rank's run begins;
     most: upper bound of every entry of ``sent_G`` (the emulation pads to it).
     """
     if group.size == 1:
         return out_NW.at[: rows_MW.shape[0]].set(rows_MW[: out_NW.shape[0]])
     if group.platform in NATIVE_PLATFORMS:
         return lax.ragged_all_to_all(
-            rows_MW, out_NW, _exclusive_sums(sent_G), sent_G, lands_G, received_G, axis_name=group.axes
+            rows_MW, out_NW, _exclusive_sums(sent_G), sent_G, offsets_G, received_G, axis_name=group.axes
         )
     place_GC = _exclusive_sums(sent_G)[:, None] + jnp.arange(most)
     arrived_NW = group.exchange(rows_MW.take(place_GC.reshape(-1), axis=0, mode="clip"))

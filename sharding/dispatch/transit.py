@@ -3,7 +3,8 @@
 A dispatch method is five functions that run on one rank inside ``shard_map``: ``prepare`` packs and ``send`` dispatches, ``compute``
 applies the experts, ``answer`` and ``add`` combine. ``send`` and ``answer`` contain the collectives that carry rows and almost no
 computation, so a program can overlap them with other work (``docs/architecture.md``, "A layer in four parts"). Methods that forward rows
-through another rank have two of each (``there``, ``back``). Four more functions run the remaining rounds when ``add`` does not run them.
+through another rank have two of each (``dispatch_stages``, ``combine_stages``). Four more functions run the remaining rounds when ``add``
+does not run them.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class Method:
     keeps_choices: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, home: bool) -> Method:
-        """Make the method for a rank's tokens. home: see ``dispatch``."""
+    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, fused_shared: bool) -> Method:
+        """Make the method for a rank's tokens. fused_shared: see ``dispatch``."""
         raise NotImplementedError
 
     @classmethod
@@ -87,12 +88,12 @@ class Method:
         return transit
 
     @property
-    def there(self) -> tuple[Stage, ...]:
+    def dispatch_stages(self) -> tuple[Stage, ...]:
         """The exchanges of packed tokens, in order."""
         return (self.send,)
 
     @property
-    def back(self) -> tuple[Stage, ...]:
+    def combine_stages(self) -> tuple[Stage, ...]:
         """The exchanges of the experts' results, in order."""
         return (self.answer,)
 
@@ -170,8 +171,8 @@ def whole_exchange(
     experts: RankExperts,
 ) -> tuple[Float[Array, "T D"], Counts]:
     """Run all stages of an exchange, one after the other."""
-    arrived = in_turn(method.there, method.prepare(x_TD, slots_TK, weights_TK))
-    return method.add(in_turn(method.back, method.compute(arrived, experts)), experts)
+    arrived = in_turn(method.dispatch_stages, method.prepare(x_TD, slots_TK, weights_TK))
+    return method.add(in_turn(method.combine_stages, method.compute(arrived, experts)), experts)
 
 
 def in_turn(stages: Sequence[Callable[[Any], Any]], transit: Any) -> Any:

@@ -133,13 +133,13 @@ def fail_expert_balancing(monkeypatch):
     monkeypatch.setattr(balancer, "_begin", begun.append)
     for _ in range(2):
         balancer._steps += 1
-        balancer._enter_window(window, decide=True)
-        until(balancer._deciding.done)
+        balancer._record_window(window, decide=True)
+        until(balancer._pending_decision.done)
         balancer.after_step(0.1)
     assert begun == [stays]
     # A pool that has no thread for it is no end either.
     monkeypatch.setattr(balancer._pool, "submit", once(RuntimeError("can't start new thread")))
-    balancer._enter_window(window, decide=True)
+    balancer._record_window(window, decide=True)
     assert failure_counts()["expert balancing"] >= 2
 
 
@@ -150,7 +150,7 @@ def fail_expert_calls(monkeypatch):
     writer = SimpleNamespace(side=side, rows=np.zeros((1, 1), np.int32))
     endpoints = [Endpoint("127.0.0.1", KEY) for _ in range(2)]
     process = ExpertProcess(None, writer, {}, endpoints[0])
-    process._hear = once(BROKEN, lambda message: process._reply(message.sender, Answered()))
+    process._receive_call = once(BROKEN, lambda message: process._reply(message.sender, Answered()))
 
     def call():
         peer = endpoints[1].connect(endpoints[0].address, "attention")
@@ -189,7 +189,7 @@ def fail_chunk_offer(monkeypatch):
     made.send_chunks(once(BROKEN, lambda *offer: offered.append(offer)), once(BROKEN, dropped.append))
     for number in (1, 2):
         made._offers.put(partial(lambda numbers: made._drop(numbers), [6 + number]))
-        made._offers.put(partial(made._offer_when_computed, number, {}, kept=True))
+        made._offers.put(partial(made._offer_when_computed, number, {}, is_kept=True))
     until(lambda: len(offered) == 2)
     assert offered == [(1, None), (2, {})]
     assert dropped == [[1], [8]]
@@ -244,7 +244,7 @@ def fail_client_watch(monkeypatch):
             await asyncio.sleep(0.01)
             return "answer"
 
-        return await connections.unless_client_leaves(SimpleNamespace(receive=receive), work())
+        return await connections.cancel_if_client_leaves(SimpleNamespace(receive=receive), work())
 
     assert asyncio.run(answer()) == "answer"
 
@@ -253,7 +253,7 @@ def fail_leave(monkeypatch):
     """A process that is told to end, and cannot ask process 0, ends all the same."""
     ended = []
     monkeypatch.setattr(follower.os, "_exit", ended.append)
-    made = follower.Follower(SimpleNamespace(generation=0))
+    made = follower.Follower(SimpleNamespace(epoch=0))
     made.has_served = True
     monkeypatch.setattr(made, "leave", once(BROKEN))
     made._on_signal(15, None)
@@ -310,7 +310,7 @@ def fail_transfer_connection(monkeypatch):
     """Who has asked hears that nothing comes."""
     links = SimpleNamespace(chunks=SimpleNamespace(peer=lambda address: SimpleNamespace()))  # has no `request`
     link, told = page_network.RemoteLink("127.0.0.1:1", links), []
-    monkeypatch.setattr(link, "_fail", once(BROKEN, link._fail))
+    monkeypatch.setattr(link, "_fail_queued", once(BROKEN, link._fail_queued))
     link.receive = told.append
     link.send(messages.CancelTransfer("a"))
     until(lambda: told)
@@ -339,7 +339,7 @@ def fail_messaging(monkeypatch):
 def fail_link_monitor(monkeypatch):
     """The next look sees the links."""
     endpoint = SimpleNamespace(serve=lambda *service, **options: None)
-    made = Links(SimpleNamespace(present=[], me=None), endpoint, lambda generation: None)
+    made = Links(SimpleNamespace(present=[], me=None), endpoint, lambda epoch: None)
     looked = threading.Event()
     monkeypatch.setattr(made, "probe", once(BROKEN, lambda members: looked.set()))
     made.watch(0.01)
@@ -359,7 +359,7 @@ def fail_welcome(monkeypatch):
     with pytest.raises(GroupError, match="gone away while the group was forming"):
         enter(second.options)
     until(lambda: len(changes) == 2)
-    assert enter(second.options).generation == 1
+    assert enter(second.options).epoch == 1
     close_groups()
 
 
@@ -375,7 +375,7 @@ def request_with(handle, grammar):
     return SimpleNamespace(
         completions=[(handle, f"r{handle}", 0)],
         params=SimpleNamespace(structured_outputs=grammar),
-        requests=lambda rules: [],
+        to_requests=lambda rules: [],
         stop_ids=[],
         token_ids=[1],
     )
@@ -387,7 +387,7 @@ def fail_front_end_requests(monkeypatch):
     async def serve(grammar):
         engine, sent = make_engine(), []
         front_ends = processes.FrontEnds(engine, [], None)
-        link = SimpleNamespace(index=0, preparing=set(), send=sent.append, requests={}, samples=[])
+        link = SimpleNamespace(index=0, compiling=set(), send=sent.append, requests={}, samples=[])
         link.process = SimpleNamespace(poll=lambda: None, wait=lambda: 0, kill=lambda: None)
         front_ends._links[0] = link
 
@@ -412,7 +412,7 @@ def fail_front_end(monkeypatch):
     monkeypatch.setattr(processes, "_RESTART_SECONDS", 0.0)
     front_ends = processes.FrontEnds(make_engine(), [SimpleNamespace(fileno=lambda: 0)], None)
     monkeypatch.setattr(processes.subprocess, "Popen", Mock(side_effect=OSError(errno.EAGAIN, "no process")))
-    with pytest.raises(ValueError, match="front end 0 ended 3 times before it listened"):
+    with pytest.raises(ValueError, match="front end 0 failed to start 3 times"):
         asyncio.run(asyncio.wait_for(front_ends.start("address"), 20))
 
 
@@ -421,7 +421,7 @@ def fail_front_end_counters(monkeypatch):
         front_ends, gathered = processes.FrontEnds(make_engine(), [], None), asyncio.Event()
         monkeypatch.setattr(front_ends, "gather", AsyncMock(side_effect=once(BROKEN, gathered.set)))
         monkeypatch.setattr(processes, "_GATHER_SECONDS", 0.001)
-        front_ends._spawn(front_ends._gather_often())
+        front_ends._spawn(front_ends._gather_periodically())
         await asyncio.wait_for(gathered.wait(), 60)
 
     asyncio.run(gather())
@@ -518,7 +518,7 @@ def fail_observers(monkeypatch):
 
 def fail_warm_up(monkeypatch):
     """Of what is compiled while requests are served: a program is compiled when it is wanted."""
-    how = {"_warm_up": lambda check: Mock(side_effect=BROKEN), "_check_going_on": None, "_warm_up_error": None}
+    how = {"_warm_up": lambda check: Mock(side_effect=BROKEN), "_raise_if_stopped": None, "_warm_up_error": None}
     server = SimpleNamespace(**how, _serving=SimpleNamespace(), _warming=True, _can_serve=False)
     Server._run_warm_up(server)
     assert (server._can_serve, server._warming, server._warm_up_error) == (True, False, None)

@@ -95,14 +95,16 @@ def weights_of(tokens, seed=1):
     return np.random.default_rng(seed).integers(1, 5, size=(tokens, K)).astype(np.float32)
 
 
-def compiled(layout, config: DispatchConfig, experts, *, local_experts=coded_experts, dtype=np.float32, home=False):
+def compiled(
+    layout, config: DispatchConfig, experts, *, local_experts=coded_experts, dtype=np.float32, fused_shared=False
+):
     """``(spec, call)``: ``call(x, slots, weights) -> (y, report)`` on ``layout``, one compiled program.
 
-    Expert e multiplies by e + 1. home: each rank has one more for its own tokens, which multiplies by 500 + its place in its EP group.
+    Expert e multiplies by e + 1. fused_shared: each rank has one more for its tokens, which multiplies by 500 + its place in its EP group.
     """
     spec = MeshSpec.parse(layout)
     gains = np.arange(experts) + 1
-    if home:
+    if fused_shared:
         own = 500 + np.arange(spec.ep_size)[:, None]
         gains = np.concatenate([np.reshape(gains, (spec.ep_size, -1)), own], axis=1).reshape(-1)
     mesh = spec.build()
@@ -112,7 +114,7 @@ def compiled(layout, config: DispatchConfig, experts, *, local_experts=coded_exp
     @jax.jit
     def step(x, slots, weights, params):
         x = x.astype(dtype)
-        return dispatch(spec, mesh, config, x, slots, weights, params, local_experts, specs, experts, home)
+        return dispatch(spec, mesh, config, x, slots, weights, params, local_experts, specs, experts, fused_shared)
 
     def call(x, slots, weights):
         # Steps enqueued without waiting can deadlock the emulated collectives.

@@ -82,7 +82,7 @@ def expected_counts(spec, slots, experts):
 @pytest.mark.parametrize(("layout", "method", "by_choice", "home"), CASES)
 def test_every_dispatch_equals_the_single_device_sums_on_every_layout(layout, method, by_choice, home):
     """An expert that each rank has for its own tokens adds to their sums and sends no row."""
-    spec, call = compiled(layout, dataclasses.replace(METHODS[method], by_choice=by_choice), EXPERTS, home=home)
+    spec, call = compiled(layout, dataclasses.replace(METHODS[method], by_choice=by_choice), EXPERTS, fused_shared=home)
     tokens = TOKENS * spec.num_devices
     x, weights = coded_rows(tokens), weights_of(tokens)
     gain = 500 + np.repeat(places(spec)[1], TOKENS)[:, None]
@@ -114,7 +114,7 @@ def test_each_stage_of_an_exchange_is_a_part_of_its_own_with_one_collective(meth
     x, weights = coded_rows(tokens), weights_of(tokens)
     slots = routings(tokens, EXPERTS, 8)["random, some idle"]
     exchange = Exchange.of(spec, mesh, config, x, slots, EXPERTS)
-    assert len(exchange.there) == len(exchange.back) == stages
+    assert len(exchange.dispatch_stages) == len(exchange.combine_stages) == stages
     found = []
 
     def counted(part, transit):
@@ -123,8 +123,8 @@ def test_each_stage_of_an_exchange_is_a_part_of_its_own_with_one_collective(meth
 
     def step():
         counting = lambda stages: [partial(counted, stage) for stage in stages]  # noqa: E731
-        sent = in_turn(counting(exchange.there), exchange.prepare(x, slots, weights))
-        return in_turn(counting(exchange.back), exchange.compute(sent, experts))
+        sent = in_turn(counting(exchange.dispatch_stages), exchange.prepare(x, slots, weights))
+        return in_turn(counting(exchange.combine_stages), exchange.compute(sent, experts))
 
     jax.eval_shape(step)
     assert found == [1] * 2 * stages
@@ -256,7 +256,7 @@ def test_the_native_ragged_all_to_all_lowers_for_cuda():
     ones = jnp.ones((8,), jnp.int32)
 
     def exchange(rows):
-        return ragged_exchange(group, rows, jnp.zeros_like(rows), ones, ones, lands_G=ones, most=3)
+        return ragged_exchange(group, rows, jnp.zeros_like(rows), ones, ones, offsets_G=ones, most=3)
 
     over = jax.sharding.PartitionSpec(spec.token_axes)
     step = jax.shard_map(exchange, mesh=spec.build(), in_specs=over, out_specs=over, check_vma=False)

@@ -96,7 +96,7 @@ def test_a_link_hears_nobody_but_those_that_have_its_ticket(ends, encrypted):
         return message.sender, message.header, sum(map(len, message.frames)), link.receive(SECONDS).header
 
     assert wrong_at(listener.address, ask) == []
-    assert set(listener._of) == {"one"}, "nobody else is connected"
+    assert set(listener._ids_by_name) == {"one"}, "nobody else is connected"
     link.close()
     listener.close()
 
@@ -123,10 +123,10 @@ def test_stages_go_on_whatever_strangers_and_other_members_say(ends):
         for host, port in found:
             assert wrong_at(f"{host}:{port}") == []
         hidden = np.arange(6, dtype=np.float32).reshape(2, 3)
-        first.pass_on(hidden)
-        np.testing.assert_array_equal(last.arriving(lambda array: array).popleft(), hidden)
-        last.publish(lambda: hidden)
-        np.testing.assert_array_equal(first.hear(0), hidden)
+        first.send_hidden(hidden)
+        np.testing.assert_array_equal(last.incoming(lambda array: array).popleft(), hidden)
+        last.send_results(lambda: hidden)
+        np.testing.assert_array_equal(first.receive_results(0), hidden)
     close_groups()
 
 

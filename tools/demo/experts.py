@@ -66,8 +66,7 @@ def weights_of_slots(weights_TK: Float[Array, "T K"], slots: Slots) -> Float[Arr
 
 
 weights_of_slots.defvjp(
-    lambda weights, slots: (weights_of_slots(weights, slots), slots),
-    lambda slots, dw: (_rows(dw, slots.of_copy), None),
+    lambda weights, slots: (weights_of_slots(weights, slots), slots), lambda slots, dw: (_rows(dw, slots.of_copy), None)
 )
 
 

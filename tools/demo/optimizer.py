@@ -56,12 +56,7 @@ def init_state(params: Mapping[str, Array]) -> State:
 
 
 def update(
-    params: dict[str, Array],
-    gradients: Mapping[str, Array],
-    state: State,
-    step: Array,
-    rate: Array,
-    settings: Settings,
+    params: dict[str, Array], gradients: Mapping[str, Array], state: State, step: Array, rate: Array, settings: Settings
 ) -> tuple[dict[str, Array], State, Float[Array, ""]]:
     """One step (`step` counts from 0) at learning rate `rate`; also gives the global norm of AdamW's gradients."""
     squares = [jnp.sum(jnp.square(gradients[path])) for path in params if kind_of(path) == "adam"]

@@ -10,16 +10,14 @@ from dsjax.options import Checked, OptionError, check_url, option
 class ListOptions(Checked):
     """Criteria."""
 
-    criteria: str = option("", "bundled name (configs/acceptance) or a TOML file; this or --recipe is required")
-    recipe: str = option("", "JSON of dsjax plan recipe: its predicted rate, TPOT and TTFT, with their intervals")
-    only: str | None = option(None, "criteria or measurements, separated by commas; * stands for anything")
-    quick: bool = option(False, "the same list with the short durations of the file: five minutes for h20-32")
-    show_list: bool = option(
-        False, "show what would be measured and how long it takes, then end", flag="--list", switch=True
-    )
-    results: str = option("acceptance", "folder of the reports; a run that was ended goes on from there")
-    fresh: bool = option(False, "measure again what the folder has results of")
-    progress: bool = option(True, "show a progress bar")
+    criteria: str = option("", "Bundled name (configs/acceptance) or TOML file. This or --recipe is required.")
+    recipe: str = option("", "JSON file of dsjax plan recipe, to check its predicted rate, TPOT and TTFT.")
+    only: str | None = option(None, "Run only these criteria or measurements, separated by commas; * matches anything.")
+    quick: bool = option(False, "Use the short durations of the criteria file: five minutes for h20-32.")
+    show_list: bool = option(False, "Print measurements and durations, then exit.", flag="--list", switch=True)
+    results: str = option("acceptance", "Folder of the reports. An interrupted run resumes from it.")
+    fresh: bool = option(False, "Discard the results in the folder and measure again.")
+    progress: bool = option(True, "Show a progress bar.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -37,19 +35,17 @@ class TestBedOptions(Checked):
 
     __test__ = False  # keeps pytest from collecting a class named Test…
 
-    network: str | None = option(None, "JSON of dsjax bench network on these hosts")
+    network: str | None = option(None, "JSON file of dsjax bench network on these hosts.")
     hook: list[str] | None = option(
-        None, "NAME=COMMAND that makes a fault, and NAME-end=COMMAND; give it several times"
+        None, "NAME=COMMAND that causes a fault, NAME-end=COMMAND that ends it. Repeatable."
     )
     admin_api_key: str | None = option(
-        None, "of a dsjax server: to record experts' load, and for scale: hooks", envvar="DSJAX_ADMIN_API_KEY"
+        None, "Admin key of dsjax serve, for expert load and scale: hooks.", envvar="DSJAX_ADMIN_API_KEY"
     )
     device_metrics: list[str] | None = option(
-        None, "further /metrics with devices' memory: of followers, of a dcgm-exporter; give it several times"
+        None, "URL of more /metrics with device memory, such as dcgm-exporter's. Repeatable."
     )
-    dataset_path: str | None = option(
-        None, "ShareGPT file for the loads; default: random prompts of the file's lengths"
-    )
+    dataset_path: str | None = option(None, "ShareGPT file for the loads. Default: random prompts.")
 
     def __post_init__(self):
         super().__post_init__()

@@ -135,4 +135,4 @@ def _attention_loop(stack: LayerStack, shape: AttentionShape) -> PreparedCase:
 
     carry = (jnp.zeros_like(arrays["x"]), shape.cache(), jnp.int32(0))
     inputs = arrays | {"params": stack.values(setting.seed)}
-    return device_loop(one_layer, inputs, carry, depth=stack.depth, in_call=setting.config.num_hidden_layers)
+    return device_loop(one_layer, inputs, carry, depth=stack.depth, in_step=setting.config.num_hidden_layers)

@@ -28,10 +28,10 @@ def modules(model: ModelOptions, grid: ModuleGrid, run: RunOptions, group: Group
     from sharding.mesh import MeshSpec
 
     spec = MeshSpec.parse(grid.mesh)
-    with measuring_together(group, spec.num_devices, lambda: _alike(model, grid, run)) as processes:
+    with measuring_together(group, spec.num_devices, lambda: _shared_settings(model, grid, run)) as processes:
         interrupted = _measure(model, grid, run, spec, processes)
     if interrupted:
-        print("interrupted: the figures are of what was done until then", file=sys.stderr)
+        print("interrupted: the figures are of the cases until then", file=sys.stderr)
         raise typer.Exit(INTERRUPTED)
 
 
@@ -51,16 +51,18 @@ def _measure(model: ModelOptions, grid: ModuleGrid, run: RunOptions, spec: Any, 
         processes.check_shares(spec, spec.build())
     device = Device.of(setting.step.mesh.devices.flat[0])
     budget = Budget(run.seconds or (0.2 if grid.quick else 1.0))
-    leaders = dataclasses.astuple(find_ceilings(setting, device, run.hardware, budget)) if processes.leads else None
-    ceilings = Ceilings(*processes.agree("ceilings", leaders)[0])
+    own_ceilings = None
+    if processes.leads:
+        own_ceilings = dataclasses.astuple(find_ceilings(setting, device, run.hardware, budget))
+    ceilings = Ceilings(*processes.agree("ceilings", own_ceilings)[0])
     plan = OneRankPlan.of(setting, grid.one_rank_of, grid.batch, grid.layers) if grid.one_rank_of else None
-    todo = list(one_rank_cases(setting, plan, grid.context_lengths) if plan else cases(setting, grid))
-    if not todo:
+    pending = list(one_rank_cases(setting, plan, grid.context_lengths) if plan else cases(setting, grid))
+    if not pending:
         raise UserError(f"{model.model} has none of {', '.join(grid.modules)}; choose others with --only")
     if not processes.leads:
-        todo = [case for case in todo if case.shared]
-    timed = in_turn(Console(stderr=True), run.progress and processes.leads, "timing cases", todo)
-    results = run_cases(setting, timed, ceilings, budget, run.row_limit, processes.agree)
+        pending = [case for case in pending if case.shared]
+    with_progress = in_turn(Console(stderr=True), run.progress and processes.leads, "timing cases", pending)
+    results = run_cases(setting, with_progress, ceilings, budget, run.row_limit, processes.agree)
 
     def report() -> None:
         console = report_console(stderr=run.json_file == "-")
@@ -69,15 +71,17 @@ def _measure(model: ModelOptions, grid: ModuleGrid, run: RunOptions, spec: Any, 
         if plan:
             show_extrapolation(console, steps, plan, setting.config)
         if run.json_file:
-            more = {"one_rank": {**vars(plan), "steps": [step.to_json() for step in steps]}} if plan else {}
-            body = to_json(results, setting, model.model, ceilings, device, processes=processes.members, **more)
+            extrapolation = {"one_rank": {**vars(plan), "steps": [step.to_json() for step in steps]}} if plan else {}
+            body = to_json(
+                results, setting, model.model, ceilings, device, processes=processes.members, **extrapolation
+            )
             write_json(run.json_file, body)
 
     processes.report(results, report)
     return results.interrupted
 
 
-def _alike(model: ModelOptions, grid: ModuleGrid, run: RunOptions) -> dict[str, Any]:
+def _shared_settings(model: ModelOptions, grid: ModuleGrid, run: RunOptions) -> dict[str, Any]:
     """Return what all processes must share besides versions, by the names in messages. Folder names may differ between hosts."""
     from dsjax.config import load_config
 
@@ -85,8 +89,7 @@ def _alike(model: ModelOptions, grid: ModuleGrid, run: RunOptions) -> dict[str, 
         raise UserError(
             "--one-rank-of is measured on one device; start it on one host, without --coordinator-address and its like"
         )
-    alike = as_flags(model) | as_flags(grid) | {"--seconds": run.seconds, "--row-limit": run.row_limit}
-    alike["a model configuration with the SHA-256 sum"] = hashlib.sha256(
-        repr(load_config(alike.pop("--model"))).encode()
-    ).hexdigest()[:16]
-    return alike
+    settings = as_flags(model) | as_flags(grid) | {"--seconds": run.seconds, "--row-limit": run.row_limit}
+    config = repr(load_config(settings.pop("--model")))
+    settings["a model configuration with the SHA-256 sum"] = hashlib.sha256(config.encode()).hexdigest()[:16]
+    return settings

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from dsjax.bench.modules.run import ModuleCase, ModuleWork
 from dsjax.bench.modules.setting import LayerStack, Setting
-from dsjax.bench.modules.timing import PreparedCase, call_in_turn, device_loop, host_loop
+from dsjax.bench.modules.timing import PreparedCase, call_loop, device_loop, host_loop
 from dsjax.engine.device.sampler import greedy
 from dsjax.model.norm import RMSNorm
 from dsjax.model.parameters import Declaration, Matrix, reinterpret
@@ -38,29 +39,29 @@ def embedding_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleC
     for count in tokens:
         rows, read = (count * config.hidden_size * size for size in (setting.dtype.itemsize, itemsize))
         for variant, moved, memory, make in (
-            ("device", rows, 2 * table, _on_device),
-            ("fetched", 2 * rows, table, _fetched),
-            ("host", 2 * rows, table, _host),
+            ("device", rows, 2 * table, _device_lookup),
+            ("fetched", 2 * rows, table, _host_memory_lookup),
+            ("host", 2 * rows, table, _numpy_lookup),
         ):
             work, build = ModuleWork(0, read, moved), partial(make, setting, count)
             yield ModuleCase("embedding", variant, {"tokens": count}, work, memory, build)
     yield ModuleCase(
-        "embedding", "copied", {"tokens": 1}, ModuleWork(0, 2 * table), 2 * table, partial(_copied, setting)
+        "embedding", "copied", {"tokens": 1}, ModuleWork(0, 2 * table), 2 * table, partial(_table_copy, setting)
     )
 
 
-def _tokens(setting: Setting, count: int, turn: int = 0) -> np.ndarray:
-    return np.random.default_rng(setting.seed + turn).integers(0, setting.config.vocab_size, (1, count), np.int32)
+def _random_tokens(setting: Setting, count: int, call: int = 0) -> np.ndarray:
+    return np.random.default_rng(setting.seed + call).integers(0, setting.config.vocab_size, (1, count), np.int32)
 
 
-def _gathered(setting: Setting, count: int, params: dict[str, jax.Array], gather: Callable) -> PreparedCase:
+def _lookup_loop(setting: Setting, count: int, params: dict[str, jax.Array], gather: Callable) -> PreparedCase:
     """Gather rows as a step does, with different tokens in each call."""
-    inputs = [params | {"tokens": jnp.asarray(_tokens(setting, count, turn))} for turn in range(4)]
+    inputs = [params | {"tokens": jnp.asarray(_random_tokens(setting, count, call))} for call in range(4)]
     total = jnp.zeros((1, count, setting.config.hidden_size), setting.dtype)
-    return call_in_turn(lambda inputs, total: total + gather(inputs), inputs, total)
+    return call_loop(lambda inputs, total: total + gather(inputs), inputs, total)
 
 
-def _on_device(setting: Setting, count: int) -> PreparedCase:
+def _device_lookup(setting: Setting, count: int) -> PreparedCase:
     stack = LayerStack.of(setting, lambda declare: Embedding(declare, setting.config), 1, depth=1)
     params = {path: array[0] for path, array in stack.values(setting.seed).items()}
 
@@ -68,10 +69,10 @@ def _on_device(setting: Setting, count: int) -> PreparedCase:
         embed: Embedding = stack.table.bind({path: inputs[path] for path in stack.table.infos})
         return embed(inputs["tokens"], setting.dtype)
 
-    return _gathered(setting, count, params, gather)
+    return _lookup_loop(setting, count, params, gather)
 
 
-def _fetched(setting: Setting, count: int) -> PreparedCase:
+def _host_memory_lookup(setting: Setting, count: int) -> PreparedCase:
     spec = MeshSpec()
     mesh = spec.build([setting.step.mesh.devices.flat[0]])
     info = setting.step.table.infos["embed.weight"]
@@ -81,7 +82,7 @@ def _fetched(setting: Setting, count: int) -> PreparedCase:
         rows = rows_from_host(inputs["table"], inputs["tokens"], mesh, spec.batch_axes)
         return reinterpret(rows, info.dtype).astype(setting.dtype)
 
-    return _gathered(setting, count, {"table": table}, gather)
+    return _lookup_loop(setting, count, {"table": table}, gather)
 
 
 def _host_table(setting: Setting) -> np.ndarray:
@@ -90,18 +91,18 @@ def _host_table(setting: Setting) -> np.ndarray:
     return np.resize(block, (config.vocab_size, config.hidden_size))
 
 
-def _host(setting: Setting, count: int) -> PreparedCase:
-    table, tokens, turns = _host_table(setting), _tokens(setting, count), itertools.count(97, 97)
+def _numpy_lookup(setting: Setting, count: int) -> PreparedCase:
+    table, tokens, offsets = _host_table(setting), _random_tokens(setting, count), itertools.count(97, 97)
     device = setting.step.mesh.devices.flat[0]
 
     def call():
-        rows = table[(tokens + next(turns)) % setting.config.vocab_size].astype(setting.dtype, copy=False)
+        rows = table[(tokens + next(offsets)) % setting.config.vocab_size].astype(setting.dtype, copy=False)
         return jax.device_put(rows, device)
 
     return host_loop(call)
 
 
-def _copied(setting: Setting) -> PreparedCase:
+def _table_copy(setting: Setting) -> PreparedCase:
     table, device = _host_table(setting).view(np.uint8), setting.step.mesh.devices.flat[0]
     # On the CPU platform, `device_put` would alias the host buffer instead of copying it.
     return host_loop(lambda: jnp.array(table, copy=True, device=device))
@@ -114,66 +115,96 @@ class LayerNorms(nnx.Module):
         self.attn_norm, self.mlp_norm = RMSNorm(declare, width, eps), RMSNorm(declare, width, eps)
 
 
+class LayerModule(NamedTuple):
+    """A module that layers have: in how many layers of the model, FLOPs and bytes moved per token, and how to build and apply it."""
+
+    layers: int
+    flops: int
+    moved: int
+    make: Callable[[Declaration], nnx.Module]
+    apply: Callable[[Any, jax.Array, jax.Array], jax.Array]  # (module, x, total) → new total
+
+
+def _norms(setting: Setting) -> LayerModule:
+    config, width = setting.config, setting.config.hidden_size
+
+    def apply(norms: LayerNorms, x, total):
+        return norms.mlp_norm(norms.attn_norm(total))
+
+    make = lambda declare: LayerNorms(declare, width, config.rms_norm_eps)  # noqa: E731
+    return LayerModule(config.num_hidden_layers, 8 * width, 4 * width * setting.dtype.itemsize, make, apply)
+
+
+def _router(setting: Setting) -> LayerModule:
+    config, width = setting.config, setting.config.hidden_size
+
+    def apply(router: ExpertRouter, x, total):
+        routing = router(x, jnp.zeros(x.shape[:-1], jnp.int32))
+        return total.at[..., : routing.ids.shape[-1]].add((routing.weights + routing.ids).astype(total.dtype))
+
+    moved = width * setting.dtype.itemsize + config.n_routed_experts * 4 * 4
+    make = lambda declare: ExpertRouter(declare, config)  # noqa: E731
+    return LayerModule(config.num_moe_layers, 2 * width * config.n_routed_experts, moved, make, apply)
+
+
+def _mlp(setting: Setting, layers: int, hidden: int) -> LayerModule:
+    width = setting.config.hidden_size
+
+    def apply(mlp: MLP, x, total):
+        return total + mlp(x, setting.multiply)
+
+    moved = (3 * width + 5 * hidden) * setting.dtype.itemsize
+    make = lambda declare: MLP(declare, width, hidden, "mlp_width")  # noqa: E731
+    return LayerModule(layers, 6 * width * hidden, moved, make, apply)
+
+
 def layer_cases(setting: Setting, module: str, tokens: Iterable[int]) -> Iterator[ModuleCase]:
     """Yield cases of `norms`, `router`, `dense MLP` or `shared expert`; none if the model has no such layers.
 
     MLP cases include the residual addition; router cases include scores, groups and expert selection.
     """
-    config, D, itemsize = setting.config, setting.config.hidden_size, setting.dtype.itemsize
-    # Layers in the model; FLOPs and bytes moved per token.
+    config = setting.config
     if module == "norms":
-        in_model, flops, moved = config.num_hidden_layers, 8 * D, 4 * D * itemsize
-        make = lambda declare: LayerNorms(declare, D, config.rms_norm_eps)  # noqa: E731
-        apply = lambda norms, x, total: norms.mlp_norm(norms.attn_norm(total))  # noqa: E731
+        layer = _norms(setting)
     elif module == "router":
-        in_model, flops = config.num_moe_layers, 2 * D * config.n_routed_experts
-        moved = D * itemsize + config.n_routed_experts * 4 * 4
-        make = lambda declare: ExpertRouter(declare, config)  # noqa: E731
-
-        def apply(router: ExpertRouter, x, total):
-            routing = router(x, jnp.zeros(x.shape[:-1], jnp.int32))
-            return total.at[..., : routing.ids.shape[-1]].add((routing.weights + routing.ids).astype(total.dtype))
-
+        layer = _router(setting)
+    elif module == "shared expert":
+        layer = _mlp(setting, config.num_moe_layers, config.n_shared_experts * config.moe_intermediate_size)
     else:
-        in_model, hidden = config.num_dense_layers, config.intermediate_size
-        if module == "shared expert":
-            in_model, hidden = config.num_moe_layers, config.n_shared_experts * config.moe_intermediate_size
-        flops, moved = 6 * D * hidden, (3 * D + 5 * hidden) * itemsize
-        make = lambda declare: MLP(declare, D, hidden, "mlp_width")  # noqa: E731
-        apply = lambda mlp, x, total: total + mlp(x, setting.multiply)  # noqa: E731
-    if not (in_model and flops):
+        layer = _mlp(setting, config.num_dense_layers, config.intermediate_size)
+    if not (layer.layers and layer.flops):
         return
-    stack = LayerStack.of(setting, make, in_model)
+    stack = LayerStack.of(setting, layer.make, layer.layers)
     for count in tokens:
-        work = ModuleWork(count * flops, stack.layer_bytes, count * moved)
-        memory = stack.nbytes + 4 * count * (moved + D * itemsize)
-        build = partial(layer_loop, setting, stack, apply, in_model, count)
+        work = ModuleWork(count * layer.flops, stack.layer_bytes, count * layer.moved)
+        memory = stack.nbytes + 4 * count * (layer.moved + config.hidden_size * setting.dtype.itemsize)
+        build = partial(layer_loop, setting, stack, layer.apply, layer.layers, count)
         yield ModuleCase(module, "", {"tokens": count}, work, memory, build)
 
 
-def layer_loop(setting: Setting, stack: LayerStack, apply: Callable, in_model: int, tokens: int) -> PreparedCase:
+def layer_loop(setting: Setting, stack: LayerStack, apply: Callable, layers: int, tokens: int) -> PreparedCase:
     """Loop a module over layers as the step does: as slices of a stack or, if the model has only one such layer, as separate arrays."""
     x = setting.random((1, tokens, setting.config.hidden_size))
-    if in_model == 1:
-        return one_in_a_step(setting, stack, apply, x)
+    if layers == 1:
+        return single_layer_loop(setting, stack, apply, x)
 
     def one_layer(inputs, index, total):
         return apply(stack.layer(inputs["params"], index), inputs["x"], total)
 
     inputs = {"params": stack.values(setting.seed), "x": x}
-    return device_loop(one_layer, inputs, jnp.zeros_like(x), depth=stack.depth, in_call=in_model)
+    return device_loop(one_layer, inputs, jnp.zeros_like(x), depth=stack.depth, in_step=layers)
 
 
-def one_in_a_step(setting: Setting, stack: LayerStack, apply, x) -> PreparedCase:
+def single_layer_loop(setting: Setting, stack: LayerStack, apply: Callable, x: jax.Array) -> PreparedCase:
     """Run a module that occurs once in the model, once per call with separate arrays. Successive calls alternate between copies."""
-    every = stack.values(setting.seed)
-    copies = [{path: array[i] for path, array in every.items()} | {"x": x} for i in range(stack.depth)]
+    values = stack.values(setting.seed)
+    copies = [{path: array[i] for path, array in values.items()} | {"x": x} for i in range(stack.depth)]
 
-    def one(inputs, total):
+    def one_call(inputs, total):
         params = {path: inputs[path] for path in stack.table.infos}
         return apply(stack.table.bind(params), inputs["x"], total)
 
-    return call_in_turn(one, copies, jnp.zeros_like(x))
+    return call_loop(one_call, copies, jnp.zeros_like(x))
 
 
 class Head(nnx.Module):
@@ -200,7 +231,7 @@ def head_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
     for count in tokens:
         x_bytes = count * D * setting.dtype.itemsize
         work = ModuleWork(2 * count * D * V, stack.layer_bytes, x_bytes + 3 * 4 * count * V)
-        build = lambda n=count: one_in_a_step(setting, stack, apply, setting.random((1, n, D)))  # noqa: E731
+        build = lambda n=count: single_layer_loop(setting, stack, apply, setting.random((1, n, D)))  # noqa: E731
         yield ModuleCase("head", "", {"tokens": count}, work, stack.nbytes + 2 * (x_bytes + 4 * count * V), build)
 
 
@@ -257,17 +288,17 @@ def product_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCas
     for weights in ("f32", "bf16", "fp8"):
         if weights == "f32" and setting.dtype != np.float32:
             continue
-        kept = dataclasses.replace(setting, weights=weights)
+        own_setting = dataclasses.replace(setting, weights=weights)
         make = lambda declare: OutputProjection(declare, rows, columns)  # noqa: E731
-        stack = LayerStack.of(kept, make, config.num_hidden_layers)
+        stack = LayerStack.of(own_setting, make, config.num_hidden_layers)
 
-        def apply(product: OutputProjection, x, total, kept=kept):
+        def apply(product: OutputProjection, x, total, setting=own_setting):
             wide = jnp.broadcast_to(x[..., :1], (*x.shape[:-1], rows))
-            return total + kept.multiply(product.matrix, wide)
+            return total + setting.multiply(product.matrix, wide)
 
         for count in tokens:
             moved = count * setting.dtype.itemsize * (rows + columns)
             work = ModuleWork(2 * count * rows * columns, stack.layer_bytes, moved)
-            build = partial(layer_loop, kept, stack, apply, config.num_hidden_layers, count)
+            build = partial(layer_loop, own_setting, stack, apply, config.num_hidden_layers, count)
             sizes = {"tokens": count, "n": columns, "k": rows}
             yield ModuleCase("product", weights, sizes, work, stack.nbytes + 4 * moved, build)

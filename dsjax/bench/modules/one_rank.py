@@ -102,7 +102,7 @@ def _loop(plan: OneRankPlan, stack: LayerStack, sent: DispatchedTokens | None, s
     inputs = shape.arrays() | {"params": stack.values(setting.seed)}
     experts = None
     if sent is not None:
-        experts = product_of(setting, stack.table.infos["moe.experts.down.weight"].dtype, sent)
+        experts = product_of(setting, stack.table.infos["moe.experts.down.weight"], sent)
         inputs["rows"] = setting.random((sent.rows, config.hidden_size))
         inputs["ids"] = layer_ids(setting, plan.experts, sent, stack.depth)
         inputs["weights"] = jnp.asarray(sent.weights)
@@ -135,7 +135,7 @@ def _loop(plan: OneRankPlan, stack: LayerStack, sent: DispatchedTokens | None, s
         return back + block.moe.shared(y, setting.multiply) if hasattr(block.moe, "shared") else back
 
     carry = (jnp.zeros_like(inputs["x"]), shape.cache(), jnp.int32(0))
-    return device_loop(one_layer, inputs, carry, depth=stack.depth, in_call=stack.depth)
+    return device_loop(one_layer, inputs, carry, depth=stack.depth, in_step=stack.depth)
 
 
 @dataclass(frozen=True)

@@ -28,40 +28,32 @@ _QUICK_TOKENS, _QUICK_CONTEXTS = "1,32,256", "128,1024"
 class ModelOptions(Checked):
     """Model and number formats."""
 
-    model: str = option("deepseek-v3", "bundled name, or a directory with config.json; weights are not read")
-    dtype: str = option("auto", "of computation; auto: as dsjax serve", choices=("auto", "float32", "bfloat16"))
-    weights: str = option("auto", "how matrices are kept; auto: as dsjax serve", choices=("auto", *WEIGHT_FORMATS))
-    activation_scheme: str = option(
-        "auto", "as in dsjax serve, with quantised weights", choices=("auto", "dynamic", *ROW_FORMATS, "none")
-    )
-    kv_cache_dtype: str = option(
-        "auto", "of the latent cache; auto: as dtype", choices=("auto", "float32", "bfloat16", "fp8")
-    )
-    kernels: str = option("auto", "as in dsjax serve", choices=("auto", "plain", "native", "pallas"))
-    page_size: int = option(16, "token slots of a page of the cache", least=1)
-    max_model_len: int | None = option(None, "positions of a page table; default: the model's, at most 4096", least=16)
-    seed: int = option(0, "of weights, tokens and routing", least=0)
+    model: str = option("deepseek-v3", "Bundled name, or directory with config.json. Weights are not read.")
+    dtype: str = option("auto", "Data type. auto: as dsjax serve.", choices=("auto", "float32", "bfloat16"))
+    weights: str = option("auto", "Format of weight matrices. auto: as dsjax serve.", choices=("auto", *WEIGHT_FORMATS))
+    activation_scheme: str = option("auto", "As in dsjax serve.", choices=("auto", "dynamic", *ROW_FORMATS, "none"))
+    kv_cache_dtype: str = option("auto", "Data type of the KV cache.", choices=("auto", "float32", "bfloat16", "fp8"))
+    kernels: str = option("auto", "Kernels, as in dsjax serve.", choices=("auto", "plain", "native", "pallas"))
+    page_size: int = option(16, "Number of tokens per page (block) of the KV cache.", least=1)
+    max_model_len: int | None = option(None, "Maximum context length. Default: the model's, at most 4096.", least=16)
+    seed: int = option(0, "Random seed for weights, tokens and routing.", least=0)
 
 
 @dataclass(frozen=True)
 class ModuleGrid(Checked):
     """Modules and sizes."""
 
-    only: str | None = option(None, f"modules, separated by commas: {', '.join(MODULES)}")
-    tokens: str = option("1,8,64,512,4096", "tokens of a DP rank")
-    contexts: str = option("128,1024,4096", "positions that are cached before")
-    drafts: int = option(0, "time decode attention also with rows that verify so many drafts", least=0)
-    forms: str | None = option(None, "MLA forms, separated by commas; default: those that have kernels")
-    experts: int | None = option(
-        None, "experts of the rank; default: all that fit a quarter of memory, else a 32nd", least=1
-    )
-    mesh: str = option("dp=1", "time every dispatch method on this mesh too, emulated on a CPU")
-    one_rank_of: int | None = option(None, "time a step's layers of one rank of so many instead of modules", least=1)
-    layers: str = option("auto", "with --one-rank-of: MoE layers at once; auto: as many as fit")
-    batch: int = option(32, "with --one-rank-of: requests of each rank", least=1)
-    quick: bool = option(
-        False, f"tokens {_QUICK_TOKENS}, contexts {_QUICK_CONTEXTS}, the engine's own two forms, 0.2 s a row"
-    )
+    only: str | None = option(None, f"Time only these modules, separated by commas: {', '.join(MODULES)}")
+    tokens: str = option("1,8,64,512,4096", "Numbers of tokens of a DP rank, separated by commas.")
+    contexts: str = option("128,1024,4096", "Numbers of cached positions per request, separated by commas.")
+    drafts: int = option(0, "Also time decode attention with this many draft tokens per request.", least=0)
+    forms: str | None = option(None, "MLA forms, separated by commas. Default: the forms that have kernels.")
+    experts: int | None = option(None, "Experts of the rank. Default: all, or a 32nd if memory is too small.", least=1)
+    mesh: str = option("dp=1", "Also time every dispatch method on this mesh (emulated on a CPU).")
+    one_rank_of: int | None = option(None, "Time the layers of one rank of this many, instead of modules.", least=1)
+    layers: str = option("auto", "With --one-rank-of: number of MoE layers in memory. auto: as many as fit.")
+    batch: int = option(32, "With --one-rank-of: number of requests per rank.", least=1)
+    quick: bool = option(False, f"Use tokens {_QUICK_TOKENS}, contexts {_QUICK_CONTEXTS} and 0.2 s per row.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -120,8 +112,8 @@ class ModuleGrid(Checked):
 class RunOptions(Checked):
     """Duration and output."""
 
-    seconds: float | None = option(None, "sampling of a row at most; default 1, with --quick 0.2", above=0)
-    row_limit: float = option(60.0, "skip rows that take longer than this at the device's ceilings", above=0)
-    hardware: str | None = option(None, "ceilings: name of configs/hardware or a file; default: by the device's name")
-    json_file: str | None = option(None, "write JSON to this file too; - for standard output", flag="--json")
-    progress: bool = option(True, "show a progress bar")
+    seconds: float | None = option(None, "Maximum seconds to sample a row. Default: 1; with --quick: 0.2.", above=0)
+    row_limit: float = option(60.0, "Skip rows that take more seconds than this at the device's peak rates.", above=0)
+    hardware: str | None = option(None, "Peak rates: name in configs/hardware, or file. Default: by device name.")
+    json_file: str | None = option(None, "Also write JSON to this file; - for standard output.", flag="--json")
+    progress: bool = option(True, "Show a progress bar.")

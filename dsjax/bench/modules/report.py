@@ -40,27 +40,29 @@ def show(console: Console, results: Results, ceilings: Ceilings, device: Device)
 
 
 def _table(module: str, rows: list[ModuleRow], ceilings: Ceilings) -> Table:
-    names = [name for name in dict.fromkeys(n for row in rows for n in row.case.sizes) if name != "mesh"]
-    variants = any(row.case.variant for row in rows)
-    cells = []
-    for row in rows:
-        times, work = row.times, row.case.work
-        bandwidth, rate, (low, high) = work.bytes / times.median, work.flops / times.median, spread(times.each)
-        cells.append(
-            [
-                *[row.case.variant] * variants,
-                *(str(row.case.sizes.get(name, "")) for name in names),
-                f"{times.median * 1e3:.4g}{'' if row.in_device_loop else '*'}",
-                f"{low * 1e3:.3g}–{high * 1e3:.3g}",
-                f"{times.once * 1e6:.0f}",
-                f"{bandwidth / 1e9:.3g}",
-                f"{bandwidth / ceilings.bytes_per_s:.0%}",
-                f"{rate / 1e9:.3g}" if work.flops else "",
-                f"{rate / ceilings.flops_per_s:.1%}" if work.flops else "",
-            ]
-        )
-    figures = ("ms", "10–90 %", "+once µs", "GB/s", "of max", "GFLOP/s", "of max")
-    return table(module, (*["<"] * variants, *names, *figures), cells)
+    """Return the table of a module's rows, with a column for each size, and one of variants if there are any."""
+    size_names = [name for name in dict.fromkeys(n for row in rows for n in row.case.sizes) if name != "mesh"]
+    columns = [*size_names, "ms", "10–90 %", "+once µs", "GB/s", "of max", "GFLOP/s", "of max"]
+    cells = [[*(str(row.case.sizes.get(name, "")) for name in size_names), *_figures(row, ceilings)] for row in rows]
+    if any(row.case.variant for row in rows):
+        columns.insert(0, "<")
+        cells = [[row.case.variant, *own] for row, own in zip(rows, cells, strict=True)]
+    return table(module, columns, cells)
+
+
+def _figures(row: ModuleRow, ceilings: Ceilings) -> list[str]:
+    times, work = row.times, row.case.work
+    low, high = spread(times.seconds_each)
+    bandwidth, rate = work.bytes / times.median, work.flops / times.median
+    return [
+        f"{times.median * 1e3:.4g}{'' if row.in_device_loop else '*'}",
+        f"{low * 1e3:.3g}–{high * 1e3:.3g}",
+        f"{times.setup * 1e6:.0f}",
+        f"{bandwidth / 1e9:.3g}",
+        f"{bandwidth / ceilings.bytes_per_s:.0%}",
+        f"{rate / 1e9:.3g}" if work.flops else "",
+        f"{rate / ceilings.flops_per_s:.1%}" if work.flops else "",
+    ]
 
 
 def show_extrapolation(console: Console, steps: list[Extrapolation], plan: OneRankPlan, config: ModelConfig) -> None:

@@ -15,6 +15,7 @@ from dsjax.bench.modules.run import ModuleCase, ModuleWork
 from dsjax.bench.modules.setting import LayerStack, Setting, with_mesh
 from dsjax.bench.modules.timing import PreparedCase, device_loop
 from dsjax.model.experts import ExpertProduct
+from dsjax.model.parameters import ParameterInfo
 from dsjax.model.transformer import RoutedExperts
 from sharding import MeshSpec
 from sharding.arrays import put
@@ -103,7 +104,7 @@ def expert_loop(setting: Setting, stack: LayerStack, experts: int, sent: Dispatc
         "ids": layer_ids(setting, experts, sent, stack.depth),
         "weights": jnp.asarray(sent.weights),
     }
-    product = product_of(setting, stack.table.infos["down.weight"].dtype, sent)
+    product = product_of(setting, stack.table.infos["down.weight"], sent)
     specs = {name: P() for name in (*inputs["params"], "layer")}
 
     def one_layer(inputs, layer, total):
@@ -117,7 +118,7 @@ def expert_loop(setting: Setting, stack: LayerStack, experts: int, sent: Dispatc
     counts = {"tokens_per_expert": jnp.zeros((1, experts), jnp.int32)}
     counts |= {name: jnp.zeros((1,), jnp.int32) for name in ("rows_received", "rows_sent", "rounds")}
     carry = (counts, jnp.zeros_like(inputs["x"]))
-    return device_loop(one_layer, inputs, carry, depth=stack.depth, in_call=setting.config.num_moe_layers)
+    return device_loop(one_layer, inputs, carry, depth=stack.depth, in_step=setting.config.num_moe_layers)
 
 
 def layer_ids(setting: Setting, experts: int, sent: DispatchedTokens, layers: int) -> jax.Array:
@@ -127,10 +128,11 @@ def layer_ids(setting: Setting, experts: int, sent: DispatchedTokens, layers: in
     return jnp.asarray(np.stack(every), jnp.int32)
 
 
-def product_of(setting: Setting, weight_dtype: np.dtype, sent: DispatchedTokens) -> ExpertProduct:
-    """Return the expert product that the step would choose."""
+def product_of(setting: Setting, stored: ParameterInfo, sent: DispatchedTokens) -> ExpertProduct:
+    """Return the expert product that the step would choose. stored: of ``down.weight``."""
     step = {"kernels": setting.step.kernels, "scheme": setting.step.scheme, "limit": setting.step.config.swiglu_limit}
-    return ExpertProduct(weight_dtype=weight_dtype, platform=setting.platform, mean_load=sent.mean_load, **step)
+    step |= {"weight_dtype": stored.dtype, "depth_last": stored.depth_last}
+    return ExpertProduct(platform=setting.platform, mean_load=sent.mean_load, **step)
 
 
 def default_experts(config, memory: int, expert_bytes: int) -> int:

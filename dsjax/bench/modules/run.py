@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from dsjax.bench.modules.setting import Ceilings, Setting, free_memory
-from dsjax.bench.modules.timing import DROWNED, Budget, PreparedCase, Times
+from dsjax.bench.modules.timing import TOO_NOISY, Budget, PreparedCase, Times
 from dsjax.bench.processes import Agree, Results, alone
 
 Sizes = Mapping[str, int | float | str]
@@ -92,11 +92,11 @@ def run_cases(
     results = Results()
     with results.collecting(agree):
         for case in cases:
-            ask = agree if case.shared else alone
+            case_agree = agree if case.shared else alone
             try:
-                outcome = _outcome(setting, case, ceilings, budget, row_limit, ask)
+                outcome = _outcome(setting, case, ceilings, budget, row_limit, case_agree)
             except (jax.errors.JaxRuntimeError, MemoryError) as error:
-                if ask is not alone or not _is_of_memory(error):
+                if case_agree is not alone or not _is_out_of_memory(error):
                     raise
                 outcome = _TOO_LARGE
             if isinstance(outcome, ModuleRow):
@@ -116,21 +116,21 @@ def _outcome(
     try:
         prepared = case.build()
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        if not _is_of_memory(error):
+        if not _is_out_of_memory(error):
             raise
     if reason := _first(agree("built", None if prepared else _TOO_LARGE)):
         return reason
     prepared.agree = agree
     prepared.warm_up(budget)
     times = prepared.take(budget)
-    return DROWNED if times is None else ModuleRow(case, times, prepared.in_device_loop)
+    return TOO_NOISY if times is None else ModuleRow(case, times, prepared.in_device_loop)
 
 
 def _first(reasons: Iterable[str | None]) -> str | None:
     return next(filter(None, reasons), None)
 
 
-def _is_of_memory(error: Exception) -> bool:
+def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from dsjax.bench.modules.options import ModelOptions
-from dsjax.bench.modules.timing import DROWNED, Budget, PreparedCase, device_loop
+from dsjax.bench.modules.timing import TOO_NOISY, Budget, PreparedCase, device_loop
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig, load_config
@@ -279,5 +279,5 @@ def _seconds(prepared: PreparedCase, budget: Budget) -> float:
     prepared.warm_up()
     times = prepared.take(budget)
     if times is None:
-        raise UserError(f"the device's ceilings cannot be measured: {DROWNED}, or name its file with --hardware")
+        raise UserError(f"the device's ceilings cannot be measured: {TOO_NOISY}, or name its file with --hardware")
     return times.median

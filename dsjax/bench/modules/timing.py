@@ -15,14 +15,14 @@ import numpy as np
 
 from dsjax.bench.processes import Agree, alone
 
-LEAST_SAMPLE = 0.02
-"""Least seconds of a sample. A call of a compiled program costs 20 to 100 µs on the host, under 1 % of it."""
-LEAST_SAMPLES = 3
-LOOP_LENGTHS, LONGER = 5, 4
+MIN_SAMPLE_SECONDS = 0.02
+"""Minimum seconds of a sample. A call of a compiled program costs 20 to 100 µs on the host, under 1 % of it."""
+MIN_SAMPLES = 3
+MAX_LOOP_LENGTHS, LOOP_GROWTH = 5, 4
 """Number of loop lengths to try while a loop takes no longer than an empty one, and the factor between two lengths."""
-DROWNED = "its loop took no longer than an empty one: something else keeps this machine busy; run it again when that has ended"
+TOO_NOISY = "its loop took no longer than an empty one: something else keeps this machine busy; run it again when that has ended"
 CALL_RESOLUTION = 1e-6
-"""Least seconds reported for a call minus an empty call."""
+"""Minimum seconds reported for a call minus an empty call."""
 HOST_PAUSE = 2e-4
 """Seconds of host work before a short call, as between two steps. The device's threads fall asleep meanwhile."""
 
@@ -51,7 +51,7 @@ class PreparedCase:
     """
 
     run: Callable[[int], None]  # applies the module n times, and waits
-    in_call: int = 1  # applications in one step of the model, from which `Times.once` follows
+    in_step: int = 1  # applications in one step of the model, from which `Times.setup` follows
     in_device_loop: bool = True
     few: int = 0
     many: int = 0
@@ -68,16 +68,16 @@ class PreparedCase:
 
         If one application takes longer than the budget, a sample is that application alone.
         """
-        first = self._slowest(seconds_of(self.run, 1))
-        if budget is not None and first > budget.seconds:
+        first_seconds = self._slowest(seconds_of(self.run, 1))
+        if budget is not None and first_seconds > budget.seconds:
             self.few, self.many = 0, 1
             return
-        each = self._slowest(seconds_of(self.run, 1))
-        if each < LEAST_SAMPLE:
-            each = self._slowest(seconds_of(self.run, 4)) / 4
-        count = max(1, math.ceil(LEAST_SAMPLE / max(each, 1e-7)))
+        seconds_each = self._slowest(seconds_of(self.run, 1))
+        if seconds_each < MIN_SAMPLE_SECONDS:
+            seconds_each = self._slowest(seconds_of(self.run, 4)) / 4
+        count = max(1, math.ceil(MIN_SAMPLE_SECONDS / max(seconds_each, 1e-7)))
         # The short call has one step's applications, unless they take long.
-        self.few = max(1, min(self.in_call, count))
+        self.few = max(1, min(self.in_step, count))
         self.many = self.few + count
 
     def sample(self) -> TimedCalls:
@@ -92,25 +92,26 @@ class PreparedCase:
         if self.empty is not None:
             empty = seconds_of(self.empty, self.many)
         own = [empty, short, seconds_of(self.run, self.many)]
-        self.samples.append(max((TimedCalls(*one) for one in self.agree("sample", own)), key=lambda one: one.long))
+        of_processes = [TimedCalls(*sample) for sample in self.agree("sample", own)]
+        self.samples.append(max(of_processes, key=lambda sample: sample.long))
         return self.samples[-1]
 
     def take(self, budget: Budget) -> Times | None:
-        """Sample until the budget is spent, at least `LEAST_SAMPLES` times; repeat with a longer loop while the samples are noise.
+        """Sample until the budget is spent, at least `MIN_SAMPLES` times; repeat with a longer loop while the samples are noise.
 
-        None if the longest loop is noise too (`DROWNED`).
+        None if the longest loop is noise too (`TOO_NOISY`).
         """
-        for _ in range(LOOP_LENGTHS):
+        for _ in range(MAX_LOOP_LENGTHS):
             started = time.perf_counter()
             while len(self.samples) < budget.samples and (
-                len(self.samples) < LEAST_SAMPLES or self._slowest(time.perf_counter() - started) < budget.seconds
+                len(self.samples) < MIN_SAMPLES or self._slowest(time.perf_counter() - started) < budget.seconds
             ):
                 self.sample()
             times = self.times()
-            if times.stand_out:
+            if times.is_above_noise:
                 return times
             self.samples.clear()
-            self.many = self.few + LONGER * (self.many - self.few)
+            self.many = self.few + LOOP_GROWTH * (self.many - self.few)
         return None
 
     def times(self) -> Times:
@@ -136,7 +137,7 @@ def pause() -> None:
 
 
 def device_loop(
-    apply: Callable[[Any, jax.Array, Any], Any], inputs: Any, carry: Any, *, depth: int = 1, in_call: int = 1
+    apply: Callable[[Any, jax.Array, Any], Any], inputs: Any, carry: Any, *, depth: int = 1, in_step: int = 1
 ) -> PreparedCase:
     """`carry = apply(inputs, layer, carry)` in a loop of the compiled program, cycling over layers 0 to `depth` − 1.
 
@@ -150,17 +151,18 @@ def device_loop(
 
     number = jax.ShapeDtypeStruct((), jnp.int32)
     compiled = jax.jit(program, donate_argnums=3).lower(number, number, inputs, carry).compile()
-    held, first = [carry], [0]
     is_local = all(array.is_fully_addressable for array in jax.tree.leaves(carry))
+    next_layer = 0
 
     def run(applications: int) -> None:
-        start = (np.int32(applications), np.int32(first[0] % depth))
+        nonlocal carry, next_layer
+        bounds = (np.int32(applications), np.int32(next_layer))
         if is_local:  # else JAX transfers them, also to other processes' devices
-            start = jax.device_put(start)
-        first[0] += applications
-        held[0] = jax.block_until_ready(compiled(*start, inputs, held[0]))
+            bounds = jax.device_put(bounds)
+        next_layer = (next_layer + applications) % depth
+        carry = jax.block_until_ready(compiled(*bounds, inputs, carry))
 
-    return PreparedCase(run, in_call, state=lambda: held[0])
+    return PreparedCase(run, in_step, state=lambda: carry)
 
 
 def host_loop(call: Callable[[], Any]) -> PreparedCase:
@@ -173,7 +175,7 @@ def host_loop(call: Callable[[], Any]) -> PreparedCase:
     return PreparedCase(run, in_device_loop=False)
 
 
-def call_in_turn(apply: Callable[[Any, Any], Any], inputs: Sequence[Any], carry: Any) -> PreparedCase:
+def call_loop(apply: Callable[[Any, Any], Any], inputs: Sequence[Any], carry: Any) -> PreparedCase:
     """Calls of `carry = apply(inputs, carry)` from the host, cycling through the inputs, minus the cost of an empty call.
 
     For modules that a step runs once: in a loop on the device, the threads of matrix products would still be awake.
@@ -184,30 +186,31 @@ def call_in_turn(apply: Callable[[Any, Any], Any], inputs: Sequence[Any], carry:
             return apply(inputs, carry)
 
     compiled = jax.jit(program, donate_argnums=1).lower(inputs[0], carry).compile()
-    nothing = jax.jit(lambda inputs, carry: carry, donate_argnums=1, keep_unused=True)
-    nothing = nothing.lower(inputs[0], carry).compile()
-    held, turn = [carry], [0]
+    no_op = jax.jit(lambda inputs, carry: carry, donate_argnums=1, keep_unused=True)
+    empty = no_op.lower(inputs[0], carry).compile()
+    number = 0
 
     def run(calls: int, program=compiled) -> None:
+        nonlocal carry, number
         for _ in range(calls):
             pause()
-            turn[0] += 1
-            held[0] = jax.block_until_ready(program(inputs[turn[0] % len(inputs)], held[0]))
+            number += 1
+            carry = jax.block_until_ready(program(inputs[number % len(inputs)], carry))
 
-    return PreparedCase(run, in_device_loop=False, empty=lambda calls: run(calls, nothing), state=lambda: held[0])
+    return PreparedCase(run, in_device_loop=False, empty=lambda calls: run(calls, empty), state=lambda: carry)
 
 
 def spread(ordered: Sequence[float]) -> tuple[float, float]:
     """Return the 10th and 90th percentile of ascending values; the extremes if there are fewer than ten."""
-    left_out = len(ordered) // 10
-    return ordered[left_out], ordered[-1 - left_out]
+    tenth = len(ordered) // 10
+    return ordered[tenth], ordered[-1 - tenth]
 
 
 @dataclass(frozen=True)
 class Times:
     """Samples of one row, with the numbers of applications in short (few) and long (many) calls; few 0: long calls only.
 
-    The figures mean nothing unless the samples `stand_out`.
+    The figures mean nothing unless the samples `is_above_noise`.
     """
 
     samples: tuple[TimedCalls, ...]
@@ -215,7 +218,7 @@ class Times:
     many: int
 
     @property
-    def stand_out(self) -> bool:
+    def is_above_noise(self) -> bool:
         """Whether the samples are more than noise: every long call of a loop took longer than every empty one.
 
         A call from the host may take as long as an empty call, but not `CALL_RESOLUTION` less.
@@ -226,12 +229,12 @@ class Times:
 
     @property
     def _resolution(self) -> float:
-        """Least seconds reported for a long call minus an empty one."""
-        one_by_one = not self.few and any(sample.empty for sample in self.samples)
-        return CALL_RESOLUTION * self.many if one_by_one else 0.0
+        """Minimum seconds reported for a long call minus an empty one."""
+        called_from_host = not self.few and any(sample.empty for sample in self.samples)
+        return CALL_RESOLUTION * self.many if called_from_host else 0.0
 
     @property
-    def each(self) -> list[float]:
+    def seconds_each(self) -> list[float]:
         """Seconds of one application in each sample, minus the median empty call, ascending."""
         empty = statistics.median(sample.empty for sample in self.samples)
         return sorted(max(sample.long - empty, self._resolution) / self.many for sample in self.samples)
@@ -239,11 +242,11 @@ class Times:
     @property
     def median(self) -> float:
         """Median seconds of one application."""
-        return statistics.median(self.each)
+        return statistics.median(self.seconds_each)
 
     @property
-    def once(self) -> float:
-        """One-time seconds of a call beyond an empty call and its applications, for operations with a setup."""
+    def setup(self) -> float:
+        """Seconds of a call beyond an empty call and its applications, for operations with a setup."""
         if not self.few:
             return 0.0
         extra = statistics.median(sample.short - sample.empty for sample in self.samples) - self.few * self.median
@@ -251,13 +254,13 @@ class Times:
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields, seconds."""
-        low, high = spread(self.each)
+        low, high = spread(self.seconds_each)
         return {
             "median_s": self.median,
-            "min_s": self.each[0],
+            "min_s": self.seconds_each[0],
             "low_s": low,
             "high_s": high,
-            "once_s": self.once,
+            "once_s": self.setup,
             "applications": {"short": self.few, "long": self.many},
             "samples_s": [list(sample) for sample in self.samples],
         }

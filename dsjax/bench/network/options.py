@@ -14,19 +14,13 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 class CollectiveGrid(Checked):
     """Collectives and sizes."""
 
-    mesh: str = option("dp=1", "devices, and the groups that serving would form of them; emulated on a CPU")
-    sizes: str = option(
-        "1K,16K,256K,4M,64M", "bytes that leave a device in one collective; K, M and G are powers of 1,024"
-    )
-    pair_sizes: str = option("64,4K,64K,1M,16M,256M,1G", "bytes of a message from one device to another (send_receive)")
-    only: str | None = option(None, f"collectives, separated by commas: {', '.join(_ALL)}")
-    dtype: str = option(
-        "auto", "of the values; auto: float32 on a CPU, else bfloat16", choices=("auto", "float32", "bfloat16")
-    )
-    repeats: int = option(10, "samples of each row", least=1)
-    row_limit: float = option(
-        20.0, "skip rows of which one collective would take longer than this, in seconds", above=0
-    )
+    mesh: str = option("dp=1", "Mesh whose device groups are timed (emulated on a CPU).")
+    sizes: str = option("1K,16K,256K,4M,64M", "Bytes that a device sends in a collective. K, M, G: powers of 1,024.")
+    pair_sizes: str = option("64,4K,64K,1M,16M,256M,1G", "Bytes of a message between two devices (send_receive).")
+    only: str | None = option(None, f"Time only these collectives, separated by commas: {', '.join(_ALL)}")
+    dtype: str = option("auto", "auto: float32 on a CPU, else bfloat16.", choices=("auto", "float32", "bfloat16"))
+    repeats: int = option(10, "Number of samples per row.", least=1)
+    row_limit: float = option(20.0, "Skip rows whose collective would take longer than this many seconds.", above=0)
 
     def __post_init__(self):
         super().__post_init__()
@@ -64,8 +58,6 @@ def _bytes(flag: str, text: str) -> list[int]:
 class VerdictOptions(Checked):
     """Expectations and output."""
 
-    cluster: str | None = option(
-        None, "bundled name (configs/clusters) or a TOML file, whose links and [acceptance] say what is expected"
-    )
-    json_file: str | None = option(None, "write JSON to this file too; - for standard output", flag="--json")
-    progress: bool = option(True, "show a progress bar")
+    cluster: str | None = option(None, "Bundled cluster or TOML file, with expected rates in [acceptance].")
+    json_file: str | None = option(None, "Also write JSON to this file; - for standard output.", flag="--json")
+    progress: bool = option(True, "Show a progress bar.")

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from dsjax.bench.modules.report import origin
 from dsjax.bench.modules.setting import Device, free_memory
-from dsjax.bench.modules.timing import DROWNED, Budget, PreparedCase, spread
+from dsjax.bench.modules.timing import TOO_NOISY, Budget, PreparedCase, spread
 from dsjax.bench.network.options import CollectiveGrid
 from dsjax.bench.network.programs import CollectiveProgram, DeviceGroup
 from dsjax.bench.processes import Agree, Results
@@ -145,7 +145,7 @@ def run_cases(
             prepared = program.loop() if part else PreparedCase(lambda count: None)
             samples = sample(prepared, options.repeats, agree)
             if not samples:
-                results.skipped.append((case, DROWNED))
+                results.skipped.append((case, TOO_NOISY))
                 continue
             samples = tuple(seconds / program.hops for seconds in samples)
             expectation = expect(cluster, case, program.sent_bytes) if cluster else None
@@ -160,7 +160,7 @@ def sample(prepared: PreparedCase, repeats: int, agree: Agree) -> tuple[float, .
     prepared.agree = agree
     prepared.warm_up()
     times = prepared.take(Budget(math.inf, repeats))
-    return tuple(times.each) if times else ()
+    return tuple(times.seconds_each) if times else ()
 
 
 def why_not(

@@ -21,8 +21,8 @@ from dsjax.options import OptionError
 _TOLERANCE = 0.05
 """The search ends when the smallest failing load exceeds the largest passing one by at most this share."""
 
-_MOST = {"concurrency": 65_536, "rate": 100_000.0}
-_LEAST_RATE = 1 / 1024
+_UPPER_LIMITS = {"concurrency": 65_536, "rate": 100_000.0}
+_LOWEST_RATE = 1 / 1024
 
 
 @dataclass
@@ -39,9 +39,9 @@ class Search:
         if best is None and failed is None:
             return 1
         if failed is None:
-            return best * 2 if best * 2 <= _MOST[self.quantity] else None
+            return best * 2 if best * 2 <= _UPPER_LIMITS[self.quantity] else None
         if best is None:
-            return None if whole or failed <= _LEAST_RATE else failed / 2
+            return None if whole or failed <= _LOWEST_RATE else failed / 2
         if whole:
             between = (int(best) + int(failed)) // 2
             return between if failed - best > max(1, _TOLERANCE * best) else None

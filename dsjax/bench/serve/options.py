@@ -9,28 +9,29 @@ from typing import Any
 from dsjax.bench.serve.statistics import LATENCIES, parse_goodput
 from dsjax.options import Checked, OptionError, check_place, option
 
-_MOST = 10_000_000
-"""Upper limit on requests, tokens of a prompt, seconds and temperature: a larger value is a typing error, and so many requests fit in no
-memory."""
+_UPPER_LIMIT = 10_000_000
+"""Largest accepted number of requests, prompt tokens, seconds and temperature. A larger value is a typing error."""
 
 
 @dataclass(frozen=True)
 class ServerOptions(Checked):
     """Server and API."""
 
-    base_url: str = option("http://127.0.0.1:8000", "of the server, with or without /v1")
-    endpoint: str = option("completions", "which of OpenAI's to call", choices=("completions", "chat"))
-    model: str | None = option(None, "name to ask for; default: the first that the server lists")
-    api_key: str | None = option(None, "sent as a bearer token", envvar="OPENAI_API_KEY")
-    tokenizer: str | None = option(None, "directory, tokenizer.json or Hugging Face repository; default: the model's")
-    prompt_form: str = option("auto", "auto: token ids where the server takes them", choices=("auto", "tokens", "text"))
-    vocab_size: int | None = option(None, "draw token ids below this; default: the tokenizer's", least=1)
-    ignore_eos: bool = option(False, "ask for answers of full length (a field of vLLM's)")
-    temperature: float | None = option(0.0, "of every request", least=0, most=_MOST)
-    extra_body: str | None = option(None, "JSON object of further fields for every request")
-    request_timeout: float = option(600.0, "seconds that one request may take", above=0, most=_MOST)
-    ready_check_timeout_sec: float = option(0.0, "seconds to wait for the server to come up", least=0)
-    devices: int | None = option(None, "of the server; default: what its /server_info says", least=1)
+    base_url: str = option("http://127.0.0.1:8000", "Base URL of the server, with or without /v1.")
+    endpoint: str = option("completions", "OpenAI endpoint to benchmark.", choices=("completions", "chat"))
+    model: str | None = option(None, "Model name in requests. Default: the first model that the server lists.")
+    api_key: str | None = option(None, "API key, sent as a bearer token.", envvar="OPENAI_API_KEY")
+    tokenizer: str | None = option(None, "Directory, tokenizer.json or Hugging Face repository. Default: the model's.")
+    prompt_form: str = option("auto", "auto: token ids if the server accepts them.", choices=("auto", "tokens", "text"))
+    vocab_size: int | None = option(
+        None, "Draw token ids below this. Default: the tokenizer's vocabulary size.", least=1
+    )
+    ignore_eos: bool = option(False, "Generate past the end-of-sequence token, up to the output length (a vLLM field).")
+    temperature: float | None = option(0.0, "Sampling temperature of every request.", least=0, most=_UPPER_LIMIT)
+    extra_body: str | None = option(None, "JSON object of additional fields for every request.")
+    request_timeout: float = option(600.0, "Timeout of one request, in seconds.", above=0, most=_UPPER_LIMIT)
+    ready_check_timeout_sec: float = option(0.0, "Maximum seconds to wait until the server is ready.", least=0)
+    devices: int | None = option(None, "Number of devices of the server. Default: from its /server_info.", least=1)
 
     def __post_init__(self):
         super().__post_init__()
@@ -51,21 +52,23 @@ class ServerOptions(Checked):
 class WorkloadOptions(Checked):
     """Workload."""
 
-    dataset_name: str = option("random", "the workload", choices=("random", "sharegpt", "prefix-repetition", "trace"))
-    dataset_path: str | None = option(None, "file of sharegpt or trace")
-    num_prompts: int | None = option(None, "requests of a point; default: 1000, of a trace all", least=1, most=_MOST)
-    seed: int = option(0, "of lengths, prompts and arrivals", least=0)
-    random_input_len: int = option(1024, "mean tokens of a prompt", least=1, most=_MOST)
-    random_output_len: int = option(128, "mean tokens of an answer", least=1)
-    random_range_ratio: float = option(0.0, "lengths between mean × (1 − ratio) and mean × (1 + ratio)", least=0)
-    random_prefix_len: int = option(0, "tokens before each prompt, the same for all", least=0, most=_MOST)
-    prefix_repetition_prefix_len: int = option(256, "tokens of a prefix", least=0, most=_MOST)
-    prefix_repetition_suffix_len: int = option(256, "tokens of a suffix", least=0, most=_MOST)
-    prefix_repetition_num_prefixes: int = option(10, "different prefixes", least=1, most=_MOST)
-    prefix_repetition_output_len: int = option(128, "tokens of an answer", least=1)
-    sharegpt_output_len: int | None = option(None, "tokens of an answer; default: the conversation's", least=1)
-    trace_speed: float = option(1.0, "arrivals come this many times as fast", above=0)
-    trace_length_scale: float = option(1.0, "multiplies lengths, for small models", above=0)
+    dataset_name: str = option("random", "Dataset.", choices=("random", "sharegpt", "prefix-repetition", "trace"))
+    dataset_path: str | None = option(None, "Path of the sharegpt or trace file.")
+    num_prompts: int | None = option(None, "Requests per point. Default: 1000; trace: all.", least=1, most=_UPPER_LIMIT)
+    seed: int = option(0, "Random seed for lengths, prompts and arrivals.", least=0)
+    random_input_len: int = option(1024, "Mean number of prompt tokens.", least=1, most=_UPPER_LIMIT)
+    random_output_len: int = option(128, "Mean number of output tokens.", least=1)
+    random_range_ratio: float = option(0.0, "Draw lengths from [mean × (1 − ratio), mean × (1 + ratio)].", least=0)
+    random_prefix_len: int = option(0, "Number of prefix tokens that all prompts share.", least=0, most=_UPPER_LIMIT)
+    prefix_repetition_prefix_len: int = option(256, "Number of prefix tokens per request.", least=0, most=_UPPER_LIMIT)
+    prefix_repetition_suffix_len: int = option(256, "Number of suffix tokens per request.", least=0, most=_UPPER_LIMIT)
+    prefix_repetition_num_prefixes: int = option(10, "Number of distinct prefixes.", least=1, most=_UPPER_LIMIT)
+    prefix_repetition_output_len: int = option(128, "Number of output tokens per request.", least=1)
+    sharegpt_output_len: int | None = option(
+        None, "Output tokens per request. Default: the dataset's answer length.", least=1
+    )
+    trace_speed: float = option(1.0, "Replay arrivals this many times as fast.", above=0)
+    trace_length_scale: float = option(1.0, "Factor on prompt and output lengths, for small models.", above=0)
 
     def __post_init__(self):
         super().__post_init__()
@@ -91,28 +94,21 @@ class WorkloadOptions(Checked):
 class LoadOptions(Checked):
     """Load."""
 
-    request_rate: float | None = option(None, "requests a second; default: all at once", above=0)
-    burstiness: float = option(1.0, "shape of the gamma distributed gaps; 1: Poisson, less: burstier", above=0)
-    max_concurrency: int | None = option(None, "most requests under way", least=1)
-    sweep_concurrency: str | None = option(None, "one point for each, e.g. 1,8,64")
-    sweep_rate: str | None = option(None, "one point for each, e.g. 0.5,1,2,inf")
+    request_rate: float | None = option(None, "Number of requests per second. Default: send all at once.", above=0)
+    burstiness: float = option(1.0, "Shape of the gamma-distributed gaps. 1: Poisson; less: burstier.", above=0)
+    max_concurrency: int | None = option(None, "Maximum number of concurrent requests.", least=1)
+    sweep_concurrency: str | None = option(None, "Measure a point for each concurrency, such as 1,8,64.")
+    sweep_rate: str | None = option(None, "Measure a point for each request rate, such as 0.5,1,2,inf.")
     duration: float | None = option(
-        None,
-        "stop sending after so many seconds, then wait for running requests. With --num-prompts the earlier limit applies",
-        above=0,
+        None, "Send for this many seconds (or --num-prompts requests), then wait for running requests.", above=0
     )
     search: str | None = option(
         None,
-        "find the largest that meets --goodput; --num-prompts and --duration are of each point",
+        "Find the largest load that meets --goodput. --num-prompts and --duration apply to each point.",
         choices=("concurrency", "rate"),
     )
-    goodput_share: float = option(
-        0.95,
-        "share of a point's requests that must meet every objective of --goodput",
-        above=0,
-        most=1,
-    )
-    num_warmups: int = option(0, "requests sent before, and not counted", least=0)
+    goodput_share: float = option(0.95, "Share of requests that must meet --goodput.", above=0, most=1)
+    num_warmups: int = option(0, "Number of warm-up requests, which are not counted.", least=0)
 
     def __post_init__(self):
         super().__post_init__()
@@ -160,16 +156,14 @@ class LoadOptions(Checked):
 class ReportOptions(Checked):
     """Results."""
 
-    goodput: list[str] | None = option(
-        None, "objectives in milliseconds: ttft:200 tpot:50 e2el:3000; tps:20 is tpot:50"
-    )
-    percentile_metrics: str = option("ttft,tpot,itl,e2el", "latencies to print")
-    metric_percentiles: str = option("90,95,99", "percentiles of them")
-    json_file: str | None = option(None, "write JSON to this file; - for standard output", flag="--json")
-    save_detailed: bool = option(False, "each request's lengths, times and text in the JSON too")
-    csv_points: str | None = option(None, "write one line a point to this file")
-    plot: str | None = option(None, "draw tokens/s a user against tokens/s a device: .png, .svg or .pdf")
-    progress: bool = option(True, "show a progress bar")
+    goodput: list[str] | None = option(None, "Objectives in ms: ttft:200 tpot:50 e2el:3000. tps:20 means tpot:50.")
+    percentile_metrics: str = option("ttft,tpot,itl,e2el", "Latencies to print, separated by commas.")
+    metric_percentiles: str = option("90,95,99", "Percentiles of the latencies, separated by commas.")
+    json_file: str | None = option(None, "Write JSON to this file; - for standard output.", flag="--json")
+    save_detailed: bool = option(False, "Add the lengths, times and text of each request to the JSON.")
+    csv_points: str | None = option(None, "Write a CSV file with a line per point.")
+    plot: str | None = option(None, "Plot tokens/s per user against tokens/s per device: .png, .svg or .pdf.")
+    progress: bool = option(True, "Show a progress bar.")
 
     def __post_init__(self):
         super().__post_init__()

@@ -2,13 +2,14 @@
 
 from dsjax.dryrun.program.collectives import ProgramCollective, program_collectives, true_dtypes
 from dsjax.dryrun.program.costs import ProgramCosts, program_costs
-from dsjax.dryrun.program.schedule import COMPUTE, OperationCost, Prices, Schedule, Span, Turn, play
+from dsjax.dryrun.program.schedule import COMPUTE, LoopIteration, OperationCost, Prices, Schedule, Span, play
 from dsjax.dryrun.program.text import Operation, Program, ProgramTextError, Shape
 from dsjax.dryrun.program.walk import Executed, executed
 
 __all__ = [
     "COMPUTE",
     "Executed",
+    "LoopIteration",
     "Operation",
     "OperationCost",
     "Prices",
@@ -19,7 +20,6 @@ __all__ = [
     "Schedule",
     "Shape",
     "Span",
-    "Turn",
     "executed",
     "play",
     "program_collectives",

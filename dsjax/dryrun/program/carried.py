@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 
 from dsjax.dryrun.program.text import Computation, Operation, Program
 
@@ -15,29 +15,31 @@ _LINEAR = {
 _Paths = frozenset[bool]
 """Paths from a carried value to an element: True for a path with an addition, False for one without."""
 _NONE: _Paths = frozenset()
+_Leaf = Callable[[Operation], _Paths | None]
+_Visited = dict[str, _Paths]
 
 
 def carried_sums(program: Program, loop: Operation) -> tuple[Operation, ...]:
     """Return the operations that add, in floating point, to elements of a ``while``'s tuple, one per element."""
     body = program.computations[loop.computation("body")]
-    root = body.root
-    if root.opcode != "tuple":
+    if body.root.opcode != "tuple":
         return ()
-    found = []
-    for index, name in enumerate(root.operands):
-        made = body.operations[name]
-        if not made.shapes or not is_float(made.shapes[0].dtype):
-            continue
+    results = [body.operations[name] for name in body.root.operands]
+    return tuple(result for index, result in enumerate(results) if _is_carried_sum(program, body, result, index))
 
-        def carried(operation: Operation, index: int = index) -> _Paths | None:
-            if operation.opcode != "get-tuple-element" or operation.number("index") != index:
-                return None
-            source = body.operations.get(operation.operands[0])
-            return frozenset({False}) if source is not None and source.opcode == "parameter" else None
 
-        if True in _paths(program, body, name, carried, {}):
-            found.append(made)
-    return tuple(found)
+def _is_carried_sum(program: Program, body: Computation, result: Operation, index: int) -> bool:
+    """Whether a float result of a loop's body adds to the element ``index`` that the body was given."""
+    if not result.shapes or not is_float(result.shapes[0].dtype):
+        return False
+
+    def carried_value(operation: Operation) -> _Paths | None:
+        if operation.opcode != "get-tuple-element" or operation.number("index") != index:
+            return None
+        source = body.operations.get(operation.operands[0])
+        return frozenset({False}) if source is not None and source.opcode == "parameter" else None
+
+    return True in _paths(program, body, result.name, carried_value, {})
 
 
 def is_float(dtype: str) -> bool:
@@ -45,55 +47,52 @@ def is_float(dtype: str) -> bool:
     return dtype.startswith(("f", "bf", "c"))
 
 
-def _paths(
-    program: Program,
-    computation: Computation,
-    name: str,
-    leaf: Callable[[Operation], _Paths | None],
-    known: dict[str, _Paths],
-) -> _Paths:
-    if name in known:
-        return known[name]
-    known[name] = _NONE  # during the visit
+def _paths(program: Program, computation: Computation, name: str, leaf_paths: _Leaf, visited: _Visited) -> _Paths:
+    """Return the paths from the carried value to an operation. leaf_paths: returns those of a leaf; None for other operations."""
+    if name in visited:
+        return visited[name]
+    visited[name] = _NONE  # during the visit
     operation = computation.operations.get(name)
-    result = _NONE
     if operation is not None:
-        ended = leaf(operation)
-        result = _of(program, computation, operation, leaf, known) if ended is None else ended
-    known[name] = result
-    return result
+        paths = leaf_paths(operation)
+        visited[name] = _operand_paths(program, computation, operation, leaf_paths, visited) if paths is None else paths
+    return visited[name]
 
 
-def _of(program, computation, operation, leaf, known) -> _Paths:
-    def come(names) -> _Paths:
-        return frozenset().union(*(_paths(program, computation, name, leaf, known) for name in names))
+def _operand_paths(
+    program: Program, computation: Computation, operation: Operation, leaf_paths: _Leaf, visited: _Visited
+) -> _Paths:
+    def through(names: Iterable[str]) -> _Paths:
+        return frozenset().union(*(_paths(program, computation, name, leaf_paths, visited) for name in names))
 
     opcode = operation.opcode
     if opcode in ("add", "subtract"):
-        return frozenset({True}) if come(operation.operands) else _NONE
+        return frozenset({True}) if through(operation.operands) else _NONE
     if opcode in _LINEAR:
-        return come(operation.operands)
+        return through(operation.operands)
     if opcode == "dynamic-update-slice":
-        return come(operation.operands[:2])
+        return through(operation.operands[:2])
     if opcode == "fusion":
-        return _inside(program, computation, operation, 0, leaf, known)
+        return _fusion_paths(program, computation, operation, 0, leaf_paths, visited)
     if opcode == "get-tuple-element":
         source = computation.operations.get(operation.operands[0])
         if source is not None and source.opcode == "fusion":
-            return _inside(program, computation, source, operation.number("index"), leaf, known)
+            return _fusion_paths(program, computation, source, operation.number("index"), leaf_paths, visited)
     return _NONE
 
 
-def _inside(program, computation, fusion, result: int, leaf, known: Mapping[str, _Paths]) -> _Paths:
+def _fusion_paths(
+    program: Program, computation: Computation, fusion: Operation, result: int, leaf_paths: _Leaf, visited: _Visited
+) -> _Paths:
     """Follow one result of a fusion through the fusion's parameters to its operands."""
-    inner = program.computations[fusion.computation("calls")]
-    root = inner.root
+    fused = program.computations[fusion.computation("calls")]
+    root = fused.root
     name = root.operands[result] if root.opcode == "tuple" else root.name
-    places = {parameter.name: place for place, parameter in enumerate(inner.parameters)}
+    operands = {parameter.name: fusion.operands[place] for place, parameter in enumerate(fused.parameters)}
 
-    def outside(operation: Operation) -> _Paths | None:
+    def operand_of_parameter(operation: Operation) -> _Paths | None:
         if operation.opcode != "parameter":
             return None
-        return _paths(program, computation, fusion.operands[places[operation.name]], leaf, known)
+        return _paths(program, computation, operands[operation.name], leaf_paths, visited)
 
-    return _paths(program, inner, name, outside, {})
+    return _paths(program, fused, name, operand_of_parameter, {})

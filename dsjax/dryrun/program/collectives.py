@@ -41,8 +41,8 @@ class ProgramCollective:
     op_name: str
 
     @property
-    def meeting(self) -> str:
-        """Participants in words: the mesh axes, or else the number of ranks if all are on one host or each is on another host."""
+    def participants(self) -> str:
+        """The participants as text: the mesh axes, or else the number of ranks if all are on one host or each is on another host."""
         if self.axes is not None:
             return "×".join(self.axes)
         if not (self.bytes_inside and self.bytes_between):
@@ -90,15 +90,15 @@ def program_collectives(
         if kind != "collective-permute" and max(map(len, groups), default=1) < 2:
             continue
         operand = _operand(one, inner, kind, dtypes)
-        inside, between = _most_sent(kind, groups, _travelling(one, kind, operand), host_devices)
-        beside = _beside(program, one)
+        inside, between = _most_sent(kind, groups, _sendable_bytes(one, kind, operand), host_devices)
+        beside = _operations_until_done(program, one)
         collectives.append(
             ProgramCollective(
                 name=one.operation.name,
                 kind=kind,
                 axes=_permutation_axes(groups, mesh) if kind == "collective-permute" else mesh_axes(groups, mesh),
                 ranks=2 if kind == "collective-permute" else max(map(len, groups)),
-                neighbours=_neighbours(groups, host_devices),
+                neighbours=_fewest_on_host(groups, host_devices),
                 operand=operand,
                 times=one.times,
                 data_dependent=one.data_dependent,
@@ -144,7 +144,7 @@ def _operand(one: Executed, inner: Operation, kind: str, dtypes: TrueDtypes | No
     return tuple(Shape(dtype, s.dims, s.space) if item_bits(dtype) < item_bits(s.dtype) else s for s in shapes)
 
 
-def _travelling(one: Executed, kind: str, operand: tuple[Shape, ...]) -> int:
+def _sendable_bytes(one: Executed, kind: str, operand: tuple[Shape, ...]) -> int:
     """Return the bytes of the operand that can be sent, including the device's part for itself.
 
     A ragged exchange has buffers for the worst case. In total, devices send as much as they receive, so the mean over devices is at
@@ -171,19 +171,20 @@ def _most_sent(kind: str, groups: Groups, operand: int, host_devices: int) -> tu
         return max(pairs, key=lambda pair: (pair[1], pair[0]), default=(0, 0))
     most = (0, 0)
     for group in groups:
-        to_one = {"all-gather": operand, "collective-broadcast": operand, "all-reduce": 2 * operand / len(group)}.get(
-            kind, operand / len(group)
-        )
+        if kind in ("all-gather", "collective-broadcast"):
+            to_one = operand
+        else:
+            to_one = (2 if kind == "all-reduce" else 1) * operand / len(group)
         counts: dict[int, int] = {}
         for device in group:
             counts[host(device)] = counts.get(host(device), 0) + 1
-        for here in counts.values():
-            sent = round(to_one * (here - 1)), round(to_one * (len(group) - here))
+        for on_host in counts.values():
+            sent = round(to_one * (on_host - 1)), round(to_one * (len(group) - on_host))
             most = max(most, sent, key=lambda pair: (pair[1], pair[0]))
     return most
 
 
-def _neighbours(groups: Groups, host_devices: int) -> int:
+def _fewest_on_host(groups: Groups, host_devices: int) -> int:
     """Return the fewest members of a group on one host: that host's NICs carry the most per member."""
     fewest = []
     for group in groups:
@@ -203,24 +204,18 @@ def _permutation_axes(pairs: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]
     return tuple(axis for axis in mesh if axis in changed)
 
 
-def _beside(program: Program, one: Executed) -> tuple[str, ...] | None:
+def _operations_until_done(program: Program, one: Executed) -> tuple[str, ...] | None:
     """Return the names of the operations scheduled between a start and its done; None for a synchronous collective."""
     if not is_start(program, one.operation):
         return None
-    between: list[str] = []
-    started = False
-    for operation in one.computation.operations.values():
-        if operation is one.operation:
-            started = True
-        elif (
-            started
-            and is_done(program, operation)
-            and start_of(program, one.computation, operation) == one.operation.name
-        ):
+    scheduled = list(one.computation.operations.values())
+    names: list[str] = []
+    for operation in scheduled[scheduled.index(one.operation) + 1 :]:
+        if is_done(program, operation) and start_of(program, one.computation, operation) == one.operation.name:
             break
-        elif started and operation.opcode not in _FREE:
-            between.append(operation.name)
-    return tuple(between)
+        if operation.opcode not in _FREE:
+            names.append(operation.name)
+    return tuple(names)
 
 
 _FREE = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id")

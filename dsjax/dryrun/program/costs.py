@@ -6,6 +6,7 @@ a parameter, only that part counts. XLA's ``HloCostAnalysis`` counts the same, b
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -57,8 +58,8 @@ def program_costs(program: Program, *, trip_count: TripCount = lambda loop: None
     uncounted: dict[str, float] = {}
     flops = moved = flops_assumed = bytes_assumed = 0.0
     for one in executed(program, trip_count):
-        told = told_cost(one.operation)
-        assumed = one.data_dependent or bool(told and told.assumed)
+        stated = stated_cost(one.operation)
+        assumed = one.data_dependent or bool(stated and stated.assumed)
         for dtype, count in products(program, one.computation, one.operation):
             by_dtype[dtype] = by_dtype.get(dtype, 0.0) + one.times * count
             flops += one.times * count
@@ -66,8 +67,8 @@ def program_costs(program: Program, *, trip_count: TripCount = lambda loop: None
         size = one.times * bytes_moved(program, one.computation, one.operation)
         moved += size
         bytes_assumed += size if assumed else 0.0
-        known = told or gemm_dimensions(one.computation, one.operation)
-        if one.operation.opcode == "custom-call" and not known:
+        counted = stated or gemm_dimensions(one.computation, one.operation)
+        if one.operation.opcode == "custom-call" and not counted:
             name = call_target(one.operation)
             if name not in ORDERING:
                 uncounted[name] = uncounted.get(name, 0.0) + one.times
@@ -80,9 +81,9 @@ def bytes_moved(program: Program, computation: Computation, operation: Operation
     if opcode in FREE or opcode.endswith(("-start", "-done", "-update")) or opcode in KINDS:
         return 0
     known = computation.operations
-    told = told_cost(operation)
-    if told:
-        return round(told.bytes)
+    stated = stated_cost(operation)
+    if stated:
+        return round(stated.bytes)
     if opcode == "custom-call" and call_target(operation) in ORDERING:
         return 0
     if opcode == "fusion":
@@ -145,10 +146,10 @@ def products(program: Program, computation: Computation, operation: Operation) -
             yield from products(program, inner, one)
         return
     contracting = None
-    told = told_cost(operation)
-    if told:
-        if told.flops:
-            yield told.dtype, round(told.flops)
+    stated = stated_cost(operation)
+    if stated:
+        if stated.flops:
+            yield stated.dtype, round(stated.flops)
     elif operation.opcode == "convolution":
         left, right = (computation.operations[name].shapes[0] for name in operation.operands)
         yield left.dtype, convolution_flops(operation, left, right)
@@ -159,14 +160,12 @@ def products(program: Program, computation: Computation, operation: Operation) -
     if contracting is None:
         return
     left = computation.operations[operation.operands[0]].shapes[0]
-    depth = 1
-    for axis in contracting:
-        depth *= left.dims[axis]
+    depth = math.prod(left.dims[axis] for axis in contracting)
     yield left.dtype, 2 * operation.shapes[0].size * depth
 
 
 @dataclass(frozen=True)
-class ToldCost:
+class StatedCost:
     """Costs in a custom call's metadata: FLOPs of its products, dtype of their operands, bytes of main memory.
 
     assumed: whether the figures depend on values and are therefore assumptions.
@@ -178,7 +177,7 @@ class ToldCost:
     assumed: bool
 
 
-def told_cost(operation: Operation) -> ToldCost | None:
+def stated_cost(operation: Operation) -> StatedCost | None:
     """Read ``cost_flops``, ``cost_bytes``, ``cost_dtype`` and ``cost_assumed`` from a custom call's metadata (Pallas's ``metadata``).
 
     Return None if it has none.
@@ -187,7 +186,7 @@ def told_cost(operation: Operation) -> ToldCost | None:
         return None
     # XLA escapes the quotation marks of the metadata's JSON as \22 for GPUs, and leaves them unescaped for TPUs.
     fields = dict(re.findall(r'cost_(\w+)(?:\\22|"): ?(?:\\22|")([\w.]+)', operation.attributes))
-    return ToldCost(float(fields["flops"]), float(fields["bytes"]), fields["dtype"], fields["assumed"] == "1")
+    return StatedCost(float(fields["flops"]), float(fields["bytes"]), fields["dtype"], fields["assumed"] == "1")
 
 
 def call_target(operation: Operation) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dsjax.dryrun.program.text import Computation, Operation, Program
 
-_SAME = ("bitcast", "copy", "copy-done", "copy-start", "reshape")
+_COPIES = ("bitcast", "copy", "copy-done", "copy-start", "reshape")
 
 
 def known_trip_count(program: Program, computation: Computation, loop: Operation) -> int | None:
@@ -26,7 +26,7 @@ def known_trip_count(program: Program, computation: Computation, loop: Operation
     before = _element(computation, loop.operands[0], index)
     first = _integer(before)
     last = _integer(limit)
-    if limit.opcode == "get-tuple-element" and _passed_on(body, limit.number("index")):
+    if limit.opcode == "get-tuple-element" and _is_unchanged(body, limit.number("index")):
         last = _integer(_element(computation, loop.operands[0], limit.number("index")))
     if first is None or last is None or not _adds_one(body, index):
         return None
@@ -36,14 +36,14 @@ def known_trip_count(program: Program, computation: Computation, loop: Operation
 def _origin(computation: Computation, name: str) -> Operation | None:
     """Return the operation that produced a value, looking through copies, bitcasts and reshapes."""
     operation = computation.operations.get(name)
-    while operation is not None and operation.opcode in _SAME:
+    while operation is not None and operation.opcode in _COPIES:
         operation = computation.operations.get(operation.operands[0])
     return operation
 
 
 def _element(computation: Computation, name: str, index: int) -> Operation | None:
-    made = computation.operations[name]
-    return _origin(computation, made.operands[index]) if made.opcode == "tuple" else None
+    producer = computation.operations[name]
+    return _origin(computation, producer.operands[index]) if producer.opcode == "tuple" else None
 
 
 def _integer(operation: Operation | None) -> int | None:
@@ -52,7 +52,7 @@ def _integer(operation: Operation | None) -> int | None:
     return int(operation.literal) if operation.literal.lstrip("-").isdigit() else None
 
 
-def _passed_on(body: Computation, index: int) -> bool:
+def _is_unchanged(body: Computation, index: int) -> bool:
     """Whether the body returns an element of its tuple unchanged."""
     operation = _element(body, body.root.name, index)
     return operation is not None and operation.opcode == "get-tuple-element" and operation.number("index") == index

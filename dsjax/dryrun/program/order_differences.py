@@ -10,23 +10,23 @@ Signatures = dict[str, frozenset[str]]
 """Source location of a sum → its signatures; several if layers are compiled separately."""
 
 
-def signatures(reductions: Iterable[Reduction], where: Callable[[Reduction], str]) -> Signatures:
-    """Return the signatures of a program's sums. where: returns a sum's source location, which must be equal in both programs."""
-    found: dict[str, set[str]] = {}
-    for one in reductions:
-        found.setdefault(where(one), set()).add(one.signature)
-    return {place: frozenset(ways) for place, ways in found.items()}
+def signatures(reductions: Iterable[Reduction], location: Callable[[Reduction], str]) -> Signatures:
+    """Return the signatures of a program's sums. location: returns a sum's source location, which must be equal in both programs."""
+    by_location: dict[str, set[str]] = {}
+    for reduction in reductions:
+        by_location.setdefault(location(reduction), set()).add(reduction.signature)
+    return {place: frozenset(found) for place, found in by_location.items()}
 
 
-def order_differences(here: Signatures, there: Signatures) -> dict[tuple[str, str], tuple[str, ...]]:
-    """Return ``(place, signature)`` of each sum of ``here`` that ``there`` lacks → the signatures that only ``there`` has, sorted.
+def order_differences(first: Signatures, second: Signatures) -> dict[tuple[str, str], tuple[str, ...]]:
+    """Return ``(location, signature)`` of each sum that only ``first`` has → the signatures that only ``second`` has there, sorted.
 
-    If ``there`` has all signatures of a place and more, it is unknown which layer's sum has changed, so all of them are returned.
+    If ``second`` has all signatures of a location and more, it is unknown which layer's sum has changed, so all of them are returned.
     """
     differences = {}
-    for place, ways in here.items():
-        others = there.get(place, frozenset())
-        added = tuple(sorted(others - ways))
-        for way in ways if others > ways else ways - others:
-            differences[place, way] = added
+    for location, own in first.items():
+        others = second.get(location, frozenset())
+        added = tuple(sorted(others - own))
+        for signature in own if others > own else own - others:
+            differences[location, signature] = added
     return differences

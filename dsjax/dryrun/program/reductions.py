@@ -46,7 +46,7 @@ _MOVING_CALLS = ORDERING | {
 """Custom calls that move, sort or compare values without adding any."""
 _LIBRARIES = re.compile(r"cublas|cudnn|cusolver|cufft|onednn|__cub\$|triton_kernel_library", re.IGNORECASE)
 _PRODUCTS = ("dot", "convolution")
-_FAR = 16
+_MAX_VISITED = 16
 """Maximum number of unnamed operations to search for one with a name."""
 
 
@@ -58,7 +58,7 @@ class Reduction:
     ``library`` by its call, a ``product`` or ``reduce`` that the compiler tiles, a ``scatter``, a ``collective`` by its kind, a
     ``loop`` that carries the sum across iterations, or an ``unknown`` call.
     dtype: of the result. depth: terms per element on this device; None if unknown or dependent on values.
-    order: the order as far as the program states it. told: whether it is complete, so that two programs with equal ``order`` add alike.
+    order: the order as far as the program states it. is_complete: whether that is all, so that programs with equal ``order`` add alike.
     depends: what the order may depend on (``MESH`` …); empty if the program's text fixes the order. why: the reason, as text.
     axes: mesh axes of a collective. times: executions per run of the program.
     """
@@ -70,7 +70,7 @@ class Reduction:
     dtype: str
     depth: int | None
     order: str
-    told: bool
+    is_complete: bool
     depends: tuple[str, ...]
     why: str
     axes: tuple[str, ...] | None = None
@@ -81,10 +81,10 @@ class Reduction:
         """Carrier, terms, dtype and order, which must be equal in two programs for the sum to be the same."""
         terms = "" if self.depth is None else f" of {self.depth}"
         order = f", {self.order}" if self.order else ""
-        return f"{self.made_by}{terms} in {self.dtype}{order}"
+        return f"{self.computed_by}{terms} in {self.dtype}{order}"
 
     @property
-    def made_by(self) -> str:
+    def computed_by(self) -> str:
         """Carrier and its name, as text."""
         return self.what if self.carrier in (self.what, "collective") else f"{self.carrier} {self.what}"
 
@@ -95,42 +95,42 @@ def program_reductions(program: Program, mesh: Mapping[str, int], platform: Plat
     found: list[Reduction] = []
     for one in executed(program):
         if one.times:
-            found.extend(_of(program, one, mesh, devices, platform))
+            found.extend(_operation_sums(program, one, mesh, devices, platform))
     return tuple(found)
 
 
-def _of(
+def _operation_sums(
     program: Program, one: Executed, mesh: Mapping[str, int], devices: int, platform: Platform
 ) -> Iterator[Reduction]:
     operation = one.operation
     collective = collective_of(program, operation)
     if collective:
         if collective[0] in ("all-reduce", "reduce-scatter"):
-            yield from _collective(program, one, *collective, mesh, devices)
+            yield from _collective_sums(program, one, *collective, mesh, devices)
         return
     if operation.opcode == "while":
-        yield from _loop(program, one)
+        yield from _loop_sums(program, one)
     elif operation.opcode == "custom-call":
-        yield from _call(one)
+        yield from _call_sums(one)
     elif operation.opcode == "fusion":
         inner = program.computations[operation.computation("calls")]
-        yield from _inner(program, one, inner, tiling_of(program, operation, platform), platform)
+        yield from _fusion_sums(program, one, inner, tiling_of(program, operation, platform), platform)
     else:
-        yield from _plain(program, one, one.computation, operation, NO_TILING, platform)
+        yield from _arithmetic_sums(program, one, one.computation, operation, NO_TILING, platform)
 
 
-def _inner(program: Program, one: Executed, inner: Computation, tiling: Tiling, platform: Platform):
+def _fusion_sums(program: Program, one: Executed, inner: Computation, tiling: Tiling, platform: Platform):
     for operation in inner.operations.values():
         if operation.opcode == "fusion":
             nested = program.computations[operation.computation("calls")]
-            yield from _inner(program, one, nested, tiling.around(operation), platform)
+            yield from _fusion_sums(program, one, nested, tiling.around(operation), platform)
         elif operation.opcode == "custom-call":
-            yield from _call(Executed(operation, inner, one.times, one.data_dependent))
+            yield from _call_sums(Executed(operation, inner, one.times, one.data_dependent))
         else:
-            yield from _plain(program, one, inner, operation, tiling, platform)
+            yield from _arithmetic_sums(program, one, inner, operation, tiling, platform)
 
 
-def _plain(
+def _arithmetic_sums(
     program: Program, one: Executed, computation: Computation, operation: Operation, tiling: Tiling, platform: Platform
 ):
     """Yield the sum of a product, a reduction, a window reduction or a scatter, by itself or inside a fusion."""
@@ -141,7 +141,7 @@ def _plain(
     if not is_float(dtype):
         return
     if opcode == "scatter" or opcode == "select-and-scatter":
-        yield from _scatter(program, one, operation, platform)
+        yield from _scatter_sums(program, one, operation, platform)
         return
     if opcode not in _PRODUCTS and not _adds(program, operation):
         return
@@ -157,16 +157,16 @@ def _plain(
         what = "terms of a product" if _traced_as_product(operation) else "window" if "window" in opcode else "terms"
     order = tiling.words(computation, operation)
     if order == SEQUENCE:
-        depends, why, told = (), "one thread adds in sequence", True
+        depends, why, is_complete = (), "one thread adds in sequence", True
     else:
-        depends, told = (COMPILER,), tiling.told and bool(order)
+        depends, is_complete = (COMPILER,), tiling.is_complete and bool(order)
         why = (
             "the compiler tiles it for this shape"
-            if told
+            if is_complete
             else "the compiler tiles it for this shape, and the program does not tell how"
         )
     yield Reduction(
-        one.operation.name, operation.op_name or one.operation.op_name, carrier, what, dtype, depth, order, told,
+        one.operation.name, operation.op_name or one.operation.op_name, carrier, what, dtype, depth, order, is_complete,
         depends, why, times=one.times,
     )  # fmt: skip
 
@@ -175,7 +175,7 @@ def _traced_as_product(operation: Operation) -> bool:
     return operation.op_name.rpartition("/")[2].startswith("dot_general")
 
 
-def _scatter(program: Program, one: Executed, operation: Operation, platform: Platform):
+def _scatter_sums(program: Program, one: Executed, operation: Operation, platform: Platform):
     if not _adds(program, operation):
         return
     unique = "unique_indices=true" in operation.attributes
@@ -195,7 +195,7 @@ def _scatter(program: Program, one: Executed, operation: Operation, platform: Pl
     )  # fmt: skip
 
 
-def _collective(
+def _collective_sums(
     program: Program, one: Executed, kind: str, inner: Operation, mesh: Mapping[str, int], devices: int
 ) -> Iterator[Reduction]:
     groups = replica_groups(inner.attributes, devices)
@@ -237,7 +237,7 @@ def _path_of_operand(one: Executed, kind: str) -> str:
     pending, seen = list(one.operation.operands), set()
     while pending:
         operation = one.computation.operations.get(pending.pop(0))
-        if operation is None or operation.name in seen or len(seen) > _FAR:
+        if operation is None or operation.name in seen or len(seen) > _MAX_VISITED:
             continue
         if operation.op_name:
             return f"{operation.op_name.rpartition('/')[0]}/{kind}"
@@ -246,27 +246,27 @@ def _path_of_operand(one: Executed, kind: str) -> str:
     return ""
 
 
-def _loop(program: Program, one: Executed) -> Iterator[Reduction]:
+def _loop_sums(program: Program, one: Executed) -> Iterator[Reduction]:
     sums = carried_sums(program, one.operation)
     if not sums:
         return
-    turns = known_trip_count(program, one.computation, one.operation)
-    if turns == 1:
+    trips = known_trip_count(program, one.computation, one.operation)
+    if trips == 1:
         return
     for dtype in dict.fromkeys(made.shapes[0].dtype for made in sums):
         yield Reduction(
-            one.operation.name, one.operation.op_name, "loop", "sum carried from turn to turn", dtype, turns, "turn by turn", True,
-            () if turns is not None else (VALUES,),
-            "one turn after the other" if turns is not None else "as many turns as values ask for, of which the text tells no number",
+            one.operation.name, one.operation.op_name, "loop", "sum carried from turn to turn", dtype, trips, "turn by turn", True,
+            () if trips is not None else (VALUES,),
+            "one turn after the other" if trips is not None else "as many turns as values ask for, of which the text tells no number",
             times=one.times,
         )  # fmt: skip
 
 
-def _call(one: Executed) -> Iterator[Reduction]:
+def _call_sums(one: Executed) -> Iterator[Reduction]:
     operation = one.operation
     target, dtype = call_target(operation), operation.shapes[0].dtype if operation.shapes else ""
     stated = stated_order(operation)
-    where = (operation.name, operation.op_name)
+    names = (operation.name, operation.op_name)
     if stated is not None:
         if stated.exact:
             return
@@ -276,7 +276,7 @@ def _call(one: Executed) -> Iterator[Reduction]:
             else "its sizes are the same for every shape"
         )
         yield Reduction(
-            *where, "kernel", stated.name, dtype, None, stated.words, True, stated.depends, why, times=one.times
+            *names, "kernel", stated.name, dtype, None, stated.words, True, stated.depends, why, times=one.times
         )  # fmt: skip
     elif target in _MOVING_CALLS or not any(is_float(shape.dtype) for shape in operation.shapes):
         return
@@ -285,12 +285,12 @@ def _call(one: Executed) -> Iterator[Reduction]:
         left = one.computation.operations.get(operation.operands[0]) if operation.operands else None
         depth = _extent(left.shapes[0], contracting) if contracting and left is not None else None
         yield Reduction(
-            *where, "library", target, dtype, depth, "", False, (LIBRARY, ROWS),
+            *names, "library", target, dtype, depth, "", False, (LIBRARY, ROWS),
             "the library chooses an algorithm, which may split the depth, for this shape and by timing", times=one.times,
         )  # fmt: skip
     else:
         yield Reduction(
-            *where, "unknown", _kernel_name(operation) or target, dtype, None, "", False, (ROWS, MESH),
+            *names, "unknown", _kernel_name(operation) or target, dtype, None, "", False, (ROWS, MESH),
             "the call says nothing of the order in which it adds", times=one.times,
         )  # fmt: skip
 

@@ -43,7 +43,7 @@ class Prices(Protocol):
     def copy(self, computation: Computation, operation: Operation) -> Mapping[str, OperationCost]:
         """Return the cost by link of any other asynchronous start."""
 
-    def turn(self, loop: Operation, known: bool) -> OperationCost:
+    def loop_overhead(self, loop: Operation, known: bool) -> OperationCost:
         """Return the overhead of one loop iteration, without its operations. known: whether the trip count is known in advance."""
 
 
@@ -79,7 +79,7 @@ class Span:
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class LoopIteration:
     """One iteration of a loop whose iterations were simulated one by one. depth: number of enclosing loops."""
 
     loop: Operation
@@ -92,13 +92,13 @@ class Turn:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A simulated program. spans: in order of issue. turns: iterations of the loops with transfers.
+    """A simulated program. spans: in order of issue. iterations: of the loops with transfers.
 
     last: index of the span that ends last; None if nothing takes time.
     """
 
     spans: tuple[Span, ...]
-    turns: tuple[Turn, ...]
+    iterations: tuple[LoopIteration, ...]
     last: int | None
 
     @property
@@ -108,10 +108,10 @@ class Schedule:
 
     def critical_path(self) -> tuple[int, ...]:
         """Return the indices of the spans that determine the duration: each begins when the previous one ends, the first at 0."""
-        path, at = [], self.last
-        while at is not None:
-            path.append(at)
-            at = self.spans[at].cause
+        path, index = [], self.last
+        while index is not None:
+            path.append(index)
+            index = self.spans[index].cause
         return tuple(reversed(path))
 
 
@@ -128,9 +128,9 @@ def play(
     """
     builder = _Builder(program, prices, {one.name: one for one in collectives}, trip_count)
     run = _Run()
-    run.play(builder.items(program.entry), {}, 0)
+    run.simulate(builder.items(program.entry), {}, 0)
     last = run.last if run.now > 0 or run.last is not None else None
-    return Schedule(tuple(run.spans), tuple(run.turns), last)
+    return Schedule(tuple(run.spans), tuple(run.iterations), last)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,9 +158,9 @@ class _Loop:
     items: tuple[_Item, ...]
 
     @property
-    def alone(self) -> bool:
+    def only_computes(self) -> bool:
         """Whether the loop has no transfers, so that all iterations are alike."""
-        return all(isinstance(i, _Compute) or (isinstance(i, _Loop) and i.alone) for i in self.items)
+        return all(isinstance(i, _Compute) or (isinstance(i, _Loop) and i.only_computes) for i in self.items)
 
 
 _Item = _Compute | _Transfer | _Wait | _Loop
@@ -187,7 +187,7 @@ class _Builder:
             return self._loop(computation, operation)
         if opcode == "conditional":
             branches = [self.items(self.program.computations[name]) for name in operation.branches]
-            return list(max(branches, key=_alone_seconds))
+            return list(max(branches, key=_standalone_seconds))
         if opcode == "call":
             return list(self.items(self.program.computations[operation.computation("to_apply")]))
         if is_done(self.program, operation):
@@ -210,18 +210,18 @@ class _Builder:
         times = 1 if times is None else times
         if not times:
             return []
-        turn = self.prices.turn(operation, known is not None)
+        overhead = self.prices.loop_overhead(operation, known is not None)
         items = self.items(self.program.computations[operation.computation("body")])
         if known is None:  # a loop with a known trip count needs no condition
             items = self.items(self.program.computations[operation.computation("condition")]) + items
-        if turn.seconds > 0:
-            items = (_Compute(operation, turn), *items)
+        if overhead.seconds > 0:
+            items = (_Compute(operation, overhead), *items)
         return [_Loop(operation, times, items)]
 
 
-def _alone_seconds(items: tuple[_Item, ...]) -> float:
+def _standalone_seconds(items: tuple[_Item, ...]) -> float:
     run = _Run()
-    run.play(items, {}, 0)
+    run.simulate(items, {}, 0)
     return run.now
 
 
@@ -230,12 +230,12 @@ class _Run:
 
     def __init__(self):
         self.spans: list[Span] = []
-        self.turns: list[Turn] = []
+        self.iterations: list[LoopIteration] = []
         self.now = 0.0
         self.last: int | None = None  # the span that ends at `now`
-        self.links: dict[str, tuple[float, int]] = {}  # when it is free, and after which span
+        self.links: dict[str, tuple[float, int]] = {}  # link → (time from which it is free, index of its last span)
 
-    def play(self, items: tuple[_Item, ...], started: dict[str, list[int]], depth: int) -> None:
+    def simulate(self, items: tuple[_Item, ...], started: dict[str, list[int]], depth: int) -> None:
         for item in items:
             if isinstance(item, _Compute):
                 self._compute(item.operation, item.work)
@@ -248,21 +248,21 @@ class _Run:
             elif isinstance(item, _Wait):
                 # A done whose start is in another computation waits for all transfers in flight.
                 self._wait(started.pop(item.start, [index for _, index in self.links.values()]))
-            elif item.alone:
-                body, seconds = _one_turn(item)
+            elif item.only_computes:
+                body, seconds = _one_iteration(item)
                 if seconds:
                     work = OperationCost(item.times * seconds, bound="loop")
                     self._compute(item.operation, work, body, item.times)
             else:
-                self._turns(item, depth)
+                self._simulate_iterations(item, depth)
 
-    def _turns(self, loop: _Loop, depth: int) -> None:
+    def _simulate_iterations(self, loop: _Loop, depth: int) -> None:
         """Simulate each iteration: transfers from before the loop may still occupy the links during the first ones."""
         times = round(loop.times)
         for index in range(times):
             begin = self.now
-            self.play(loop.items, {}, depth + 1)
-            self.turns.append(Turn(loop.operation, index, times, depth, begin, self.now))
+            self.simulate(loop.items, {}, depth + 1)
+            self.iterations.append(LoopIteration(loop.operation, index, times, depth, begin, self.now))
 
     def _compute(
         self, operation: Operation, work: OperationCost, body: tuple[Span, ...] = (), times: float = 1.0
@@ -274,9 +274,9 @@ class _Run:
     def _transfer(self, item: _Transfer) -> list[int]:
         begin, cause = self.now, self.last
         for link in item.works:
-            free, after = self.links.get(link, (0.0, 0))
-            if free > begin:
-                begin, cause = free, after
+            free_from, last_span = self.links.get(link, (0.0, 0))
+            if free_from > begin:
+                begin, cause = free_from, last_span
         transfers = []
         for link, work in item.works.items():
             self.spans.append(Span(item.operation, link, begin, begin + work.seconds, work, cause))
@@ -290,7 +290,7 @@ class _Run:
                 self.now, self.last = self.spans[index].end, index
 
 
-def _one_turn(loop: _Loop) -> tuple[tuple[Span, ...], float]:
+def _one_iteration(loop: _Loop) -> tuple[tuple[Span, ...], float]:
     run = _Run()
-    run.play(loop.items, {}, 0)
+    run.simulate(loop.items, {}, 0)
     return tuple(run.spans), run.now

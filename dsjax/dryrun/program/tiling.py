@@ -16,11 +16,11 @@ _REGISTER = (128, 8)
 
 @dataclass(frozen=True)
 class Tiling:
-    """Layout of a fusion's sums. whole: description of the whole fusion; told: whether equal descriptions imply equal orders;
+    """Layout of a fusion's sums. fusion: description of the whole fusion; is_complete: whether equal descriptions imply equal orders;
     sequence: whether one thread sums each element, in order; windows: of a TPU fusion, in registers."""
 
-    whole: str = ""
-    told: bool = False
+    fusion: str = ""
+    is_complete: bool = False
     sequence: bool = False
     windows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -29,15 +29,15 @@ class Tiling:
         if self.sequence:
             return SEQUENCE
         if self.windows:
-            return _depth_of_window(computation, operation, self.windows, self.whole)
+            return _depth_of_window(computation, operation, self.windows, self.fusion)
         own = re.search(r'backend_config=\{"sizes":\[([^\]]*)\]\}', operation.attributes)
         depth = f", depth {_sizes(own.group(1))}" if own and own.group(1) else ""
-        return self.whole + depth
+        return self.fusion + depth
 
     def around(self, fusion: Operation) -> Tiling:
         """Return the tiling of the operations in a nested fusion."""
         inner = _triton_words(fusion)
-        return replace(self, whole=", ".join(part for part in (self.whole, inner) if part))
+        return replace(self, fusion=", ".join(part for part in (self.fusion, inner) if part))
 
 
 NO_TILING = Tiling()
@@ -55,15 +55,15 @@ def tiling_of(program: Program, fusion: Operation, platform: str) -> Tiling:
     if platform == "gpu":
         triton = _triton_words(fusion)
         if triton:
-            return Tiling(triton, told=True)
+            return Tiling(triton, is_complete=True)
         inner = program.computations[fusion.computation("calls")]
         scattered = any(operation.opcode == "scatter" for operation in inner.operations.values())
         return Tiling(sequence=kind == "kLoop" or scattered)
     if platform == "tpu":
-        found = re.findall(r'"(kernel|output|input)_window_bounds": ?\[([^\]]+)\]', fusion.attributes)
-        windows = {name: tuple(int(part) for part in re.findall(r"\d+", bounds)) for name, bounds in found}
+        bounds_by_name = re.findall(r'"(kernel|output|input)_window_bounds": ?\[([^\]]+)\]', fusion.attributes)
+        windows = {name: tuple(int(part) for part in re.findall(r"\d+", bounds)) for name, bounds in bounds_by_name}
         emitter = re.search(r'"emitter":"(\w+)"', fusion.attributes)
-        return Tiling(emitter.group(1) if emitter else "", told=bool(windows), windows=windows)
+        return Tiling(emitter.group(1) if emitter else "", is_complete=bool(windows), windows=windows)
     return NO_TILING
 
 
@@ -98,10 +98,8 @@ def _depth_of_window(
         labels = re.search(r"dim_labels=(\w+)_", operation.attributes)
         window, axes = windows.get("input", ()), (labels.group(1).index("f"),) if labels else ()
     else:
-        window, axes = (
-            windows.get("output", ()),
-            tuple(axis for axis in operation.integers("dimensions") if shape.dims[axis] > 1),
-        )
+        window = windows.get("output", ())
+        axes = tuple(axis for axis in operation.integers("dimensions") if shape.dims[axis] > 1)
     sizes = _in_elements(shape, window)
     if not sizes or not axes:
         return ""  # the windows belong to another operation

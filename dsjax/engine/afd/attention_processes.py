@@ -37,7 +37,7 @@ class AttentionProcesses:
         self.name, self.generation, self.leads, own, ids = name, 0, True, 0, [0]
         if group is not None:
             own, ids = group.options.process_id, [member.process_id for member in group.present]
-            self.name, self.generation = group.agreement.ask("attention side", name)[0], group.generation
+            self.name, self.generation = group.agreement.all_gather("attention side", name)[0], group.epoch
             self.leads = group.is_leader
         self.number, self.count = ids.index(own), len(ids)
         self._words = {str(one): deque[tuple[int, int]]() for one in ids if one != own}  # received early
@@ -56,7 +56,7 @@ class AttentionProcesses:
         if not self._words:
             return
         agreement, self._listener = self._group.agreement, LinkListener(self.endpoint, list(self._words))
-        listeners = agreement.ask("attention processes", (self._listener.address, self._listener.ticket))
+        listeners = agreement.all_gather("attention processes", (self._listener.address, self._listener.ticket))
         agreement.run("attention connections", lambda: self._connect(listeners))
         if self._is_abandoned:
             self.abandon()

@@ -21,32 +21,33 @@ Args = TypeVar("Args")
 class ApartOptions:
     """Options of an engine with routed experts on separate devices."""
 
-    attention_mesh: str | None = option(None, "Devices of all but the routed experts, such as dp=4,tp=2.", Group.SIDES)
+    attention_mesh: str | None = option(None, "Mesh for everything but routed experts, such as dp=4,tp=2.", Group.SIDES)
     expert_mesh: str | None = option(
-        None, "Devices of the routed experts, such as ep=24, with --attention-mesh.", Group.SIDES
+        None, "Mesh for routed experts, such as ep=24; needs --attention-mesh.", Group.SIDES
     )
     afd_role: str = advanced(
         "both",
-        "With --expert-mesh. attention: call the experts at --afd-address; expert: have the experts and listen there; both: one process.",
+        "Role of this process with --expert-mesh. attention: call the experts at --afd-address; expert: compute the experts and "
+        "listen there; both: do both in one process.",
         Group.SIDES,
         choices=("both", "attention", "expert"),
         of_host=True,
     )
     afd_address: str | None = advanced(
         None,
-        "HOST:PORT of the process with --afd-role expert; several, separated by commas, share the expert devices equally in this order.",
+        "HOST:PORT of each process with --afd-role expert, separated by commas. They share the expert devices equally, in this order.",
         Group.SIDES,
         of_host=True,
     )
     num_afd_stages: int = advanced(
         2,
-        "With --enable-dbo and --expert-mesh: micro-batches of a step that take turns on the two sides; three or more where the network "
-        "takes longer than a half's attention.",
+        "Number of microbatches per step with --enable-dbo and --expert-mesh. Use three or more if transfers take longer than the "
+        "attention of half a batch.",
         Group.SIDES,
         least=2,
     )
     afd_server_rank: int | None = advanced(
-        None, "With several --afd-address: which is this process's, from 0.", Group.SIDES, least=0, of_host=True
+        None, "Index of this expert process in --afd-address, from 0.", Group.SIDES, least=0, of_host=True
     )
 
 

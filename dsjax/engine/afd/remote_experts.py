@@ -259,14 +259,14 @@ class RemoteExpertsPart(DevicePart):
         try:
             try:
                 after.connect()
-                programs = device.programs.of(model, after)
+                programs = device.programs.with_experts(model, after)
             except (UserError, RuntimeError, ValueError) as caught:
                 error = str(caught) if isinstance(caught, UserError) else f"{type(caught).__name__}: {caught}"
                 _log.warning("The current expert processes stay, because the new ones cannot take over: %s", error)
             attention.tell(int(error is not None))
             if attention.wait(int(error is not None)):
                 return error or "another attention process could not connect to them"
-            device.go_on_with(model, programs)
+            device.replace_programs(model, programs)
         finally:
             (after if self._side is before else before).close()
         return None

@@ -73,6 +73,7 @@ class ExecutorLimits:
         windows_per_rank: window pages, numbered after the others in commands; the first is never allocated either. 0: the model has none.
         window_columns: entries of a slot's ring of window pages, after its page table. host_windows_per_rank: window pages in host memory.
         host_pages_per_rank: host pages, for evicted ones. disk_pages: pages on disk, for all ranks; disk_page_bytes: bytes of each.
+        disk_pages_per_window: pages whose room on the disk a window page takes.
         transfers: whether pages move to or from other engines. moves_pages: whether pages move off the devices at all.
         num_stages: pipeline stages, and therefore steps that can be computed at the same time.
     """
@@ -88,6 +89,7 @@ class ExecutorLimits:
     host_pages_per_rank: int = 0
     disk_pages: int = 0
     disk_page_bytes: int = 0
+    disk_pages_per_window: int = 1
     transfers: bool = False
     moves_pages: bool = False
     num_stages: int = 1

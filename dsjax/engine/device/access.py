@@ -36,7 +36,7 @@ class DeviceAccess:
     state: DeviceState
     placements: LayerPlacements | None = None
 
-    def go_on_with(self, model: ModelStep, programs: Programs) -> None:
+    def replace_programs(self, model: ModelStep, programs: Programs) -> None:
         """Use these programs from the next command on: the same model and state, with the experts on other devices."""
         self.model, self.programs = model, programs
 
@@ -90,16 +90,16 @@ class CommandTable(dict[type[Command] | str, Handler]):
     def add(self, kind: type[Command] | str, handler: Handler) -> None:
         """Add the handler of a kind; a `ValueError` if the kind has one."""
         if kind in self:
-            raise ValueError(f"two parts of the executor carry out {_named(kind)}, expected one")
+            raise ValueError(f"two parts of the executor carry out {_describe(kind)}, expected one")
         self[kind] = handler
 
     def __missing__(self, kind: type[Command] | str) -> Handler:
         raise ValueError(
-            f"no part of this executor carries out {_named(kind)}; it was made without the option that asks for it"
+            f"no part of this executor carries out {_describe(kind)}; it was made without the option that asks for it"
         )
 
 
-def _named(kind: type[Command] | str) -> str:
+def _describe(kind: type[Command] | str) -> str:
     return f"commands of {kind!r}" if isinstance(kind, str) else kind.__name__
 
 

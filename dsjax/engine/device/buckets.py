@@ -99,15 +99,15 @@ class Buckets:
     @property
     def proposals(self) -> tuple[int, ...]:
         """Numbers of drafts that may be proposed after prompts."""
-        return tuple(count for count in self._counts(1) if count)
+        return tuple(count for count in self._draft_counts(1) if count)
 
     def shapes(self) -> list[tuple[Rectangle | None, Rectangle | None, tuple[int, ...]]]:
         """Return every (decode, prefill) pair of ``launches`` except scoring ones, with the numbers of drafts proposed after it."""
-        alone, largest, below = [], self.decode[-1], 0
+        decode_shapes, largest, below = [], self.decode[-1], 0
         for rows in self.decode:
             # More requests than these rows may be running, because others may still be in their prompt.
-            alone += [
-                (Rectangle(rows, 1 + count), None, (count,) if count else ()) for count in self._counts(below + 1)
+            decode_shapes += [
+                (Rectangle(rows, 1 + count), None, (count,) if count else ()) for count in self._draft_counts(below + 1)
             ]
             below = rows
         prompts = dict.fromkeys((*self.prefill, *self.single))
@@ -117,9 +117,9 @@ class Buckets:
             with_prompts += [
                 (Rectangle(largest, 1 + count), rectangle, tuple(filter(None, (count or after_prompts,))))
                 for rectangle in prompts
-                for count in self._counts(1)
+                for count in self._draft_counts(1)
             ]
-        return alone + with_prompts
+        return decode_shapes + with_prompts
 
     def serves_one(self, decode: Rectangle | None, prefill: Rectangle | None) -> bool:
         """Whether a request alone on its rank needs a pair of `shapes`, for its decodes and a prompt of any length."""
@@ -133,22 +133,22 @@ class Buckets:
         """
         ranks, width = step.ranks, 1 + step.num_drafts
         scored = [[(i, row) for i, row in enumerate(rank.prefills) if row.scored] for rank in ranks]
-        waiting = [
+        pending = [
             sorted(
                 (RowPiece(i, 0, row.length) for i, row in enumerate(rank.prefills) if not row.scored),
                 key=lambda piece: -piece.length,
             )
             for rank in ranks
         ]
-        nothing: list[Sequence[RowPiece]] = [()] * len(ranks)
+        no_pieces: list[Sequence[RowPiece]] = [()] * len(ranks)
         most_decodes = max(num_decodes(rank) for rank in ranks)
         launches = []
-        for rectangle, taken in self._lay(waiting):
+        for rectangle, pieces in self._pack_prefills(pending):
             joined = self.mixed and not launches and most_decodes > 0
-            launches.append(Launch(Rectangle(self.decode[-1], width) if joined else None, rectangle, taken))
+            launches.append(Launch(Rectangle(self.decode[-1], width) if joined else None, rectangle, pieces))
         if most_decodes and not (launches and self.mixed):
             rows = next(rows for rows in self.decode if rows >= most_decodes)
-            launches.insert(0, Launch(Rectangle(rows, width), None, nothing))
+            launches.insert(0, Launch(Rectangle(rows, width), None, no_pieces))
         return launches + self._scored_launches(scored)
 
     def _scored_launches(self, scored: list[list[tuple[int, PrefillRow]]]) -> list[Launch]:
@@ -163,47 +163,50 @@ class Buckets:
             for rows in scored
         ]
         return [
-            Launch(None, self.scored, [rank_pieces[turn : turn + 1] for rank_pieces in pieces], scored=True)
-            for turn in range(max(map(len, pieces)))
+            Launch(None, self.scored, [rank_pieces[index : index + 1] for rank_pieces in pieces], scored=True)
+            for index in range(max(map(len, pieces)))
         ]
 
-    def _counts(self, least: int) -> list[int]:
+    def _draft_counts(self, least: int) -> list[int]:
         """Return the numbers of drafts per row while ``least`` or more requests are running, ascending."""
         return [0] if self.speculation is None else self.speculation.counts(least, self.decode[-1])
 
-    def _lay(self, waiting: list[list[RowPiece]]) -> list[tuple[Rectangle, list[list[RowPiece]]]]:
+    def _pack_prefills(self, pending: list[list[RowPiece]]) -> list[tuple[Rectangle, list[list[RowPiece]]]]:
         """Return rectangles with each rank's pieces in them. Use single rows if that costs less for the whole step."""
-        laid = self._lay_with(self.prefill + self.single, waiting)
-        if any(rectangle not in self.prefill for rectangle, _ in laid):
+        packed = self._pack_into(self.prefill + self.single, pending)
+        if any(rectangle not in self.prefill for rectangle, _ in packed):
             # The greedy choice takes all waiting pieces to be as long as the longest, so it may not be the cheapest for the whole step.
-            laid = min(laid, self._lay_with(self.prefill, waiting), key=self._cost)
-        return laid
+            packed = min(packed, self._pack_into(self.prefill, pending), key=self._cost)
+        return packed
 
-    def _lay_with(
-        self, rectangles: Sequence[Rectangle], waiting: list[list[RowPiece]]
+    def _pack_into(
+        self, rectangles: Sequence[Rectangle], pending: list[list[RowPiece]]
     ) -> list[tuple[Rectangle, list[list[RowPiece]]]]:
-        laid = []
-        while any(waiting):
-            length = max(rank_pieces[0].length for rank_pieces in waiting if rank_pieces)
-            rectangle = self._cheapest(rectangles, length, max(map(len, waiting)))
-            laid.append((rectangle, [rank_pieces[: rectangle.rows] for rank_pieces in waiting]))
-            waiting = [rank_pieces[rectangle.rows :] for rank_pieces in waiting]
-        return laid
+        packed = []
+        while any(pending):
+            length = max(rank_pieces[0].length for rank_pieces in pending if rank_pieces)
+            rectangle = self._cheapest(rectangles, length, max(map(len, pending)))
+            packed.append((rectangle, [rank_pieces[: rectangle.rows] for rank_pieces in pending]))
+            pending = [rank_pieces[rectangle.rows :] for rank_pieces in pending]
+        return packed
 
-    def _cost(self, laid: list[tuple[Rectangle, list[list[RowPiece]]]]) -> int:
-        return sum(self._tokens_of_a_launch + rectangle.rows * rectangle.chunk for rectangle, _ in laid)
+    def _cost(self, packed: list[tuple[Rectangle, list[list[RowPiece]]]]) -> int:
+        return sum(self._tokens_per_launch + rectangle.rows * rectangle.chunk for rectangle, _ in packed)
 
     def _cheapest(self, rectangles: Sequence[Rectangle], length: int, rows: int) -> Rectangle:
         """Return the rectangle that takes ``rows`` rows of up to ``length`` tokens at the least cost, in tokens and launches.
 
         At equal cost, take the rectangle with more rows, which is narrower.
         """
-        each = self._tokens_of_a_launch
-        fitting = (rectangle for rectangle in rectangles if rectangle.chunk >= length)
-        return min(fitting, key=lambda one: (-(-rows // one.rows) * (each + one.rows * one.chunk), -one.rows))
+
+        def cost(rectangle: Rectangle) -> tuple[int, int]:
+            num_launches = -(-rows // rectangle.rows)
+            return num_launches * (self._tokens_per_launch + rectangle.rows * rectangle.chunk), -rectangle.rows
+
+        return min((rectangle for rectangle in rectangles if rectangle.chunk >= length), key=cost)
 
     @property
-    def _tokens_of_a_launch(self) -> int:
+    def _tokens_per_launch(self) -> int:
         return ACCELERATOR_LAUNCH_TOKENS if self.mixed else CPU_LAUNCH_TOKENS
 
 

@@ -43,11 +43,9 @@ def pages_that_fit(step: ModelStep, wanted: int, pool: Pool | None = None, held_
     pages = min(wanted, int((room - windows) * kept / each) if each else wanted if room >= windows else 0)
     if pages < 2:
         left = "" if pool is None else f" ({pool})"
-        has_windows = bytes_per_page(step, "window") > 0  # DeepSeek-V4's cache, which does not support FP8 yet
         raise UserError(
             f"the cache has room for {max(pages, 0)} pages of {each} bytes a device, expected at least 2{left}; "
-            "use a mesh of more devices, FP8 weights (--weights fp8), "
-            + ("" if has_windows else "an FP8 cache (--kv-cache-dtype fp8), ")
+            "use a mesh of more devices, FP8 weights (--weights fp8), an FP8 cache (--kv-cache-dtype fp8), "
             + ("" if pool is None else "a higher --gpu-memory-utilization, a smaller --max-num-batched-tokens, ")
             + "or a smaller --page-size"
         )

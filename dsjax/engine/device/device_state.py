@@ -31,7 +31,7 @@ MOVED_PAGES = 16
 """Pages per rank that one program copies to or from host memory."""
 MOVED_WINDOWS = 2
 """The same for window pages, which are larger and moved in smaller numbers."""
-PagesOnTheWay = dict[str, Array]
+TransferPages = dict[str, Array]
 """Pages in transfer: arrays as ``describe_moved`` describes them."""
 
 
@@ -143,7 +143,7 @@ def clear_pages(step: ModelStep, state: DeviceState, marked: Bool[Array, "B P+W"
 def describe_moved(step: ModelStep, state: DeviceState, table: Table = "context") -> dict[str, jax.ShapeDtypeStruct]:
     """Describe pages of a kind in transfer to or from host memory: ``[B, moved(table), layers, page_size, …]`` for each cache array."""
     B, batch = step.spec.dp_size, step.spec.batch_axes
-    described, (cache, filled) = {}, _of_kind(step, state, table)
+    described, (cache, filled) = {}, _arrays_on(step, state, table)
     for name, array in cache.items():
         layers, _, *rest = array.shape
         sharding = NamedSharding(step.mesh, P(batch, None, None, *array.sharding.spec[2:]))
@@ -161,33 +161,35 @@ def moved(table: Table) -> int:
 
 def take_pages(
     step: ModelStep, state: DeviceState, pages: Int[Array, "B K"], table: Table = "context"
-) -> PagesOnTheWay:
+) -> TransferPages:
     """Return copies of each rank's pages of a kind."""
 
     def local(cache, filled, pages):
         taken = {name: jnp.moveaxis(array[:, pages[0]], 1, 0)[None] for name, array in cache.items()}
         return taken if filled is None else taken | {"filled": filled[pages[0]][None]}
 
-    return _over_pages(step, state, table, local, _specs_of_moved(step, state, table), pages)
+    return _run_on_pages(step, state, table, local, _transfer_specs(step, state, table), pages)
 
 
 def put_pages(
-    step: ModelStep, state: DeviceState, arrived: PagesOnTheWay, pages: Int[Array, "B K"], table: Table = "context"
+    step: ModelStep, state: DeviceState, transferred: TransferPages, pages: Int[Array, "B K"], table: Table = "context"
 ) -> DeviceState:
     """Write each rank's pages of a kind. Page 0 is padding: it is never read."""
 
-    def local(cache, filled, pages, moved):
-        cache = {name: array.at[:, pages[0]].set(jnp.moveaxis(moved[name][0], 0, 1)) for name, array in cache.items()}
-        return cache, None if filled is None else filled.at[pages[0]].set(moved["filled"][0])
+    def local(cache, filled, pages, transferred):
+        cache = {
+            name: array.at[:, pages[0]].set(jnp.moveaxis(transferred[name][0], 0, 1)) for name, array in cache.items()
+        }
+        return cache, None if filled is None else filled.at[pages[0]].set(transferred["filled"][0])
 
-    return _change_pages(step, state, table, local, pages, (arrived, _specs_of_moved(step, state, table)))
+    return _change_pages(step, state, table, local, pages, (transferred, _transfer_specs(step, state, table)))
 
 
 def _table_of(step: ModelStep, name: str) -> Table:
     return next(group.table for group in step.cache_groups if name in group.arrays)
 
 
-def _of_kind(step: ModelStep, state: DeviceState, table: Table) -> tuple[Cache, Array | None]:
+def _arrays_on(step: ModelStep, state: DeviceState, table: Table) -> tuple[Cache, Array | None]:
     """Return the cache arrays on pages of a kind, and ``filled`` if the MTP module's entries are on such pages."""
     cache = {name: array for name, array in state.cache.items() if _table_of(step, name) == table}
     return cache, state.filled if step.fills_windows == (table == "window") else None
@@ -198,27 +200,27 @@ def _cache_specs(step: ModelStep, table: Table) -> dict[str, P]:
     return {name: array.sharding.spec for name, array in described.items() if _table_of(step, name) == table}
 
 
-def _specs_of_moved(step: ModelStep, state: DeviceState, table: Table) -> dict[str, P]:
+def _transfer_specs(step: ModelStep, state: DeviceState, table: Table) -> dict[str, P]:
     batch = step.spec.batch_axes
     specs = {name: P(batch, None, None, *spec[2:]) for name, spec in _cache_specs(step, table).items()}
-    _, filled = _of_kind(step, state, table)
+    _, filled = _arrays_on(step, state, table)
     return specs if filled is None else specs | {"filled": P(batch)}
 
 
 def _change_pages(
     step: ModelStep, state: DeviceState, table: Table, local: Callable, argument: Array, *further
 ) -> DeviceState:
-    """Return the state with ``cache`` (one kind) and ``filled`` replaced by the results of ``local``, called through ``_over_pages``."""
+    """Return the state with ``cache`` (one kind) and ``filled`` replaced by the results of ``local``, called through ``_run_on_pages``."""
     changed = _cache_specs(step, table), P(step.spec.batch_axes)
-    cache, filled = _over_pages(step, state, table, local, changed, argument, *further)
+    cache, filled = _run_on_pages(step, state, table, local, changed, argument, *further)
     return dataclasses.replace(state, cache=state.cache | cache, filled=state.filled if filled is None else filled)
 
 
-def _over_pages(
+def _run_on_pages(
     step: ModelStep, state: DeviceState, table: Table, local: Callable, out_specs, argument: Array, *further
 ):
     """Run ``local(cache, filled, argument, *further)`` on each rank's pages of a kind. further: pairs of a value and its specs."""
     rows = P(step.spec.batch_axes)
     specs = _cache_specs(step, table), rows, rows, *(spec for _, spec in further)
     run = jax.shard_map(local, mesh=step.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
-    return run(*_of_kind(step, state, table), argument, *(value for value, _ in further))
+    return run(*_arrays_on(step, state, table), argument, *(value for value, _ in further))

@@ -18,7 +18,7 @@ from dsjax.model.step import ModelStep
 from sharding.dispatch import DispatchStatistics
 from sharding.layer_placement import LayerPlacements
 
-_MOST_HELD = 64
+_MAX_UNREAD = 64
 """Maximum number of launches with reports on the devices."""
 _SECONDS = 1.0
 """Time after which the reports are read."""
@@ -35,8 +35,8 @@ class ExpertRecorder:
 
     def __init__(self, step: ModelStep):
         self._step = step
-        self._held: list[tuple[Mapping[str, Array], _Size, LayerPlacements]] = []
-        self._read_at = 0.0
+        self._unread: list[tuple[Mapping[str, Array], _Size, LayerPlacements]] = []
+        self._last_read_time = 0.0
         self._placements: LayerPlacements | None = None  # in the last launch that was read
         # Sums over the launches read: tokens per physical and per logical expert, rows per rank, rounds, payload and wire bytes.
         self._sums: list[Any] = [0] * 6
@@ -47,8 +47,8 @@ class ExpertRecorder:
             return
         exchanges = self._step.micro_batches(groups)
         size = -(-sum(group.tokens for group in groups) // exchanges), exchanges
-        self._held.append((dict(reports), size, placements))
-        if len(self._held) >= _MOST_HELD or time.monotonic() - self._read_at >= _SECONDS:
+        self._unread.append((dict(reports), size, placements))
+        if len(self._unread) >= _MAX_UNREAD or time.monotonic() - self._last_read_time >= _SECONDS:
             self._read()
 
     def counts(self) -> ExpertCounts | None:
@@ -72,24 +72,26 @@ class ExpertRecorder:
         return self.counts()
 
     def _read(self) -> None:
-        held, self._held = self._held, []
-        self._read_at = time.monotonic()
-        reports = jax.device_get([one for one, _, _ in held])
+        unread, self._unread = self._unread, []
+        self._last_read_time = time.monotonic()
+        reports = jax.device_get([report for report, _, _ in unread])
         # Launches of one size and placement are evaluated as one launch with more layers.
-        alike: dict[tuple[_Size, int], list[int]] = {}
-        for number, (_, size, placements) in enumerate(held):
-            alike.setdefault((size, id(placements)), []).append(number)
-        for numbers in alike.values():
-            _, size, placements = held[numbers[0]]
+        groups: dict[tuple[_Size, int], list[int]] = {}
+        for number, (_, size, placements) in enumerate(unread):
+            groups.setdefault((size, id(placements)), []).append(number)
+        for numbers in groups.values():
+            _, size, placements = unread[numbers[0]]
             self._enter([reports[number] for number in numbers], size, placements)
 
     def _enter(self, reports: list[Mapping[str, np.ndarray]], size: _Size, placements: LayerPlacements) -> None:
         """Add the reports of launches of one size and placement."""
-        more = self._statistics({name: np.concatenate([one[name] for one in reports]) for name in reports[0]}, size)
+        more = self._statistics(
+            {name: np.concatenate([report[name] for report in reports]) for name in reports[0]}, size
+        )
         tokens = more.tokens_per_expert.reshape(len(reports), -1, more.tokens_per_expert.shape[1]).sum(axis=0)
         logical = placements.logical_load(tokens)
         added = tokens, logical, more.rows_sent_per_rank, more.rounds, more.payload_bytes, more.wire_bytes
-        self._sums = [total + one for total, one in zip(self._sums, added, strict=True)]
+        self._sums = [total + report for total, report in zip(self._sums, added, strict=True)]
         self._placements = placements
 
     def _statistics(self, counts: Mapping[str, np.ndarray], size: _Size) -> DispatchStatistics:

@@ -1,15 +1,13 @@
-"""The host side of a launch, in NumPy: packs rows into integer inputs of programs, collects sampling rules, and reads results."""
+"""The host side of a launch, in NumPy: packs rows into integer inputs of programs, and collects sampling rules."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
 import numpy as np
-from jaxtyping import Array
 
 from dsjax.engine.contract.commands import (
     ALWAYS,
@@ -19,27 +17,20 @@ from dsjax.engine.contract.commands import (
     RankStep,
     Sampling,
     Step,
-    from_int32s,
 )
-from dsjax.engine.contract.executor import RankResults, RowResult, TokenScore
-from dsjax.engine.device.buckets import Launch, num_decodes, padded_pieces
-from dsjax.engine.device.sampler import NONE_ALLOWED, NOT_FINITE, Scores, Wanted, bias_width, mask_words
+from dsjax.engine.contract.executor import RankResults
+from dsjax.engine.device.buckets import Launch, padded_pieces
+from dsjax.engine.device.sampler import SamplingOps, bias_width, mask_words
 from dsjax.engine.device.slots import (
     ADMISSION_WIDTH,
     ADMISSIONS,
     COUNTED,
-    NOT_COMPUTED,
     PAGE_CHANGES,
-    REJECTED,
     LaunchShape,
 )
 
 PageEntry = tuple[int, int, int]
 """Slot, index in its page table, page."""
-
-NOTHING_ALLOWED = (
-    "no token is allowed next: allowed tokens, bad words, minimum length and structured output exclude each other"
-)
 
 
 def split_page_changes(step: Step, room: int, num_pages: int) -> tuple[list[list[PageEntry]], list[list[PageEntry]]]:
@@ -54,8 +45,8 @@ def split_page_changes(step: Step, room: int, num_pages: int) -> tuple[list[list
         with_launch: list[PageEntry] = []
         ahead: list[PageEntry] = []
         for slot, first, pages in ((change.slot, change.first, change.pages) for change in rank.pages):
-            own = pages if pages[0] < num_pages else [page - num_pages for page in pages]
-            entries = [(slot, index, page) for index, page in enumerate(own, start=first)]
+            numbers = pages if pages[0] < num_pages else [page - num_pages for page in pages]
+            entries = [(slot, index, page) for index, page in enumerate(numbers, start=first)]
             fits = slot not in admitted and len(with_launch) + len(entries) <= room
             (with_launch if fits else ahead).extend(entries)
         within.append(with_launch)
@@ -85,13 +76,15 @@ def pack_admissions(step: Step, changes: list[list[PageEntry]]) -> Iterator[np.n
         )
         for rank in step.ranks
     ]
-    pieces, nothing = [], []
+    pieces, padding = [], []
     for ranks, size in ((admitted, ADMISSIONS), (changed, PAGE_CHANGES), (counted, COUNTED)):
         pieces.append([piece.reshape(len(ranks), -1) for piece in padded_pieces(ranks, size, -1)])
-        nothing.append(np.full((len(ranks), size * ranks[0].shape[1]), -1, np.int32))
+        padding.append(np.full((len(ranks), size * ranks[0].shape[1]), -1, np.int32))
     skipped = [None] * (len(pieces[0]) - 1)
     for parts in itertools.zip_longest(pieces[0], skipped + pieces[1], skipped + pieces[2]):
-        yield np.concatenate([own if part is None else part for part, own in zip(parts, nothing, strict=True)], axis=1)
+        yield np.concatenate(
+            [empty if part is None else part for part, empty in zip(parts, padding, strict=True)], axis=1
+        )
 
 
 def pack_launch(
@@ -102,24 +95,26 @@ def pack_launch(
     (R, _), (R2, C2) = shape.decode_rows, shape.prefill_rows
     ends = [0, *itertools.accumulate((R, R, R, 5 * R2, R2 * C2, 3 * shape.page_changes))]
     packed = np.zeros((ranks, ends[-1]), np.int32)
-    slot, limit, most, prefill, tokens, pages = (packed[:, first:end] for first, end in itertools.pairwise(ends))
+    slot, limit, max_drafts, prefill, tokens, pages = (packed[:, first:end] for first, end in itertools.pairwise(ends))
     prefill, tokens = prefill.reshape(ranks, 5, R2), tokens.reshape(ranks, R2, C2)
     pages = pages.reshape(ranks, shape.page_changes, 3)
-    slot[:], most[:], prefill[:, 0], pages[:] = -1, step.num_drafts, -1, -1
+    slot[:], max_drafts[:], prefill[:, 0], pages[:] = -1, step.num_drafts, -1, -1
     for rank, (rank_step, pieces, rank_changes, rank_most_drafts) in enumerate(
         zip(step.ranks, launch.pieces, changes, most_drafts, strict=True)
     ):
         if launch.decode and rank_step.decodes:
             rows = np.frombuffer(rank_step.decodes, "<i4").reshape(-1, 2)
             slot[rank, : len(rows)], limit[rank, : len(rows)] = rows.T
-            for place in np.flatnonzero(np.isin(rows[:, 0], list(rank_most_drafts))) if rank_most_drafts else ():
-                most[rank, place] = rank_most_drafts[int(rows[place, 0])]
-        for place, (index, first, length) in enumerate(pieces):
-            row = rank_step.prefills[index]
-            known = np.frombuffer(row.tokens, "<i4")
-            tokens[rank, place, :length] = known[first : first + length]
-            following = row.next_token if first + length == len(known) else known[first + length]
-            prefill[rank, :, place] = row.slot, row.start + first, length, row.limit, following
+            if rank_most_drafts:
+                for index in np.flatnonzero(np.isin(rows[:, 0], list(rank_most_drafts))):
+                    max_drafts[rank, index] = rank_most_drafts[int(rows[index, 0])]
+        for index, (row_index, first, length) in enumerate(pieces):
+            row = rank_step.prefills[row_index]
+            row_tokens = np.frombuffer(row.tokens, "<i4")
+            end = first + length
+            tokens[rank, index, :length] = row_tokens[first:end]
+            next_token = row.next_token if end == len(row_tokens) else row_tokens[end]
+            prefill[rank, :, index] = row.slot, row.start + first, length, row.limit, next_token
         if rank_changes:
             pages[rank, : len(rank_changes)] = rank_changes
     return packed
@@ -136,35 +131,42 @@ def decode_slots(rank: RankStep) -> np.ndarray:
 
 
 def _admission(admission: Admission) -> np.ndarray:
-    one = admission.sampling
-    integers = (
+    sampling = admission.sampling
+    numbers = [
+        sampling.temperature,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        sampling.repetition_penalty,
+    ]
+    integers = [
         admission.slot,
         admission.start,
         admission.token,
-        one.num_prompt_tokens,
-        one.seed & 0xFFFFFFFF,
-        one.seed >> 32,
-        one.top_k,
-        one.penalises,
-    )
-    numbers = one.temperature, one.top_p, one.min_p, one.presence_penalty, one.frequency_penalty, one.repetition_penalty
-    values = np.array(integers, np.int64).astype(np.int32)  # keeps the uint32 bits of the seed's words
-    return np.insert(values, 7, np.array(numbers, np.float32).view(np.int32))
+        sampling.num_prompt_tokens,
+        sampling.seed & 0xFFFFFFFF,
+        sampling.seed >> 32,
+        sampling.top_k,
+        *np.array(numbers, np.float32).view(np.int32),
+        sampling.penalises,
+    ]
+    return np.array(integers, np.int64).astype(np.int32)  # keeps the uint32 bits of the seed's words
 
 
 @dataclass(eq=False)
 class SlotRules:
-    """Sampling rules of one request, from its admission. made: number of tokens sampled so far, confirmed by results.
+    """Sampling rules of one request, from its admission. num_sampled: number of tokens sampled so far, confirmed by results.
 
-    until: number of output tokens after which plain greedy sampling is enough; 0: from the start, `ALWAYS`: never.
+    greedy_after: number of output tokens after which plain greedy sampling is enough; 0: from the start, `ALWAYS`: never.
     """
 
     sampling: Sampling
     biases: np.ndarray
     allowed: np.ndarray | None
     guided: bool
-    until: int
-    made: int = 0
+    greedy_after: int
+    num_sampled: int = 0
     guide: np.ndarray | None = None
 
     @classmethod
@@ -175,20 +177,20 @@ class SlotRules:
         allowed = np.frombuffer(admission.allowed, "<i4") if admission.allowed else None
         always = sampling.temperature > 0 or sampling.logprobs >= 0 or sampling.penalises
         always = always or allowed is not None or admission.guided
-        until = ALWAYS if always else int(biases[:, 2].max(initial=0))
-        made = max(0, admission.start + 1 - sampling.num_prompt_tokens)
-        return cls(sampling, biases, allowed, admission.guided, until, made)
+        greedy_after = ALWAYS if always else int(biases[:, 2].max(initial=0))
+        num_sampled = max(0, admission.start + 1 - sampling.num_prompt_tokens)
+        return cls(sampling, biases, allowed, admission.guided, greedy_after, num_sampled)
 
 
 class RowRules(NamedTuple):
     """Sampling inputs of one launch besides the logits.
 
-    wanted: None if all rows use plain greedy sampling. scored: whether a row wants log-probabilities of its tokens.
+    ops: None if all rows use plain greedy sampling. scored: whether a row wants log-probabilities of its tokens.
     biases: ``[B, E, 4]`` pieces. masks: ``[B, J, W]``, None if all tokens are allowed. slots: slot rules by (rank, is prefill, row of the
     launch), for rows that need more than the greedy token.
     """
 
-    wanted: Wanted | None
+    ops: SamplingOps | None
     scored: bool
     biases: list[np.ndarray]
     masks: np.ndarray | None
@@ -202,25 +204,25 @@ class SlotTable:
         self._words = mask_words(vocab_size)
         self._rules: list[list[SlotRules | None]] = [[None] * num_slots for _ in range(num_ranks)]
         # Whether a slot needs more than the greedy token; an array, because every step checks all its rows at once.
-        self._wants = np.zeros((num_ranks, num_slots), bool)
-        self._counted: set[tuple[int, int]] = set()
+        self._needs_rules = np.zeros((num_ranks, num_slots), bool)
+        self._limited: set[tuple[int, int]] = set()
 
     def reset(self) -> None:
         """Clear all slots."""
         for slots in self._rules:
             slots[:] = [None] * len(slots)
-        self._wants[:] = False
-        self._counted.clear()
+        self._needs_rules[:] = False
+        self._limited.clear()
 
     def admit(self, step: Step) -> None:
         """Record a step's admissions and guides."""
         for index, rank in enumerate(step.ranks):
             for admission in rank.admissions:
                 rules = self._rules[index][admission.slot] = SlotRules.of(admission)
-                self._wants[index, admission.slot] = rules.made < rules.until
-                self._counted.discard((index, admission.slot))
-                if 0 < rules.until < ALWAYS:
-                    self._counted.add((index, admission.slot))
+                self._needs_rules[index, admission.slot] = rules.num_sampled < rules.greedy_after
+                self._limited.discard((index, admission.slot))
+                if 0 < rules.greedy_after < ALWAYS:
+                    self._limited.add((index, admission.slot))
             for guide in rank.guides:
                 self._rules[index][guide.slot].guide = np.frombuffer(guide.masks, "<i4")
 
@@ -229,32 +231,32 @@ class SlotTable:
         return {guide.slot: len(guide.masks) // (4 * self._words) - 1 for guide in rank.guides}
 
     def commit(self, step: Step, results: Sequence[RankResults]) -> None:
-        """Count the tokens of slots with ``until``, and switch a slot to plain greedy sampling once it has that many."""
-        if not self._counted:
+        """Count the tokens of slots with ``greedy_after``, and switch a slot to plain greedy sampling once it has that many."""
+        if not self._limited:
             return
         for index, (rank, rank_results) in enumerate(zip(step.ranks, results, strict=True)):
             rows = list(zip(decode_slots(rank).tolist(), rank_results.decodes, strict=True))
             rows += [(row.slot, result) for row, result in zip(rank.prefills, rank_results.prefills, strict=True)]
             for slot, result in rows:
-                if (index, slot) in self._counted:
+                if (index, slot) in self._limited:
                     rules = self._rules[index][slot]
-                    rules.made += len(result.token_ids)
-                    if rules.made >= rules.until:
-                        self._wants[index, slot] = False
-                        self._counted.discard((index, slot))
+                    rules.num_sampled += len(result.token_ids)
+                    if rules.num_sampled >= rules.greedy_after:
+                        self._needs_rules[index, slot] = False
+                        self._limited.discard((index, slot))
 
     def rules_of(self, step: Step, launch: Launch, shape: LaunchShape) -> RowRules:
         """Return the sampling rules of a launch's rows. Consumes their guides."""
         row_rules: dict[tuple[int, bool, int], SlotRules] = {}
-        for index, rank in enumerate(step.ranks if self._wants.any() else ()):
+        for index, rank in enumerate(step.ranks if self._needs_rules.any() else ()):
             rank_rules = self._rules[index]
             if launch.decode and rank.decodes:
                 slots = decode_slots(rank)
-                for row in np.flatnonzero(self._wants[index, slots]).tolist():
+                for row in np.flatnonzero(self._needs_rules[index, slots]).tolist():
                     row_rules[index, False, row] = rank_rules[slots[row]]
             for place, (row, first, length) in enumerate(launch.pieces[index]):
                 slot = rank.prefills[row].slot
-                if self._wants[index, slot] and makes_token(rank.prefills[row], first, length):
+                if self._needs_rules[index, slot] and makes_token(rank.prefills[row], first, length):
                     row_rules[index, True, place] = rank_rules[slot]
         sampling = [rules.sampling for rules in row_rules.values()]
         scored = any(s.logprobs >= 0 for s in sampling)
@@ -264,8 +266,8 @@ class SlotTable:
         if not (biases or masks is not None or penalises or any(s.temperature > 0 for s in sampling)):
             return RowRules(None, scored, [], None, row_rules)
         truncates = any(s.top_k > 0 or s.top_p < 1 for s in sampling)
-        wanted = Wanted(*map(np.array, (truncates, penalises, masks is not None)))
-        return RowRules(wanted, scored, biases, masks, row_rules)
+        ops = SamplingOps(*map(np.array, (truncates, penalises, masks is not None)))
+        return RowRules(ops, scored, biases, masks, row_rules)
 
     def _biases(
         self, row_rules: dict[tuple[int, bool, int], SlotRules], ranks: int, shape: LaunchShape
@@ -278,15 +280,15 @@ class SlotTable:
                 rank_biases[rank] += [np.insert(rules.biases, 0, position, axis=1) for position in row_positions]
         if not any(rank_biases):
             return []
-        joined = [np.concatenate(each) if each else np.zeros((0, 4), np.int32) for each in rank_biases]
+        joined = [np.concatenate(pieces) if pieces else np.zeros((0, 4), np.int32) for pieces in rank_biases]
         return list(padded_pieces(joined, bias_width(shape.positions), -1))  # no position is −1
 
     def _masks(
         self, row_rules: dict[tuple[int, bool, int], SlotRules], ranks: int, shape: LaunchShape
     ) -> np.ndarray | None:
         masked = {
-            at: rules.allowed if rules.guide is None else rules.guide
-            for at, rules in row_rules.items()
+            key: rules.allowed if rules.guide is None else rules.guide
+            for key, rules in row_rules.items()
             if rules.allowed is not None or rules.guide is not None
         }
         if not masked:
@@ -295,134 +297,13 @@ class SlotTable:
         words = self._words
         masks = np.full((ranks, shape.positions, words), -1, np.int32)
         for (rank, is_prefill, row), mask in masked.items():
-            of_position = mask.reshape(-1, words)
+            position_masks = mask.reshape(-1, words)
             if is_prefill:
-                masks[rank, R * C + row] = of_position[0]
+                masks[rank, R * C + row] = position_masks[0]
             elif row_rules[rank, is_prefill, row].guide is None:
-                masks[rank, row * C : (row + 1) * C] = of_position[0]
+                masks[rank, row * C : (row + 1) * C] = position_masks[0]
             else:
-                masks[rank, row * C : row * C + len(of_position)] = of_position
+                masks[rank, row * C : row * C + len(position_masks)] = position_masks
         for rules in row_rules.values():
             rules.guide = None
         return masks
-
-
-class LaunchOutcome(NamedTuple):
-    """Results of a launch, on the devices.
-
-    outcome: ``[B, J]``, tokens of all sampled positions, see ``slots.commit``. scores: scores at these positions; prompt_scores: scores at
-    all token slots of a scored launch; None if not requested. drafts: ``[B, R + R2, n]``; None if none were proposed.
-    """
-
-    launch: Launch
-    shape: LaunchShape
-    rules: RowRules
-    outcome: Array
-    reports: Mapping[str, Array]
-    drafts: Array | None = None
-    scores: Scores | None = None
-    prompt_scores: Scores | None = None
-
-
-def read_step(step: Step, outcomes: Sequence[LaunchOutcome]) -> list[RankResults]:
-    """Return the results of all rows of a step. Waits for unfinished launches."""
-    results = [RankResults([], [RowResult()] * len(rank.prefills)) for rank in step.ranks]
-    for launched in outcomes:
-        tokens = np.asarray(launched.outcome)
-        scores = None if launched.scores is None else jax.device_get(launched.scores)
-        drafts = None if launched.drafts is None else np.asarray(launched.drafts)
-        prompt_scores = None if launched.prompt_scores is None else jax.device_get(launched.prompt_scores)
-        for rank, (rank_step, result) in enumerate(zip(step.ranks, results, strict=True)):
-            reader = _RankReader(rank, launched, tokens[rank], scores, drafts)
-            if launched.launch.decode:
-                result.decodes.extend(reader.decodes(num_decodes(rank_step)))
-            for place, (index, first, length) in enumerate(launched.launch.pieces[rank]):
-                row = rank_step.prefills[index]
-                one = reader.prefill(place, makes_token(row, first, length))
-                if prompt_scores is not None:
-                    earlier = result.prefills[index]
-                    entries = _prompt_entries(row, first, length, prompt_scores, rank)
-                    one = one._replace(prompt_scores=[*(earlier.prompt_scores or []), *entries])
-                    one = one if earlier.finite else earlier
-                result.prefills[index] = one
-    return results
-
-
-class _RankReader(NamedTuple):
-    """One rank's part of a launch's outcome, on the host."""
-
-    rank: int
-    launched: LaunchOutcome
-    outcome: np.ndarray
-    scores: Scores | None
-    drafts: np.ndarray | None
-
-    def decodes(self, count: int) -> list[RowResult]:
-        """Results of the first ``count`` decode rows."""
-        R, C = self.launched.shape.decode_rows
-        rules = self.launched.rules.slots
-        if C == 1:
-            # Fast path: without drafts, this runs for each running request in every step.
-            results = [RowResult((t,)) if t >= 0 else _failed((), t) for t in self.outcome[:count].tolist()]
-            for row in range(count) if rules else ():
-                if (self.rank, False, row) in rules and results[row].token_ids:
-                    results[row] = self._detailed(results[row], rules[self.rank, False, row], row, row)
-            return results
-        tokens = self.outcome[: R * C].reshape(R, C).tolist()
-        results = []
-        for row in range(count):
-            run = [token for token in tokens[row] if token > REJECTED]
-            if not run:  # the previous step sampled the request's last tokens
-                results.append(RowResult())
-                continue
-            result = RowResult(run) if run[-1] >= 0 else _failed(run[:-1], run[-1])
-            result = result._replace(num_drafts=C - 1 - tokens[row].count(NOT_COMPUTED))
-            rules_of_row = rules.get((self.rank, False, row))
-            results.append(result if rules_of_row is None else self._detailed(result, rules_of_row, row, row * C))
-        return results
-
-    def prefill(self, row: int, sampled: bool) -> RowResult:
-        """Return the result of a row of the prefill group."""
-        R, C = self.launched.shape.decode_rows
-        position = R * C + row
-        token = int(self.outcome[position])
-        if not sampled:
-            return RowResult() if token != NOT_FINITE else _failed((), token)
-        if token < 0:
-            return _failed((), token)
-        rules_of_row = self.launched.rules.slots.get((self.rank, True, row))
-        result = RowResult((token,))
-        return result if rules_of_row is None else self._detailed(result, rules_of_row, R + row, position)
-
-    def _detailed(self, result: RowResult, rules: SlotRules, row: int, position: int) -> RowResult:
-        """Add the log-probabilities of tokens from ``position`` on, and the drafts, if the slot wants them."""
-        if rules.sampling.logprobs >= 0:
-            scores = [
-                read_score(self.scores, (self.rank, position + i), token, rules.sampling.logprobs)
-                for i, token in enumerate(result.token_ids)
-            ]
-            result = result._replace(scores=scores)
-        if rules.guided and self.drafts is not None:
-            drafts = self.drafts[self.rank, row].tolist()
-            result = result._replace(drafts=drafts[: next((i for i, d in enumerate(drafts) if d < 0), len(drafts))])
-        return result
-
-
-def _failed(before: Sequence[int], token: int) -> RowResult:
-    """Return the result of a row with a failed draw. before: the tokens drawn before it."""
-    if token == NONE_ALLOWED:
-        return RowResult(tuple(before), error=NOTHING_ALLOWED)
-    return RowResult(tuple(before), finite=False)
-
-
-def _prompt_entries(row: PrefillRow, first: int, length: int, scores: Scores, rank: int) -> list[TokenScore]:
-    """Return the scores of the prompt tokens that follow the positions of one piece of a row."""
-    tokens = [*from_int32s(row.tokens), row.next_token]
-    last = min(first + length, row.scored)
-    return [read_score(scores, (rank, at - first), tokens[at + 1], row.top_scores) for at in range(first, last)]
-
-
-def read_score(scores: Scores, at: tuple[int, int], token: int, count: int) -> TokenScore:
-    """Read one position of scores on the host: token, log-probability, rank, and the ``count`` most probable tokens."""
-    top = zip(scores.top_tokens[at][:count].tolist(), scores.top_logprobs[at][:count].tolist(), strict=True)
-    return token, float(scores.logprobs[at]), int(scores.ranks[at]), list(top)

@@ -23,7 +23,7 @@ from dsjax.engine.device import device_state, expert_programs, sampling_programs
 from dsjax.engine.device.buckets import Rectangle, sampling_room
 from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.expert_programs import ExpertLayers
-from dsjax.engine.device.sampler import Wanted, bias_width, mask_words
+from dsjax.engine.device.sampler import SamplingOps, bias_width, mask_words
 from dsjax.engine.device.slots import ADMIT_WIDTH, LaunchShape, Positions, StepRows
 from dsjax.engine.program_cache.compiled_programs import ProgramKey
 from dsjax.model.cache_groups import Table
@@ -64,7 +64,7 @@ class LoweredPrograms:
         # The dispatch always counts, without a collective, so that switching the recording on compiles nothing.
         self._step = dataclasses.replace(step, dispatch=dataclasses.replace(step.dispatch, report=True))
         self._params = device_state.description(dict(params))
-        self._limits, self._exchanged = limits, experts_per_exchange
+        self._limits, self._experts_per_exchange = limits, experts_per_exchange
         self._state = device_state.description(state)
         self.rows = NamedSharding(step.mesh, P(step.spec.batch_axes))
         self.everywhere = NamedSharding(step.mesh, P())
@@ -103,12 +103,14 @@ class LoweredPrograms:
                     self._step, params, state, packed, shape, *arrived
                 )
                 at = Positions.of(rows, shape).pack()
-                pinned = self._pin((at, hidden), (self._of_positions(shape.positions)[0], self._hidden(shape.tokens)))
+                pinned = self._pin(
+                    (at, hidden), (self._describe_positions(shape.positions)[0], self._describe_hidden(shape.tokens))
+                )
                 return self._pin(state, self._state), *pinned, reports
             state, _, at, outcome, logits, hidden, reports, *scores = step_programs.compute(
                 self._step, params, state, packed, shape, scored, *arrived
             )
-            pinned = self._pin((at.pack(), outcome, logits, hidden), self._of_step(shape))
+            pinned = self._pin((at.pack(), outcome, logits, hidden), self._describe_step(shape))
             return self._pin(state, self._state), *pinned, reports, *scores
 
         return self._lower_step(run, shape)
@@ -116,17 +118,17 @@ class LoweredPrograms:
     def lower_enter(self, positions: int, firsts: tuple[int, ...], drafts: int) -> Lowered:
         """``(state, positions, outcome[, drafts]) -> state`` of a stage before the last: enter the last stage's results of a launch.
 
-        outcome, drafts: as ``step`` and ``drafts`` return them. firsts: see ``entering``.
+        outcome, drafts: as ``step`` and ``drafts`` return them. firsts: see ``commit_key``.
         """
-        packed, outcome = (self._described((n * positions,), np.int32) for n in (len(dataclasses.fields(Positions)), 1))
-        proposed = [self._described((len(firsts), drafts), np.int32)] if drafts else []
+        packed, outcome = (self._describe((n * positions,), np.int32) for n in (len(dataclasses.fields(Positions)), 1))
+        proposed = [self._describe((len(firsts), drafts), np.int32)] if drafts else []
 
         def run(state, at, outcome, *proposed):
             at = Positions.unpack(at)
             state, _ = slots.commit(self._step, state, at, outcome)
             if proposed:
-                own, following = (array[:, np.array(firsts)] for array in (at.slot, at.following))
-                state = slots.enter_drafts(self._step, state, own, following, *proposed)
+                row_slots, following = (array[:, np.array(firsts)] for array in (at.slot, at.next_token))
+                state = slots.write_drafts(self._step, state, row_slots, following, *proposed)
             return self._pin(state, self._state)
 
         return jax.jit(run, donate_argnums=0).lower(self._state, packed, outcome, *proposed)
@@ -144,7 +146,7 @@ class LoweredPrograms:
             state, proposed = step_programs.propose(
                 self._step, params, state, packed, rows, outcome, hidden, shape, count
             )
-            outcome = self._pin(outcome, self._of_positions(shape.positions)[1])
+            outcome = self._pin(outcome, self._describe_positions(shape.positions)[1])
             return self._pin(state, self._state), outcome, proposed, reports
 
         return self._lower_step(run, shape)
@@ -162,7 +164,7 @@ class LoweredPrograms:
             )
             return self._pin(state, self._state), proposed
 
-        at, outcome, _, hidden = self._of_step(shape)
+        at, outcome, _, hidden = self._describe_step(shape)
         return self._lower_step(run, shape, at, outcome, hidden)
 
     def _lower_step(self, run: Callable, shape: LaunchShape | GroupShape, *arguments: Any) -> Lowered | CutLowered:
@@ -170,9 +172,9 @@ class LoweredPrograms:
 
         With experts on devices of their own, it is cut into several programs.
         """
-        packed = self._described((shape.packed_width,), np.int32)
+        packed = self._describe((shape.packed_width,), np.int32)
         if not arguments and not self._step.begins:
-            arguments = (self._hidden(shape.tokens),)
+            arguments = (self._describe_hidden(shape.tokens),)
         arguments = self._params, self._state, packed, *arguments
         if self.experts is not None:
             return lower_cut(run, *arguments, donate_argnum=1, worker=self.experts)
@@ -185,7 +187,7 @@ class LoweredPrograms:
 
     def lower_admit(self) -> Lowered:
         """``(state, packed) -> state`` with slots assigned and page tables changed; see ``slots.admit``."""
-        return self._lower_small(slots.admit, self._described((ADMIT_WIDTH,), np.int32))
+        return self._lower_small(slots.admit, self._describe((ADMIT_WIDTH,), np.int32))
 
     def _lower_small(self, function: Callable, *arguments: Any) -> Lowered:
         """Trace a program that returns the state as ``function(step, state, *arguments)`` changes it."""
@@ -194,7 +196,9 @@ class LoweredPrograms:
 
     def lower_stage_experts(self, stack: str) -> Lowered:
         """The program of ``expert_programs.lower_stage``."""
-        return expert_programs.lower_stage(self._step, self._params, self._experts_of(stack), self._exchanged)
+        return expert_programs.lower_stage(
+            self._step, self._params, self._experts_of(stack), self._experts_per_exchange
+        )
 
     def lower_place_experts(self, stack: str) -> Lowered:
         """The program of ``expert_programs.lower_place``."""
@@ -206,12 +210,12 @@ class LoweredPrograms:
 
     def lower_copy(self) -> Lowered:
         """``(state, pairs [B, COPIES, 2]) -> state`` with pages copied."""
-        return self._lower_small(device_state.copy_pages, self._described((COPIES, 2), np.int32))
+        return self._lower_small(device_state.copy_pages, self._describe((COPIES, 2), np.int32))
 
     def lower_clear(self) -> Lowered:
         """``(state, marked pages) -> state`` with those pages zeroed."""
         pages = self._limits.pages_per_rank + self._limits.windows_per_rank
-        return self._lower_small(device_state.clear_pages, self._described((pages,), bool))
+        return self._lower_small(device_state.clear_pages, self._describe((pages,), bool))
 
     def lower_read_loads(self) -> Lowered:
         """``loads -> (loads, zeros)``: the experts' loads since the last read. ``loads`` is donated."""
@@ -220,7 +224,7 @@ class LoweredPrograms:
 
     def lower_take_pages(self, table: Table) -> Lowered:
         """``(state, pages [B, moved(table)]) -> copies``, see ``device_state.describe_moved``; the state is not donated."""
-        pages = self._described((device_state.moved(table),), np.int32)
+        pages = self._describe((device_state.moved(table),), np.int32)
 
         def run(state, pages):
             return self._pin(device_state.take_pages(self._step, state, pages, table), self.described_moved(table))
@@ -229,37 +233,37 @@ class LoweredPrograms:
 
     def lower_put_pages(self, table: Table) -> Lowered:
         """``(state, copies, pages) -> state`` with the copies written to these pages."""
-        pages = self._described((device_state.moved(table),), np.int32)
+        pages = self._describe((device_state.moved(table),), np.int32)
         return self._lower_small(partial(device_state.put_pages, table=table), self.described_moved(table), pages)
 
     def lower_biases(self, positions: int) -> Lowered:
         """``(state, positions, logits, biases) -> logits``; the state is not donated. ``positions``: their number in ``LaunchShape``."""
-        at, _, logits = self._of_positions(positions)
-        biases = self._described((bias_width(positions), 4), np.int32)
+        at, _, logits = self._describe_positions(positions)
+        biases = self._describe((bias_width(positions), 4), np.int32)
 
         def run(state, at, logits, biases):
             at = Positions.unpack(at)
             changed = sampling_programs.add_biases(self._step, state, at, logits, biases)
-            return self._pin(changed, self._logits(positions))
+            return self._pin(changed, self._describe_logits(positions))
 
         return jax.jit(run).lower(self._state, at, logits, biases)
 
     def lower_draw(self, positions: int) -> Lowered:
         """``(state, positions, raw logits, biased logits, masks, Wanted) -> (state, outcome)``."""
-        at, _, logits = self._of_positions(positions)
-        masks = self._described((positions, mask_words(self._limits.vocab_size)), np.int32)
-        wanted = Wanted(*[jax.ShapeDtypeStruct((), bool, sharding=self.everywhere)] * len(Wanted._fields))
+        at, _, logits = self._describe_positions(positions)
+        masks = self._describe((positions, mask_words(self._limits.vocab_size)), np.int32)
+        ops = SamplingOps(*[jax.ShapeDtypeStruct((), bool, sharding=self.everywhere)] * len(SamplingOps._fields))
 
-        def run(state, at, raw, biased, masks, wanted):
+        def run(state, at, raw, biased, masks, ops):
             at = Positions.unpack(at)
-            state, outcome = sampling_programs.draw(self._step, state, at, raw, biased, masks, wanted)
-            return self._pin(state, self._state), self._pin(outcome, self._of_positions(positions)[1])
+            state, outcome = sampling_programs.draw(self._step, state, at, raw, biased, masks, ops)
+            return self._pin(state, self._state), self._pin(outcome, self._describe_positions(positions)[1])
 
-        return jax.jit(run, donate_argnums=0).lower(self._state, at, logits, logits, masks, wanted)
+        return jax.jit(run, donate_argnums=0).lower(self._state, at, logits, logits, masks, ops)
 
     def lower_score(self, positions: int) -> Lowered:
         """``(logits, outcome) -> Scores`` of the outcome's tokens, readable by this process."""
-        _, outcome, logits = self._of_positions(positions)
+        _, outcome, logits = self._describe_positions(positions)
 
         def run(logits, outcome):
             scores = sampling_programs.score_tokens(self._step, logits, outcome)
@@ -277,9 +281,9 @@ class LoweredPrograms:
         def run(params, state, packed, *arrived):
             groups = [RowGroup.unpack(packed, shape)]
             hidden, cache, _ = self._step.hidden(params, state.cache, groups, state.copies, *arrived)
-            state = dataclasses.replace(state, cache=cache, filled=step_programs.unfill(self._step, state, groups))
+            state = dataclasses.replace(state, cache=cache, filled=step_programs.mark_stale(self._step, state, groups))
             if not self._step.ends:
-                return self._pin(state, self._state), self._pin(hidden, self._hidden(shape.tokens))
+                return self._pin(state, self._state), self._pin(hidden, self._describe_hidden(shape.tokens))
             logits = self._step.logits(params, hidden)[0]  # of rank 0
             if self.shared:
                 logits = jax.lax.with_sharding_constraint(logits, self.everywhere)
@@ -291,23 +295,23 @@ class LoweredPrograms:
         """``tree -> tree``, replicated."""
         return jax.jit(lambda tree: tree, out_shardings=self.everywhere).lower(described)
 
-    def _of_positions(self, positions: int):
+    def _describe_positions(self, positions: int):
         """Describe what a step passes to the sampling programs: packed positions, outcome, logits."""
-        at = self._described((len(dataclasses.fields(Positions)) * positions,), np.int32)
-        outcome = self._described((positions,), np.int32)
+        at = self._describe((len(dataclasses.fields(Positions)) * positions,), np.int32)
+        outcome = self._describe((positions,), np.int32)
         if self.shared:
             outcome = jax.ShapeDtypeStruct(outcome.shape, outcome.dtype, sharding=self.everywhere)
-        return at, outcome, self._logits(positions)
+        return at, outcome, self._describe_logits(positions)
 
-    def _of_step(self, shape: LaunchShape):
-        """Describe what a step passes to the drafts' program: ``_of_positions`` and the hidden states."""
-        return *self._of_positions(shape.positions), self._hidden(shape.tokens)
+    def _describe_step(self, shape: LaunchShape):
+        """Describe what a step passes to the drafts' program: ``_describe_positions`` and the hidden states."""
+        return *self._describe_positions(shape.positions), self._describe_hidden(shape.tokens)
 
-    def _hidden(self, tokens: int) -> jax.ShapeDtypeStruct:
+    def _describe_hidden(self, tokens: int) -> jax.ShapeDtypeStruct:
         """Describe the hidden states of ``tokens`` token slots on each DP rank."""
-        return self._described((tokens, *self._step.config.streams, self._step.config.hidden_size), self._step.dtype)
+        return self._describe((tokens, *self._step.config.streams, self._step.config.hidden_size), self._step.dtype)
 
-    def _logits(self, positions: int) -> jax.ShapeDtypeStruct:
+    def _describe_logits(self, positions: int) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(self._step.mesh, self._step.logits_spec(positions))
         shape = (self._limits.num_ranks, positions, self._limits.vocab_size)
         return jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
@@ -316,16 +320,16 @@ class LoweredPrograms:
         """Shard a program's results as the next program expects them."""
         return jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda array: array.sharding, described))
 
-    def _described(self, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
+    def _describe(self, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self._limits.num_ranks, *shape), dtype, sharding=self.rows)
 
 
-def entering(shape: LaunchShape, drafts: int) -> tuple[str, int, tuple[int, ...], int]:
+def commit_key(shape: LaunchShape, drafts: int) -> tuple[str, int, tuple[int, ...], int]:
     """Return the key of the program that enters a launch's tokens. It depends on the rows only if drafts are entered."""
     return "enter", shape.positions, tuple(shape.first_positions.tolist()) if drafts else (), drafts
 
 
-def gathering(tree: Any) -> tuple[ProgramKey, Any]:
+def gather_key(tree: Any) -> tuple[ProgramKey, Any]:
     """Return the key of the program that gathers a tree like this one, and descriptions of the tree's arrays."""
     described = device_state.description(tree)
     leaves, structure = jax.tree.flatten(described)

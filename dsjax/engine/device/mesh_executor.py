@@ -6,8 +6,9 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,15 +28,8 @@ from dsjax.engine.device import device_state
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Kind, Pending, Running
 from dsjax.engine.device.buckets import Buckets, Launch, num_decodes, padded_pieces
 from dsjax.engine.device.expert_recorder import ExpertRecorder
-from dsjax.engine.device.launch_rows import (
-    LaunchOutcome,
-    RowRules,
-    SlotTable,
-    pack_admissions,
-    pack_launch,
-    read_step,
-    split_page_changes,
-)
+from dsjax.engine.device.launch_results import LaunchOutcome, read_step
+from dsjax.engine.device.launch_rows import RowRules, SlotTable, pack_admissions, pack_launch, split_page_changes
 from dsjax.engine.device.lowered_programs import COPIES
 from dsjax.engine.device.page_staging import PageStaging
 from dsjax.engine.device.process import explained_out_of_memory
@@ -54,12 +48,16 @@ SMALLER_STEPS = (
 """Advice for a step that needs more memory than the cache leaves."""
 
 
-class _StepOutcomes(NamedTuple):
-    """Outcomes of a step's launches, on the devices. placements: of experts, when the step began. recording: of the experts' load."""
+@dataclass
+class StepOutcomes:
+    """Outcomes of a step's launches, on the devices. recording: whether the experts' load is recorded.
 
-    outcomes: list[LaunchOutcome]
-    placements: list[LayerPlacements | None]
+    placements: the placement of experts when the step began; None before that, and for a model without experts.
+    """
+
     recording: bool
+    outcomes: list[LaunchOutcome] = field(default_factory=list)
+    placements: LayerPlacements | None = None
 
 
 PartMaker = Callable[[DeviceAccess, PageStaging], DevicePart]
@@ -107,14 +105,14 @@ class MeshExecutor(DeviceAccess):
         self._table.add(Flush, Handler(self._flush, is_awaited=True))
         self._table.add(Copy, Handler(self._copy, keeps_last=False))
         self._table.add(Clear, Handler(self._clear, keeps_last=False))
-        with contextlib.ExitStack() as begun:  # if a part cannot be made, earlier parts end their threads
-            self._parts = [begun.enter_context(contextlib.closing(make(self, staging))) for make in parts]
-            begun.pop_all()
+        with contextlib.ExitStack() as created:  # if a part cannot be made, earlier parts end their threads
+            self._parts = [created.enter_context(contextlib.closing(make(self, staging))) for make in parts]
+            created.pop_all()
         for part in (staging, *self._parts):
             part.register(self._table)
         self._queue: deque[Pending] = deque()
         self._padding = 0
-        self._warm: frozenset[Hashable] | None = None
+        self._warmed_up: frozenset[Hashable] | None = None
 
     def extension(self, kind: type[Kind]) -> Kind | None:
         """Return what a part offers under this type, or None."""
@@ -167,13 +165,15 @@ class MeshExecutor(DeviceAccess):
             self.programs.meet()
         for part in self._parts:
             part.rehearse(lambda command: self.collect(self.launch(command)))
-        self._warm = self.programs.compiled
-        left = [key for key in labels if key not in first]
-        return partial(self.programs.compile_beside, left) if left else None
+        self._warmed_up = self.programs.compiled
+        remaining = [key for key in labels if key not in first]
+        return partial(self.programs.compile_beside, remaining) if remaining else None
 
     def counts(self) -> ExecutorCounts:
         """Return the counts of the last step and of the programs."""
-        late = 0 if self._warm is None else len(self.programs.compiled - self._warm - self.programs.compiled_beside)
+        late = 0
+        if self._warmed_up is not None:
+            late = len(self.programs.compiled - self._warmed_up - self.programs.compiled_beside)
         return ExecutorCounts(self._padding, late, self._recorder.counts() if self.recording else None)
 
     @property
@@ -216,11 +216,11 @@ class MeshExecutor(DeviceAccess):
             with contextlib.suppress(RuntimeError):
                 array.delete()
 
-    def go_on_with(self, model: model_step.ModelStep, programs: Programs) -> None:
+    def replace_programs(self, model: model_step.ModelStep, programs: Programs) -> None:
         """Use other programs from now on. The recording of experts starts over."""
-        super().go_on_with(model, programs)
+        super().replace_programs(model, programs)
         self._recorder = ExpertRecorder(self.model) if self.recording else None
-        self._warm = self.programs.compiled
+        self._warmed_up = self.programs.compiled
 
     def _advance(self) -> None:
         """Start the next command; run commands without a waiter to their end."""
@@ -243,30 +243,29 @@ class MeshExecutor(DeviceAccess):
 
     def _step(self, pending: Pending, command: Step) -> Running:
         """Send a step's inputs and return its execution."""
-        pending.kept = _StepOutcomes([], [], self.recording)
+        pending.kept = StepOutcomes(self.recording)
         self._slots.admit(command)
         launches = self.buckets.launches(command)
         shapes = [self.programs.shape(launch.decode, launch.prefill) for launch in launches]
-        room, limits = shapes[0].page_changes if shapes else 0, self.limits
-        within, before = split_page_changes(command, room, limits.pages_per_rank)
+        room = shapes[0].page_changes if shapes else 0
+        within, before = split_page_changes(command, room, self.limits.pages_per_rank)
         admit = self._change("admit", pack_admissions(command, before))
-        nothing: list[list] = [[] for _ in command.ranks]
+        no_changes: list[list] = [[] for _ in command.ranks]
         most_drafts = [self._slots.most_drafts(rank) for rank in command.ranks]
         inputs = [
-            self.programs.put_rows(pack_launch(command, launch, shape, within if place == 0 else nothing, most_drafts))
-            for place, (launch, shape) in enumerate(zip(launches, shapes, strict=True))
+            self.programs.put_rows(pack_launch(command, launch, shape, no_changes if index else within, most_drafts))
+            for index, (launch, shape) in enumerate(zip(launches, shapes, strict=True))
         ]
         rules = [self._rules(command, launch, shape) for launch, shape in zip(launches, shapes, strict=True)]
         self._padding = sum(shape.tokens for shape in shapes) * self.limits.num_ranks - sum(
             num_decodes(rank) + sum(row.length for row in rank.prefills) for rank in command.ranks
         )
-        laid_out = list(zip(launches, shapes, inputs, rules, strict=True))
 
         def run() -> Running:
-            pending.kept.placements.append(self.placements)
+            pending.kept.placements = self.placements
             yield from admit
-            for each in laid_out:
-                yield from self._run(pending, *each)
+            for launch, shape, packed, row_rules in zip(launches, shapes, inputs, rules, strict=True):
+                yield from self._run(pending, launch, shape, packed, row_rules)
 
         return run()
 
@@ -274,57 +273,54 @@ class MeshExecutor(DeviceAccess):
         """Run one launch of a step, and keep its outcome."""
         command = pending.command
         proposes = command.proposes if command.num_drafts or launch.prefill is not None else 0
-        if proposes and launch.prefill is None and rules.wanted is None and not rules.scored:
+        if proposes and launch.prefill is None and rules.ops is None and not rules.scored:
             program = self.programs.get("drafting step", shape, proposes)
-            arguments = (self.params, self.state, packed, *self._arrived())
-            self.state, outcome, drafts, reports = program(*arguments)
+            self.state, outcome, drafts, reports = program(self.params, self.state, packed, *self._incoming_hidden())
             yield outcome
             yield from self._keep(pending, LaunchOutcome(launch, shape, rules, outcome, reports, drafts))
             return
         program = self.programs.get("step", shape, launch.scored)
-        self.state, at, outcome, logits, hidden, reports, *prompt_scores = program(
-            self.params, self.state, packed, *self._arrived()
+        self.state, positions, outcome, logits, hidden, reports, *prompt_scores = program(
+            self.params, self.state, packed, *self._incoming_hidden()
         )
         yield outcome
         scores, drafts = None, None
-        if rules.wanted is not None:
+        if rules.ops is not None:
             biased = logits
             for piece in rules.biases:
-                biased = self.programs.get("biases", shape.positions)(self.state, at, biased, piece)
+                biased = self.programs.get("biases", shape.positions)(self.state, positions, biased, piece)
                 yield biased
             masks = self.programs.no_masks(shape.positions) if rules.masks is None else rules.masks
             draw = self.programs.get("draw", shape.positions)
-            self.state, outcome = draw(self.state, at, logits, biased, masks, rules.wanted)
+            self.state, outcome = draw(self.state, positions, logits, biased, masks, rules.ops)
             yield outcome
         if rules.scored:
             scores = self.programs.get("score", shape.positions)(logits, outcome)
             yield scores.ranks
         if proposes:
             program = self.programs.get("drafts", shape, proposes)
-            self.state, drafts = program(self.params, self.state, packed, at, outcome, hidden)
+            self.state, drafts = program(self.params, self.state, packed, positions, outcome, hidden)
             yield drafts
         launched = LaunchOutcome(launch, shape, rules, outcome, reports, drafts, scores, *prompt_scores)
         yield from self._keep(pending, launched)
 
-    def _arrived(self) -> tuple[Array, ...]:
+    def _incoming_hidden(self) -> tuple[Array, ...]:
         """Return the last argument of programs with layers: the hidden states of the previous stage, if there is one."""
         return ()
 
     def _keep(self, pending: Pending, launched: LaunchOutcome) -> Running:
         """Keep a launch's outcome. What this process cannot read is gathered if it is wanted, and dropped otherwise."""
         if self.programs.shared:
-            slots_read = launched.rules.slots.values()
+            has_guide = any(rules.guided for rules in launched.rules.slots.values())
             wanted = {
-                "prompt_scores": launched.prompt_scores is not None,
-                "drafts": launched.drafts is not None and any(rules.guided for rules in slots_read),
-                "reports": pending.kept.recording and bool(launched.reports),
+                "prompt_scores": launched.prompt_scores,
+                "drafts": launched.drafts if has_guide else None,
+                "reports": launched.reports if pending.kept.recording and launched.reports else None,
             }
-            for name, is_wanted in wanted.items():
-                gathered = (
-                    self.programs.gather(getattr(launched, name)) if is_wanted else {} if name == "reports" else None
-                )
+            for name, tree in wanted.items():
+                gathered = None if tree is None else self.programs.gather(tree)
                 launched = launched._replace(**{name: gathered})
-                if is_wanted:
+                if gathered is not None:
                     yield jax.tree.leaves(gathered)[0]
         pending.kept.outcomes.append(launched)
 
@@ -348,7 +344,7 @@ class MeshExecutor(DeviceAccess):
         def run() -> Running:
             for packed in inputs:
                 program = self.programs.get("every token")
-                self.state, logits = program(self.params, self.state, packed, *self._arrived())
+                self.state, logits = program(self.params, self.state, packed, *self._incoming_hidden())
                 pending.kept.append(logits)
                 yield logits
 
@@ -375,7 +371,7 @@ class MeshExecutor(DeviceAccess):
 
     def _change(self, kind: str, inputs: Iterable[np.ndarray]) -> Running:
         """Send all inputs now. The execution runs the program of this kind, which changes the state, with each of them."""
-        sent = [self.programs.put_rows(one) for one in inputs]
+        sent = [self.programs.put_rows(packed) for packed in inputs]
 
         def run() -> Running:
             for packed in sent:
@@ -387,20 +383,20 @@ class MeshExecutor(DeviceAccess):
     def _rules(self, command: Step, launch: Launch, shape: LaunchShape) -> RowRules:
         """Return the sampling inputs of a launch's rows, on the devices."""
         rules = self._slots.rules_of(command, launch, shape)
-        if rules.wanted is None:
+        if rules.ops is None:
             return rules
         send = self.programs.put_rows
         masks = None if rules.masks is None else send(rules.masks)
-        wanted = self.send_everywhere(rules.wanted)
-        return rules._replace(wanted=wanted, biases=[send(piece) for piece in rules.biases], masks=masks)
+        ops = self.send_everywhere(rules.ops)
+        return rules._replace(ops=ops, biases=[send(piece) for piece in rules.biases], masks=masks)
 
     def _collect_step(self, pending: Pending) -> list[RankResults]:
         """Return the results of a step's rows, and commit them to the slots."""
-        outcomes, [placements], _ = pending.kept
+        step: StepOutcomes = pending.kept
         if self._recorder is not None:
-            for outcome in outcomes:
-                self._recorder.add(outcome.reports, outcome.shape.groups, placements)
-        results = read_step(pending.command, outcomes)
+            for launch in step.outcomes:
+                self._recorder.add(launch.reports, launch.shape.groups, step.placements)
+        results = read_step(pending.command, step.outcomes)
         self._slots.commit(pending.command, results)
         return results
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from dsjax.engine.contract.commands import FetchPages, PlacePages, ReadPages, names_of
 from dsjax.engine.device.access import CommandTable, DeviceAccess, Handler, Pending, Running
-from dsjax.engine.device.device_state import PagesOnTheWay, moved
+from dsjax.engine.device.device_state import TransferPages, moved
 from dsjax.model.cache_groups import Table
 
 RankArrays = list[np.ndarray]
@@ -17,11 +17,11 @@ RankArrays = list[np.ndarray]
 class StagedPiece(NamedTuple):
     """The pages that one program places at once.
 
-    layout: for each rank, the index of the command's page at each place; −1: none. make: sends the pages to the devices. table: page kind.
+    layout: for each rank, the index of the command's page at each place; −1: none. send: sends the pages to the devices. table: page kind.
     """
 
     layout: RankArrays
-    make: Callable[[], PagesOnTheWay]
+    send: Callable[[], TransferPages]
     table: Table = "context"
 
 
@@ -50,7 +50,7 @@ class PageStaging:
     def __init__(self, device: DeviceAccess):
         self._device = device
         self._stores: list[PageStore] = []
-        self._staged: dict[int, list[PagesOnTheWay]] = {}
+        self._staged: dict[int, list[TransferPages]] = {}
         self._layouts: dict[int, list[tuple[RankArrays, Table]]] = {}
 
     def add(self, store: PageStore) -> None:
@@ -81,7 +81,7 @@ class PageStaging:
         self._layouts[command.number] = [(piece.layout, piece.table) for piece in pieces]
 
         def run() -> Running:
-            staged = [piece.make() for piece in pieces]
+            staged = [piece.send() for piece in pieces]
             self._staged[command.number] = staged
             for piece in staged:
                 yield next(iter(piece.values()))

@@ -17,7 +17,7 @@ from dsjax.engine.device import expert_programs
 from dsjax.engine.device.buckets import Buckets, Rectangle
 from dsjax.engine.device.compiler_options import compiler_options
 from dsjax.engine.device.device_state import DeviceState
-from dsjax.engine.device.lowered_programs import LoweredPrograms, entering, gathering
+from dsjax.engine.device.lowered_programs import LoweredPrograms, commit_key, gather_key
 from dsjax.engine.device.sampler import mask_words
 from dsjax.engine.device.slots import LaunchShape
 from dsjax.engine.program_cache.compiled_programs import CompiledPrograms, ProgramKey
@@ -27,7 +27,7 @@ from sharding.arrays import put
 from sharding.cut import Worker
 from sharding.jax_internals import batched_device_put
 
-_SELDOM_WANTED = {"step": 5, "drafting step": 3, "drafts": 1}
+_FIRST_RARELY_READ = {"step": 5, "drafting step": 3, "drafts": 1}
 """For each kind of program, the index of the first result that is seldom read and has a gathering program of its own."""
 
 
@@ -41,19 +41,21 @@ class RepeatedPut:
     def __init__(self, sharding: Sharding):
         self._sharding, self._put = sharding, batched_device_put()
         # (shape, dtype) → the abstract value, the slices of an array, and the device of each slice.
-        self._known: dict[tuple[tuple[int, ...], np.dtype], tuple[Any, list[tuple[slice, ...]], list[jax.Device]]] = {}
+        self._placements: dict[
+            tuple[tuple[int, ...], np.dtype], tuple[Any, list[tuple[slice, ...]], list[jax.Device]]
+        ] = {}
 
     def __call__(self, array: np.ndarray) -> jax.Array:
         """Return the array on the devices."""
-        known = self._known.get((array.shape, array.dtype))
-        if known is not None:
-            described, parts, devices = known
+        placement = self._placements.get((array.shape, array.dtype))
+        if placement is not None:
+            described, parts, devices = placement
             return self._put(described, self._sharding, [array[part] for part in parts], devices)
-        made = put(array, self._sharding)
-        if self._sharding.is_fully_addressable and made.dtype == array.dtype:
+        placed = put(array, self._sharding)
+        if self._sharding.is_fully_addressable and placed.dtype == array.dtype:
             places = self._sharding.addressable_devices_indices_map(array.shape)
-            self._known[array.shape, array.dtype] = made.aval, list(places.values()), list(places)
-        return made
+            self._placements[array.shape, array.dtype] = placed.aval, list(places.values()), list(places)
+        return placed
 
 
 class Programs(LoweredPrograms):
@@ -95,13 +97,15 @@ class Programs(LoweredPrograms):
         platform = self._step.mesh.devices.flat[0].platform
         return compiler_options(platform, sums=not self._step.is_exact or key[0] == "draw")
 
-    def of(self, step: ModelStep, experts: Worker) -> Programs:
+    def with_experts(self, step: ModelStep, experts: Worker) -> Programs:
         """Compile the same programs for another backend of the routed experts."""
-        programs = Programs(step, self._params, self._state, self._limits, self._exchanged, self.meet, experts=experts)
-        there = dict(self.store.compiled)  # a copy, because another thread may compile one more
-        labels = {key: str(key[0]) for key in there if key[0] != "gather"}
+        programs = Programs(
+            step, self._params, self._state, self._limits, self._experts_per_exchange, self.meet, experts=experts
+        )
+        compiled = dict(self.store.compiled)  # a copy, because another thread may compile one more
+        labels = {key: str(key[0]) for key in compiled if key[0] != "gather"}
         # Gathering programs do not depend on experts.
-        programs.store.compiled |= {key: program for key, program in there.items() if key not in labels}
+        programs.store.compiled |= {key: program for key, program in compiled.items() if key not in labels}
         programs.store.compile_all(labels, lambda done, total, label: None, programs._compile_gathers)
         return programs
 
@@ -132,7 +136,7 @@ class Programs(LoweredPrograms):
         """Make a program's results readable by this process. If ``shared``, all processes run a program that replicates them."""
         if not self.shared:
             return tree
-        key, described = gathering(tree)
+        key, described = gather_key(tree)
         return self.store.get(key, lambda: self.lower_gather(described))(tree)
 
     def no_masks(self, positions: int) -> Array:
@@ -154,33 +158,33 @@ class Programs(LoweredPrograms):
                 self.no_masks(*arguments)
         self.store.compile_all(labels, report, self._compile_gathers)
 
-    def compile_beside(self, keys: Iterable[ProgramKey], check_going_on: Callable[[], None]) -> None:
+    def compile_beside(self, keys: Iterable[ProgramKey], check: Callable[[], None]) -> None:
         """Compile programs one by one while another thread runs programs. That thread waits for at most one compilation before its own.
 
-        ``check_going_on`` is called before each program. An exception of it stops the compilation, as ``drop`` does.
+        ``check`` is called before each program. An exception of it stops the compilation, as ``drop`` does.
         """
         for key in keys:
-            check_going_on()
+            check()
             if self._is_dropped:
                 return
             if key not in self.store.compiled:
                 self.compiled_beside |= {key}
                 self.store.compile(key, partial(self.lower, key))
 
-    def compile_ahead(self, buckets: Buckets, go_on: Callable[[int, str], bool]) -> bool:
+    def compile_ahead(self, buckets: Buckets, should_continue: Callable[[int, str], bool]) -> bool:
         """Compile the programs of ``warm_up`` one by one in this thread, only for the library. Return whether all are compiled.
 
-        go_on: called before each program and at the end, with the number of finished programs and the next one's name; False: stop.
+        should_continue: called before each program and at the end, with the number of finished programs and the next one's name.
         """
         labels = self.labels(buckets)
         for done, (key, label) in enumerate(labels.items()):
-            if not go_on(done, label):
+            if not should_continue(done, label):
                 return False
             if not self.store.shelf.has(key):
                 self.store.compile(key, partial(self.lower, key))
                 self._compile_gathers(key)
             self.store.compiled.clear()  # loaded programs take memory of the devices
-        return go_on(len(labels), "all")
+        return should_continue(len(labels), "all")
 
     def drop(self) -> None:
         """Drop all programs."""
@@ -190,7 +194,7 @@ class Programs(LoweredPrograms):
 
     def _compile_gathers(self, producer: ProgramKey) -> None:
         """Compile the programs that replicate a program's seldom read results: reports, prompt scores, drafts."""
-        program, first = self.store.compiled[producer], _SELDOM_WANTED.get(producer[0])
+        program, first = self.store.compiled[producer], _FIRST_RARELY_READ.get(producer[0])
         if not self.shared or first is None:
             return
         for place in range(first, len(program.out_info)):
@@ -200,7 +204,7 @@ class Programs(LoweredPrograms):
                 program.output_shardings[place],
             )
             if jax.tree.leaves(tree):
-                key, described = gathering(tree)
+                key, described = gather_key(tree)
                 self.store.compile(key, lambda described=described: self.lower_gather(described))
 
     def labels(self, buckets: Buckets) -> dict[ProgramKey, str]:
@@ -213,7 +217,7 @@ class Programs(LoweredPrograms):
             if not ends:  # scored launches have no program of their own there
                 labels["step", shape, False] = f"prompt scores, {name}" if scored else name
                 for count in (0, *proposes):
-                    key = entering(shape, count)
+                    key = commit_key(shape, count)
                     labels[key] = f"tokens of {shape.positions} positions, {count} drafts"
                 continue
             labels["step", shape, scored] = f"prompt scores, {name}" if scored else name
@@ -229,7 +233,7 @@ class Programs(LoweredPrograms):
                 labels["take pages", table] = f"{table} pages out of the cache"
                 labels["put pages", table] = f"{table} pages into the cache"
         labels |= {("clear",): "clearing pages", ("copy",): "copying pages"}
-        if self._exchanged:
+        if self._experts_per_exchange:
             labels["read loads",] = "reading experts' loads"
             for layers in expert_programs.expert_layers(self._step):
                 labels["stage experts", layers.stack] = f"sending experts, {layers.stack}"

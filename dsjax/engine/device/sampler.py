@@ -33,10 +33,10 @@ def greedy(logits: Float[Array, "B R V"]) -> Int[Array, "B R"]:
     """
     most = jnp.max(logits, axis=-1)  # NaN if any logit is
     finite = jnp.isfinite(most) & jnp.isfinite(jnp.min(logits, axis=-1))
-    return jnp.where(finite, _first(logits, most), NOT_FINITE)
+    return jnp.where(finite, _first_equal(logits, most), NOT_FINITE)
 
 
-def _first(logits: Float[Array, "*b V"], most: Float[Array, "*b"]) -> Int[Array, "*b"]:
+def _first_equal(logits: Float[Array, "*b V"], most: Float[Array, "*b"]) -> Int[Array, "*b"]:
     V = logits.shape[-1]
     return jnp.min(jnp.where(logits == most[..., None], jnp.arange(V, dtype=jnp.int32), V), axis=-1)
 
@@ -70,7 +70,7 @@ class Scores(NamedTuple):
     top_logprobs: Float[Array, "*b 20"]
 
 
-class Wanted(NamedTuple):
+class SamplingOps(NamedTuple):
     """Booleans: whether any row of a launch needs each operation. Equal on all devices, so that all take the same branch."""
 
     truncation: Array | bool  # top-k or top-p
@@ -82,12 +82,13 @@ def sample(
     logits: Float[Array, "B R V"],
     changed: Float[Array, "B R V"],
     rows: SlotSampling,
-    num_made: Int[Array, "B R"],
-    wanted: Wanted,
+    num_sampled: Int[Array, "B R"],
+    ops: SamplingOps,
 ) -> Int[Array, "B R"]:
     """Draw each row's token; return ``NOT_FINITE`` or ``NONE_ALLOWED`` where that is impossible.
 
-    logits: the model's logits; changed: logits after biases, penalties and masks. num_made: tokens each row's request has sampled so far.
+    logits: the model's logits; changed: logits after biases, penalties and masks. num_sampled: tokens that each row's request has
+    sampled so far.
 
     Tokens outside min-p, then top-k, then top-p, get probability 0. The draw inverts the cumulative distribution *in vocabulary
     order* at one uniform number, so the result does not depend on the sorted order of two nearly equal tokens, which rounding can swap.
@@ -99,11 +100,13 @@ def sample(
     least = jnp.max(scaled, axis=-1) + jnp.log(rows.min_p)  # log 0 = −∞ keeps all
     scaled = jnp.where(scaled >= least[..., None], scaled, -jnp.inf)
     least = jax.lax.cond(
-        wanted.truncation, _threshold, lambda scaled, rows: jnp.full(scaled.shape[:-1], -jnp.inf), scaled, rows
+        ops.truncation, _threshold, lambda scaled, rows: jnp.full(scaled.shape[:-1], -jnp.inf), scaled, rows
     )
     probs = jax.nn.softmax(jnp.where(scaled >= least[..., None], scaled, -jnp.inf), axis=-1)
     tokens = jnp.where(
-        rows.temperature > 0, _invert(probs, _uniform(rows.seed_high, rows.seed, num_made)), _first(changed, most)
+        rows.temperature > 0,
+        _invert(probs, _uniform(rows.seed_high, rows.seed, num_sampled)),
+        _first_equal(changed, most),
     ).astype(jnp.int32)
     tokens = jnp.where(most > -jnp.inf, tokens, NONE_ALLOWED)
     return jnp.where(finite, tokens, NOT_FINITE)
@@ -125,14 +128,14 @@ def _threshold(scaled: Float[Array, "B R V"], rows: SlotSampling) -> Float[Array
     """
     V = scaled.shape[-1]
     k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, V), V)
-    kth = _greatest_with(scaled, jnp.ones(scaled.shape, jnp.int32), k)
+    kth = _greatest_with_weight(scaled, jnp.ones(scaled.shape, jnp.int32), k)
     probs = jax.nn.softmax(jnp.where(scaled >= kth[..., None], scaled, -jnp.inf), axis=-1)
-    least = _greatest_with(scaled, probs, rows.top_p)
+    least = _greatest_with_weight(scaled, probs, rows.top_p)
     # Rounding can make the sum reach 1 before the last token. top-p 1 must still keep all tokens, as without truncation.
     return jnp.where(rows.top_p >= 1, kth, jnp.maximum(kth, least))
 
 
-def _greatest_with(x: Float[Array, "B R V"], weights: Array, enough: Array) -> Float[Array, "B R"]:
+def _greatest_with_weight(x: Float[Array, "B R V"], weights: Array, enough: Array) -> Float[Array, "B R"]:
     """Return the greatest value v of ``x`` such that the weights of all values ≥ v sum to at least ``enough``; −∞ if there is none."""
     sign = jnp.uint32(1 << 31)
 
@@ -152,7 +155,7 @@ def _greatest_with(x: Float[Array, "B R V"], weights: Array, enough: Array) -> F
     return jax.lax.bitcast_convert_type(jnp.where(threshold & sign != 0, threshold ^ sign, ~threshold), jnp.float32)
 
 
-def _uniform(high: Int[Array, "B R"], low: Int[Array, "B R"], num_made: Int[Array, "B R"]) -> Float[Array, "B R"]:
+def _uniform(high: Int[Array, "B R"], low: Int[Array, "B R"], num_sampled: Int[Array, "B R"]) -> Float[Array, "B R"]:
     """Return one number in [0, 1) per row, from the two words of its seed and its number of tokens.
 
     Threefry with key 0 is a permutation of 64 bits, so different seeds give different keys. Below 2³² it is `fold_in(key(0), seed)`.
@@ -162,7 +165,7 @@ def _uniform(high: Int[Array, "B R"], low: Int[Array, "B R"], num_made: Int[Arra
         words = threefry_2x32(jnp.zeros(2, jnp.uint32), jnp.stack([high, low]))
         return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), number))
 
-    return jax.vmap(jax.vmap(draw))(high, low, num_made)
+    return jax.vmap(jax.vmap(draw))(high, low, num_sampled)
 
 
 def _invert(probs: Float[Array, "B R V"], uniform: Float[Array, "B R"]) -> Int[Array, "B R"]:

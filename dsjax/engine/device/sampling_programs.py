@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from dsjax.engine.device import sampler
 from dsjax.engine.device.device_state import MOST_COUNTED, DeviceState
-from dsjax.engine.device.sampler import Scores, SlotSampling, Wanted, sample, score
+from dsjax.engine.device.sampler import SamplingOps, Scores, SlotSampling, sample, score
 from dsjax.engine.device.slots import Positions, StepRows, commit
 from dsjax.model.step import ModelStep
 from sharding.indices import take
@@ -28,7 +28,7 @@ def add_biases(
     def local(logits, biases, at, prompts):
         first = lax.axis_index(spec[2]) * logits.shape[-1] if spec[2] else 0
         biases, at, prompts = jax.tree.map(lambda array: array[0], (biases, at, prompts))
-        return sampler.add_biases(logits[0], _places(at, take(prompts, _slots(at))), biases, first)[None]
+        return sampler.add_biases(logits[0], _output_indices(at, take(prompts, _slot_indices(at))), biases, first)[None]
 
     run = jax.shard_map(
         local, mesh=step.mesh, in_specs=(spec, by_rank, by_rank, by_rank), out_specs=spec, check_vma=False
@@ -43,7 +43,7 @@ def draw(
     raw: Float[Array, "B J V"],
     biased: Float[Array, "B J V"],
     masks: Int[Array, "B J W"],
-    wanted: Wanted,
+    ops: SamplingOps,
 ) -> tuple[DeviceState, Int[Array, "B J"]]:
     """Draw a token at every position, write the tokens to the state with ``commit``, and count them for slots with penalties.
 
@@ -52,30 +52,32 @@ def draw(
     by_rank = P(step.spec.batch_axes)
     most_drafts = 0 if state.drafts is None else state.drafts.shape[-1]
 
-    def local(sampling, counts, at, raw, biased, masks, wanted):
+    def local(sampling, counts, at, raw, biased, masks, ops):
         sampling, counts, at, raw, biased, masks = jax.tree.map(
             lambda array: array[0], (sampling, counts, at, raw, biased, masks)
         )
-        here = _slots(at)
-        of_slot = jax.tree.map(lambda array: take(array, here), sampling)
+        slots = _slot_indices(at)
+        row_sampling = jax.tree.map(lambda array: take(array, slots), sampling)
 
         def penalised(logits):
-            before = take(counts, here).astype(jnp.int32)
+            before = take(counts, slots).astype(jnp.int32)
             if most_drafts:
                 before = sampler.counts_along_drafts(before, at.token, at.number, most_drafts, MOST_COUNTED)
-            return sampler.penalise(logits, before, of_slot.presence, of_slot.frequency, of_slot.repetition)
+            return sampler.penalise(
+                logits, before, row_sampling.presence, row_sampling.frequency, row_sampling.repetition
+            )
 
-        changed = lax.cond(wanted.penalties, penalised, lambda logits: logits, biased)
+        changed = lax.cond(ops.penalties, penalised, lambda logits: logits, biased)
         allowed = lambda logits: jnp.where(sampler.allowed(masks, logits.shape[-1]), logits, -jnp.inf)  # noqa: E731
-        changed = lax.cond(wanted.masks, allowed, lambda logits: logits, changed)
-        of_rows = jax.tree.map(lambda array: array[None], of_slot)
-        place = jnp.maximum(_places(at, of_slot.num_prompt_tokens), 0)
-        return sample(raw[None], changed[None], of_rows, place[None], wanted)
+        changed = lax.cond(ops.masks, allowed, lambda logits: logits, changed)
+        of_rows = jax.tree.map(lambda array: array[None], row_sampling)
+        place = jnp.maximum(_output_indices(at, row_sampling.num_prompt_tokens), 0)
+        return sample(raw[None], changed[None], of_rows, place[None], ops)
 
     run = jax.shard_map(local, mesh=step.mesh, in_specs=(*[by_rank] * 6, P()), out_specs=by_rank, check_vma=False)
-    tokens = run(state.sampling, state.counts, at, raw, biased, masks, wanted)
+    tokens = run(state.sampling, state.counts, at, raw, biased, masks, ops)
     state, outcome = commit(step, state, at, tokens)
-    return _count(step, state, at, outcome, wanted), outcome
+    return _count(step, state, at, outcome, ops), outcome
 
 
 def score_tokens(step: ModelStep, logits: Float[Array, "B J V"], tokens: Int[Array, "B J"]) -> Scores:
@@ -85,45 +87,45 @@ def score_tokens(step: ModelStep, logits: Float[Array, "B J V"], tokens: Int[Arr
     return run(logits, tokens)
 
 
-def tokens_behind(
-    rows: StepRows, tokens: Int[Array, "B R2 C2"], following: Int[Array, "B R2"]
+def following_tokens(
+    rows: StepRows, tokens: Int[Array, "B R2 C2"], next_token: Int[Array, "B R2"]
 ) -> Int[Array, "B R2 C2"]:
-    """Return the token after each position of the prefill rows; after the last active position it is ``following``."""
-    shifted = jnp.concatenate([tokens[..., 1:], following[..., None]], axis=-1)
+    """Return the token after each position of the prefill rows; after the last active position it is ``next_token``."""
+    shifted = jnp.concatenate([tokens[..., 1:], next_token[..., None]], axis=-1)
     last = jnp.arange(tokens.shape[-1]) == rows.prefill_length[..., None] - 1
-    return jnp.where(last, following[..., None], shifted)
+    return jnp.where(last, next_token[..., None], shifted)
 
 
-def _slots(at: Positions) -> Int[Array, "J"]:
+def _slot_indices(at: Positions) -> Int[Array, "J"]:
     """Return the slot of each position, 0 for padding."""
     return jnp.maximum(at.slot, 0)
 
 
-def _places(at: Positions, prompts: Int[Array, "J"]) -> Int[Array, "J"]:
+def _output_indices(at: Positions, prompts: Int[Array, "J"]) -> Int[Array, "J"]:
     """Return the output index of the token sampled at each position. prompts: prompt length of each position's request."""
     return at.position + 1 - prompts
 
 
 def _count(
-    step: ModelStep, state: DeviceState, at: Positions, outcome: Int[Array, "B J"], wanted: Wanted
+    step: ModelStep, state: DeviceState, at: Positions, outcome: Int[Array, "B J"], ops: SamplingOps
 ) -> DeviceState:
     """Count the sampled tokens of slots with penalties."""
     by_rank = P(step.spec.batch_axes)
 
-    def local(counts, sampling: SlotSampling, at, outcome, wanted):
+    def local(counts, sampling: SlotSampling, at, outcome, ops):
         counts, sampling, at, outcome = jax.tree.map(lambda a: a[0], (counts, sampling, at, outcome))
-        taken = (at.slot >= 0) & (at.active > 0) & (at.following < 0) & (outcome >= 0)
-        counted = (sampling.presence != 0) | (sampling.frequency != 0) | (sampling.repetition != 1)
-        slot = jnp.where(taken & take(counted, _slots(at)), at.slot, counts.shape[0])
+        is_new = (at.slot >= 0) & (at.active > 0) & (at.next_token < 0) & (outcome >= 0)
+        has_penalties = (sampling.presence != 0) | (sampling.frequency != 0) | (sampling.repetition != 1)
+        slot = jnp.where(is_new & take(has_penalties, _slot_indices(at)), at.slot, counts.shape[0])
 
         def add(counts):
             # A row may sample one token several times, so add all increments before clamping.
-            more = counts.at[slot, jnp.maximum(outcome, 0)].add(2, mode="drop")
-            return jnp.where(more > 2 * MOST_COUNTED + 1, counts, more)
+            increased = counts.at[slot, jnp.maximum(outcome, 0)].add(2, mode="drop")
+            return jnp.where(increased > 2 * MOST_COUNTED + 1, counts, increased)
 
-        return lax.cond(wanted.penalties, add, lambda counts: counts, counts)[None]
+        return lax.cond(ops.penalties, add, lambda counts: counts, counts)[None]
 
     run = jax.shard_map(
         local, mesh=step.mesh, in_specs=(by_rank, by_rank, by_rank, by_rank, P()), out_specs=by_rank, check_vma=False
     )
-    return dataclasses.replace(state, counts=run(state.counts, state.sampling, at, outcome, wanted))
+    return dataclasses.replace(state, counts=run(state.counts, state.sampling, at, outcome, ops))

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,11 +47,11 @@ class StepRows:
     def of(cls, packed: Int[Array, "B W"], at: Positions, shape: LaunchShape) -> StepRows:
         """Return the rows of a launch, from its packed input and the positions that the step program returned."""
         R, C = shape.decode_rows
-        slot, limit, _, *prefill, _, _ = _split(packed, shape)
+        rows = _split(packed, shape)
         start, active, tokens = (
             array[:, : R * C].reshape(array.shape[0], R, C) for array in (at.position, at.active, at.token)
         )
-        return cls(slot, start[..., 0], jnp.sum(active, axis=2), limit, tokens, *prefill)
+        return rows.step_rows(start[..., 0], jnp.sum(active, axis=2), tokens)
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +62,7 @@ class Positions:
     Launches with the same number of positions share their sampling programs, which do not depend on rows.
 
     slot: −1 for padding. position: position of the input token; the sampled token is at the next one. token: for decode rows the token at
-    this position, the last token or a draft. number: index in the row. active: 1 if the row computes the position. following: the token
+    this position, the last token or a draft. number: index in the row. active: 1 if the row computes the position. next_token: the token
     after it, −1 if it is sampled.
     """
 
@@ -71,7 +71,7 @@ class Positions:
     token: Int[Array, "B J"]
     number: Int[Array, "B J"]
     active: Int[Array, "B J"]
-    following: Int[Array, "B J"]
+    next_token: Int[Array, "B J"]
 
     @classmethod
     def of(cls, rows: StepRows, shape: LaunchShape) -> Positions:
@@ -93,8 +93,8 @@ class Positions:
         room = ((0, 0), (0, shape.positions - shape.own_positions))
         if not room[1][1]:
             return cls(*joined)
-        slot, *others = joined
-        return cls(jnp.pad(slot, room, constant_values=-1), *(jnp.pad(array, room) for array in others))
+        slot, *fields = joined
+        return cls(jnp.pad(slot, room, constant_values=-1), *(jnp.pad(array, room) for array in fields))
 
     def pack(self) -> Int[Array, "B 6J"]:
         """Concatenate all fields into one array, which the programs of a launch pass on."""
@@ -167,7 +167,7 @@ class LaunchShape:
 
     def prefill_tokens(self, packed: Int[Array, "B W"]) -> Int[Array, "B R2 C2"]:
         """Return the prompt tokens in the packed input."""
-        return _split(packed, self)[-2].reshape(packed.shape[0], *self.prefill_rows)
+        return _split(packed, self).prefill_tokens.reshape(packed.shape[0], *self.prefill_rows)
 
     @cached_property
     def packed_width(self) -> int:
@@ -175,10 +175,29 @@ class LaunchShape:
         return 3 * self.decode_rows[0] + self.prefill_rows[0] * (5 + self.prefill_rows[1]) + 3 * self.page_changes
 
 
-def _split(packed: Int[Array, "*B W"], shape: LaunchShape) -> list[Array]:
-    """Split a launch's packed input into the parts that ``read`` describes."""
+class _PackedRows(NamedTuple):
+    """The parts of a launch's packed input, in order; the last two are flat. max_drafts: most drafts to verify."""
+
+    slot: Int[Array, "*B R"]
+    limit: Int[Array, "*B R"]
+    max_drafts: Int[Array, "*B R"]
+    prefill_slot: Int[Array, "*B R2"]
+    prefill_start: Int[Array, "*B R2"]
+    prefill_length: Int[Array, "*B R2"]
+    prefill_limit: Int[Array, "*B R2"]
+    next_token: Int[Array, "*B R2"]
+    prefill_tokens: Int[Array, "*B _"]
+    page_changes: Int[Array, "*B _"]
+
+    def step_rows(self, start: Array, length: Array, tokens: Array) -> StepRows:
+        """Return the rows, with the parts of the decode rows that depend on the state."""
+        prefills = self.prefill_slot, self.prefill_start, self.prefill_length, self.prefill_limit, self.next_token
+        return StepRows(self.slot, start, length, self.limit, tokens, *prefills)
+
+
+def _split(packed: Int[Array, "*B W"], shape: LaunchShape) -> _PackedRows:
     R, (R2, C2) = shape.decode_rows[0], shape.prefill_rows
-    return jnp.split(packed, np.cumsum([R, R, R, R2, R2, R2, R2, R2, R2 * C2]), axis=-1)
+    return _PackedRows(*jnp.split(packed, np.cumsum([R, R, R, R2, R2, R2, R2, R2, R2 * C2]), axis=-1))
 
 
 def _on_each_rank(step: ModelStep, function: Callable, *arguments):
@@ -221,7 +240,7 @@ def admit(step: ModelStep, state: DeviceState, packed: Int[Array, "B W"]) -> Dev
         admissions, changes, counts = jnp.split(packed, ends)
         columns = admissions.reshape(ADMISSIONS, ADMISSION_WIDTH).T
         at = columns[0]
-        enter = lambda array, values: put(array, at, values)  # noqa: E731
+        write = lambda array, values: put(array, at, values)  # noqa: E731
         as_float = lambda column: jax.lax.bitcast_convert_type(column, jnp.float32)  # noqa: E731
         old, names = state["sampling"], [field.name for field in fields(SlotSampling)]
         values = [
@@ -231,17 +250,17 @@ def admit(step: ModelStep, state: DeviceState, packed: Int[Array, "B W"]) -> Dev
             *map(as_float, columns[7:13]),
         ]
         sampling = SlotSampling(
-            **{name: enter(getattr(old, name), value) for name, value in zip(names, values, strict=True)}
+            **{name: write(getattr(old, name), value) for name, value in zip(names, values, strict=True)}
         )
         counted = put(state["counts"], jnp.where(columns[13] > 0, at, -1), 0)
         slot, token, code = counts.reshape(COUNTED, 3).T
         # Zero the table: entries left by the slot's last owner would be read too, with weight 0, and their pages may become NaN.
-        tables = enter(state["tables"], 0)
+        tables = write(state["tables"], 0)
         changed = {
             "tables": _change_pages(tables, changes.reshape(PAGE_CHANGES, 3)),
-            "start": enter(state["start"], columns[1]),
-            "last_token": enter(state["last_token"], columns[2]),
-            "num_drafts": enter(state["num_drafts"], 0),
+            "start": write(state["start"], columns[1]),
+            "last_token": write(state["last_token"], columns[2]),
+            "num_drafts": write(state["num_drafts"], 0),
             "sampling": sampling,
             "counts": put(counted, (slot, token), code.astype(jnp.uint16)),
         }
@@ -254,38 +273,24 @@ def admit(step: ModelStep, state: DeviceState, packed: Int[Array, "B W"]) -> Dev
 def read(
     step: ModelStep, state: DeviceState, packed: Int[Array, "B W"], shape: LaunchShape
 ) -> tuple[DeviceState, StepRows, list[RowGroup]]:
-    """Change page tables, and read the rows of a launch from its packed input and the state.
-
-    packed: decode rows (slots, limits, most drafts), prefill rows (slots, starts, lengths, limits, next tokens, tokens), page changes.
-    """
-    C, (R2, C2) = shape.decode_rows[1], shape.prefill_rows
+    """Change page tables, and read the rows of a launch from its packed input and the state."""
+    max_drafts, (R2, C2) = shape.decode_rows[1] - 1, shape.prefill_rows
 
     def local(state: dict[str, Array], packed):
-        slot, limit, most, p_slot, p_start, p_length, p_limit, following, tokens, changes = _split(packed, shape)
-        all_tables = _change_pages(state["tables"], changes.reshape(shape.page_changes, 3))
-        here = jnp.maximum(slot, 0)
-        start, last = take(state["start"], here), take(state["last_token"], here)
-        row_tokens, num_drafts = last[:, None], jnp.zeros_like(slot)
-        if C > 1:
-            row_tokens = jnp.concatenate([row_tokens, take(state["drafts"], here)[:, : C - 1]], axis=1)
-            num_drafts = jnp.minimum(jnp.minimum(take(state["num_drafts"], here), most), C - 1)
-        length = jnp.where(slot >= 0, jnp.clip(limit - start, 0, 1 + num_drafts), 0)
-        rows = StepRows(
-            slot=slot,
-            start=jnp.where(slot >= 0, start, 0),
-            length=length,
-            limit=limit,
-            tokens=row_tokens,
-            prefill_slot=p_slot,
-            prefill_start=p_start,
-            prefill_length=p_length,
-            prefill_limit=p_limit,
-            next_token=following,
-        )
-        tables, prefill_tables = take(all_tables, here), take(all_tables, jnp.maximum(p_slot, 0))
-        return {"tables": all_tables}, (rows, tables, prefill_tables, tokens.reshape(R2, C2))
+        row = _split(packed, shape)
+        all_tables = _change_pages(state["tables"], row.page_changes.reshape(shape.page_changes, 3))
+        slots = jnp.maximum(row.slot, 0)
+        start, last = take(state["start"], slots), take(state["last_token"], slots)
+        row_tokens, num_drafts = last[:, None], jnp.zeros_like(row.slot)
+        if max_drafts:
+            row_tokens = jnp.concatenate([row_tokens, take(state["drafts"], slots)[:, :max_drafts]], axis=1)
+            num_drafts = jnp.minimum(jnp.minimum(take(state["num_drafts"], slots), row.max_drafts), max_drafts)
+        length = jnp.where(row.slot >= 0, jnp.clip(row.limit - start, 0, 1 + num_drafts), 0)
+        rows = row.step_rows(jnp.where(row.slot >= 0, start, 0), length, row_tokens)
+        tables, prefill_tables = take(all_tables, slots), take(all_tables, jnp.maximum(row.prefill_slot, 0))
+        return {"tables": all_tables}, (rows, tables, prefill_tables, row.prefill_tokens.reshape(R2, C2))
 
-    names = ("tables", "start", "last_token", *(("drafts", "num_drafts") if C > 1 else ()))
+    names = ("tables", "start", "last_token", *(("drafts", "num_drafts") if max_drafts else ()))
     state, (rows, tables, prefill_tables, tokens) = _change_slots(step, local, state, names, packed)
     groups = []
     if shape.decode:
@@ -324,15 +329,15 @@ def commit(
         active = at.active > 0
         is_last, outcome = active, tokens
         if most_drafts:
-            begins = at.number == 0
-            sound = active & (begins | (jnp.roll(tokens, 1) == at.token))
-            made = sound
+            is_first = at.number == 0
+            is_valid = active & (is_first | (jnp.roll(tokens, 1) == at.token))
+            is_accepted = is_valid
             for _ in range(most_drafts - 1):
-                made = sound & (begins | jnp.roll(made, 1))
-            goes_on = jnp.concatenate([(made & ~begins)[1:], jnp.zeros(1, bool)])
-            is_last = made & ~goes_on
-            outcome = jnp.where(made, tokens, jnp.where(active, REJECTED, NOT_COMPUTED))
-        values = {"start": at.position + 1, "last_token": jnp.where(at.following < 0, tokens, at.following)}
+                is_accepted = is_valid & (is_first | jnp.roll(is_accepted, 1))
+            continues = jnp.concatenate([(is_accepted & ~is_first)[1:], jnp.zeros(1, bool)])
+            is_last = is_accepted & ~continues
+            outcome = jnp.where(is_accepted, tokens, jnp.where(active, REJECTED, NOT_COMPUTED))
+        values = {"start": at.position + 1, "last_token": jnp.where(at.next_token < 0, tokens, at.next_token)}
         values |= {"num_drafts": 0} if most_drafts else {}
         slot = jnp.where(is_last, at.slot, -1)
         return {name: put(state[name], slot, value) for name, value in values.items()}, outcome
@@ -350,23 +355,23 @@ def tables_of(step: ModelStep, state: DeviceState, rows: StepRows) -> Int[Array,
     return _on_each_rank(step, local, state.tables, rows.slot, rows.prefill_slot)
 
 
-def enter_drafts(
+def write_drafts(
     step: ModelStep,
     state: DeviceState,
     slots: Int[Array, "B R+R2"],
-    following: Int[Array, "B R+R2"],
+    next_token: Int[Array, "B R+R2"],
     drafts: Int[Array, "B R+R2 n"],
 ) -> DeviceState:
-    """Store the MTP module's drafts for every row that sampled a token. slots, following: see ``Positions``."""
+    """Store the MTP module's drafts for every row that sampled a token. slots, next_token: see ``Positions``."""
 
-    def local(state: dict[str, Array], slots, following, drafts):
-        at = jnp.where(following < 0, slots, -1)
+    def local(state: dict[str, Array], slots, next_token, drafts):
+        at = jnp.where(next_token < 0, slots, -1)
         padded = jnp.pad(drafts, ((0, 0), (0, state["drafts"].shape[1] - drafts.shape[1])))
-        sound = jnp.sum(jnp.cumprod(drafts >= 0, axis=1), axis=1)
-        values = {"drafts": padded, "num_drafts": sound.astype(jnp.int32)}
+        is_valid = jnp.sum(jnp.cumprod(drafts >= 0, axis=1), axis=1)
+        values = {"drafts": padded, "num_drafts": is_valid.astype(jnp.int32)}
         return {name: put(state[name], at, value) for name, value in values.items()}, ()
 
-    return _change_slots(step, local, state, ("drafts", "num_drafts"), slots, following, drafts)[0]
+    return _change_slots(step, local, state, ("drafts", "num_drafts"), slots, next_token, drafts)[0]
 
 
 def _change_pages(tables: Int[Array, "Z Pt"], changes: Int[Array, "_ 3"]) -> Int[Array, "Z Pt"]:

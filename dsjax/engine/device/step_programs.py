@@ -35,16 +35,16 @@ def compute(
     state, rows, groups, hidden, reports = run_layers(step, params, state, packed, shape, arrived)
     scores = ()
     if scored:
-        every = step.logits(params, hidden)
-        logits = jnp.take_along_axis(every, _sampled(rows, shape)[..., None], axis=1)
-        behind = sampling_programs.tokens_behind(rows, groups[-1].tokens, rows.next_token)[:, 0]
-        scores = (sampling_programs.score_tokens(step, every, jnp.maximum(behind, 0)),)
+        all_logits = step.logits(params, hidden)
+        logits = jnp.take_along_axis(all_logits, _sampled(rows, shape)[..., None], axis=1)
+        following = sampling_programs.following_tokens(rows, groups[-1].tokens, rows.next_token)[:, 0]
+        scores = (sampling_programs.score_tokens(step, all_logits, jnp.maximum(following, 0)),)
     else:
-        logits = step.logits(params, _at(hidden, _sampled(rows, shape)))
+        logits = step.logits(params, _select(hidden, _sampled(rows, shape)))
     at, tokens = Positions.of(rows, shape), greedy(logits)
     if shape.positions > shape.own_positions:
-        room = (0, shape.positions - shape.own_positions)
-        tokens, logits = jnp.pad(tokens, ((0, 0), room)), jnp.pad(logits, ((0, 0), room, (0, 0)))
+        padding = (0, shape.positions - shape.own_positions)
+        tokens, logits = jnp.pad(tokens, ((0, 0), padding)), jnp.pad(logits, ((0, 0), padding, (0, 0)))
     state, outcome = slots.commit(step, state, at, tokens)
     return state, rows, at, outcome, logits, hidden, reports, *scores
 
@@ -61,7 +61,7 @@ def run_layers(
     state, rows, groups = slots.read(step, state, packed, shape)
     hidden, cache, reports = step.hidden(params, state.cache, groups, state.copies, arrived)
     loads = _count(state.loads, 0, reports)
-    state = dataclasses.replace(state, cache=cache, filled=unfill(step, state, groups), loads=loads)
+    state = dataclasses.replace(state, cache=cache, filled=mark_stale(step, state, groups), loads=loads)
     return state, rows, groups, hidden, reports
 
 
@@ -82,20 +82,20 @@ def propose(
     """
     R, C = shape.decode_rows
     tokens = outcome[:, : shape.own_positions]
-    made = jnp.sum(tokens[:, : R * C].reshape(tokens.shape[0], R, C) > slots.REJECTED, axis=2)
+    num_accepted = jnp.sum(tokens[:, : R * C].reshape(tokens.shape[0], R, C) > slots.REJECTED, axis=2)
     tables = slots.tables_of(step, state, rows)
-    groups, follows = [], []
+    groups, following_tokens = [], []
     if shape.decode:
-        groups.append(RowGroup(rows.tokens, rows.start, made, tables[:, :R], shape.decode))
-        follows.append(tokens[:, : R * C])
+        groups.append(RowGroup(rows.tokens, rows.start, num_accepted, tables[:, :R], shape.decode))
+        following_tokens.append(tokens[:, : R * C])
     if shape.prefill:
         prompt = shape.prefill_tokens(packed)
         groups.append(RowGroup(prompt, rows.prefill_start, rows.prefill_length, tables[:, R:], shape.prefill))
         first_tokens = jnp.where(rows.next_token < 0, tokens[:, R * C :], rows.next_token)
-        behind = sampling_programs.tokens_behind(rows, prompt, first_tokens)
-        follows.append(behind.reshape(behind.shape[0], -1))
-    next_tokens = jnp.maximum(jnp.concatenate(follows, axis=1), 0)
-    lengths = jnp.concatenate([made, rows.prefill_length], axis=1)
+        next_token = sampling_programs.following_tokens(rows, prompt, first_tokens)
+        following_tokens.append(next_token.reshape(next_token.shape[0], -1))
+    next_tokens = jnp.maximum(jnp.concatenate(following_tokens, axis=1), 0)
+    lengths = jnp.concatenate([num_accepted, rows.prefill_length], axis=1)
     chunks = np.repeat([group.shape.chunk for group in groups], [group.shape.rows for group in groups])
     firsts = np.cumsum(chunks) - chunks
     last = firsts + jnp.maximum(lengths - 1, 0)
@@ -104,11 +104,11 @@ def propose(
             step, params, state.cache, state.filled, groups, hidden, next_tokens, state.copies
         )
         loads = _count(state.loads, step.config.num_moe_layers, reports)
-        hidden = _at(hidden, last)
+        hidden = _select(hidden, last)
         drafts = [greedy(step.logits(params, hidden, module=True))]
     position = jnp.concatenate([rows.start, rows.prefill_start], axis=1) + lengths - 1
     limit = jnp.concatenate([rows.limit, rows.prefill_limit], axis=1)
-    drafting = (lengths > 0) & jnp.concatenate([made > 0, rows.next_token < 0], axis=1)
+    drafting = (lengths > 0) & jnp.concatenate([num_accepted > 0, rows.next_token < 0], axis=1)
     shape_one = dataclasses.replace(groups[0].shape, rows=last.shape[1], chunk=1, form=step.decode_form)
     for number in range(2, count + 1):
         position = position + 1
@@ -123,8 +123,8 @@ def propose(
     proposed = jnp.stack(drafts, axis=-1)
     state = dataclasses.replace(state, cache=cache, filled=filled, loads=loads)
     row_slots = jnp.concatenate([rows.slot, rows.prefill_slot], axis=1)
-    following = jnp.concatenate([jnp.full_like(rows.slot, -1), rows.next_token], axis=1)
-    return slots.enter_drafts(step, state, row_slots, following, proposed), proposed
+    next_token = jnp.concatenate([jnp.full_like(rows.slot, -1), rows.next_token], axis=1)
+    return slots.write_drafts(step, state, row_slots, next_token, proposed), proposed
 
 
 def _count(loads: Array | None, first: int, reports: Mapping[str, Array]) -> Array | None:
@@ -135,14 +135,14 @@ def _count(loads: Array | None, first: int, reports: Mapping[str, Array]) -> Arr
     return loads.at[first : first + counts.shape[0]].add(counts)
 
 
-def unfill(step: ModelStep, state: DeviceState, groups: list[RowGroup]) -> Bool[Array, "P G"] | None:
+def mark_stale(step: ModelStep, state: DeviceState, groups: list[RowGroup]) -> Bool[Array, "P G"] | None:
     """Mark the MTP module's entries of the cache slots that a step writes as stale; None without the module."""
     if state.filled is None:
         return None
     return mtp.mark(step, state.filled, step.filled_slots(groups), False)
 
 
-def _at(hidden: Float[Array, "B T *n D"], slots: Int[Array, "B J"]) -> Float[Array, "B J *n D"]:
+def _select(hidden: Float[Array, "B T *n D"], slots: Int[Array, "B J"]) -> Float[Array, "B J *n D"]:
     """Select each DP rank's hidden states at these token slots."""
     return jnp.take_along_axis(hidden, slots.reshape(*slots.shape, *[1] * (hidden.ndim - 2)), axis=1)
 

@@ -29,7 +29,7 @@ from dsjax.model.parameters import Weights
 from sharding import MeshSpec
 from sharding.mesh import device_order
 
-_REST_SHARE = 1.0
+_PAUSE_SHARE = 1.0
 """After each program the thread sleeps for this share of its compile time, because steps need the GIL and the cores too."""
 
 _POOL_RESERVE = 0.01
@@ -59,34 +59,36 @@ class CompileAhead:
     def __init__(self, args: EngineArgs, library: ProgramLibrary):
         self._args, self._library = args, library
         # With disaggregated experts a step is many programs, which the library does not keep.
-        self._losses = args.compile_ahead if args.expert_mesh is None else 0
-        self._ended = threading.Event()  # ends the latest compilation
+        self._max_losses = args.compile_ahead if args.expert_mesh is None else 0
+        self._stop = threading.Event()  # ends the latest compilation
         self._thread: threading.Thread | None = None
         self.done = self.total = 0
         atexit.register(self.close)  # a thread that compiles when Python ends would abort the process
 
-    def begin(self, now: MeshSpec, wanted: MeshSpec, live: Sequence[int], weights: Weights) -> None:
+    def begin(self, current: MeshSpec, wanted: MeshSpec, live: Sequence[int], weights: Weights) -> None:
         """Start compiling for the possible next meshes in a thread. Stops an earlier compilation.
 
         live: the processes that can be in the next mesh, including standby processes. weights: the storage format of the weights.
         """
         self.stop()
         self.done = self.total = 0
-        if not self._losses:
+        if not self._max_losses:
             return
 
         def find() -> list[MeshCandidate]:
-            config, losses = self._checkpoint.config, self._losses
+            config, losses = self._checkpoint.config, self._max_losses
             devices = [device for device in sorted(jax.devices(), key=device_order) if device.process_index in live]
             after_losses = candidates(self._args, config, weights, wanted, devices, jax.process_index(), losses)
-            return after_losses if now == wanted else [*after_losses, _over_all(wanted, "processes come back")]
+            return (
+                after_losses if current == wanted else [*after_losses, _on_first_devices(wanted, "processes come back")]
+            )
 
-        self._ended = threading.Event()
-        self._thread = start_thread(_WORK, self._compile, find, self._ended, True, name="dsjax-compile-ahead")
+        self._stop = threading.Event()
+        self._thread = start_thread(_WORK, self._compile, find, self._stop, True, name="dsjax-compile-ahead")
 
     def stop(self) -> None:
         """Stop compiling. Does not wait for the program that is being compiled."""
-        self._ended.set()
+        self._stop.set()
 
     def close(self) -> None:
         """Stop, and wait for the current program to finish compiling."""
@@ -96,46 +98,53 @@ class CompileAhead:
 
     def prepare(self, spec: MeshSpec, reason: str) -> None:
         """Compile for a mesh over all devices that JAX knows, in this thread and without pauses."""
-        if self._losses:
-            self._compile(lambda: [_over_all(spec, reason)], threading.Event(), False)
+        if self._max_losses:
+            self._compile(lambda: [_on_first_devices(spec, reason)], threading.Event(), False)
 
-    def _compile(self, find: Callable[[], list[MeshCandidate]], ended: threading.Event, rests: bool) -> None:
-        """Compile for each mesh in turn until `ended` is set. Errors are only logged: the next mesh then compiles when it is formed."""
+    def _compile(self, find: Callable[[], list[MeshCandidate]], stop: threading.Event, with_pauses: bool) -> None:
+        """Compile for each mesh in turn until `stop` is set. Errors are only logged: the next mesh then compiles when it is formed."""
         try:
             self._library.keep_in(enable_compile_cache())
             wanted = find()
-            described = [described_programs(self._args, self._checkpoint, each, self._library) for each in wanted]
+            described = [
+                described_programs(self._args, self._checkpoint, candidate, self._library) for candidate in wanted
+            ]
             done, total = 0, sum(len(programs.labels(buckets)) for programs, buckets in described)
-            for each, (programs, buckets) in zip(wanted, described, strict=True):
+            for candidate, (programs, buckets) in zip(wanted, described, strict=True):
                 began = time.monotonic()
-                if not programs.compile_ahead(buckets, self._pace(done, total, ended, rests)):
+                if not programs.compile_ahead(buckets, self._pace(done, total, stop, with_pauses)):
                     return
                 done += len(programs.labels(buckets))
                 seconds = time.monotonic() - began
-                _log.info("The programs of %s are there, after %.1f s, for when %s.", each.spec, seconds, each.reason)
+                _log.info(
+                    "The programs of %s are there, after %.1f s, for when %s.",
+                    candidate.spec,
+                    seconds,
+                    candidate.reason,
+                )
         except Exception as error:
             note_failure(_WORK, error, "Programs that a change of the mesh needs are compiled when it comes.")
 
-    def _pace(self, before: int, total: int, ended: threading.Event, rests: bool) -> Callable[[int, str], bool]:
+    def _pace(self, before: int, total: int, stop: threading.Event, with_pauses: bool) -> Callable[[int, str], bool]:
         last = time.monotonic()
 
-        def go_on(done: int, _: str) -> bool:
+        def should_continue(done: int, _: str) -> bool:
             nonlocal last
-            if rests and not ended.is_set():
-                time.sleep(_REST_SHARE * (time.monotonic() - last))
+            if with_pauses and not stop.is_set():
+                time.sleep(_PAUSE_SHARE * (time.monotonic() - last))
             last = time.monotonic()
-            if not ended.is_set():
+            if not stop.is_set():
                 self.done, self.total = before + done, total
-            return not ended.is_set()
+            return not stop.is_set()
 
-        return go_on
+        return should_continue
 
     @functools.cached_property
     def _checkpoint(self) -> Checkpoint:
         return open_checkpoint(resolve(self._args.model, revision=self._args.revision))
 
 
-def _over_all(spec: MeshSpec, reason: str) -> MeshCandidate:
+def _on_first_devices(spec: MeshSpec, reason: str) -> MeshCandidate:
     """Return a mesh over the first devices of all."""
     return MeshCandidate(spec, sorted(jax.devices(), key=device_order)[: spec.num_devices], reason)
 
@@ -157,12 +166,12 @@ def candidates(
     others = sorted({device.process_index for device in devices} - {0, this_process})
     for count in range(1, min(losses, len(others)) + 1):
         for lost in itertools.combinations(others, count):
-            left = [device for device in devices if device.process_index not in lost]
+            remaining = [device for device in devices if device.process_index not in lost]
             try:
-                spec = largest_mesh(args, config, weights, wanted, left)
+                spec = largest_mesh(args, config, weights, wanted, remaining)
             except NoMeshError:
                 continue
-            chosen = left[: spec.num_devices]
+            chosen = remaining[: spec.num_devices]
             if any(device.process_index == this_process for device in chosen):
                 reason = "a process is gone" if count == 1 else f"{count} processes are gone"
                 meshes.setdefault(spec, MeshCandidate(spec, chosen, reason))

@@ -17,7 +17,7 @@ from dsjax.background import start_thread
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.stream.leader import LaunchMessage, Message, ReadRecord, Record, WarmUp, decode, is_collected
-from dsjax.hosts.group import GroupError, Heard, HostGroup
+from dsjax.hosts.group import EpochMessage, GroupError, HostGroup
 from dsjax.hosts.wire import Announcement
 from dsjax.messaging import PeerLostError, RefusedError
 
@@ -54,23 +54,23 @@ class Follower:
         self.commands = self.steps = 0
         self.reason: str | None = None
         self.ahead: CompileAhead | None = None
-        self._on_warm: Callable[[], None] = lambda: None
-        self._over, self._leaves = threading.Event(), threading.Event()
-        self._signals, self.regroups = 0, True
+        self._on_warm_up: Callable[[], None] = lambda: None
+        self._has_finished, self._is_leaving = threading.Event(), threading.Event()
+        self._num_signals, self.regroups = 0, True
         group.on_end = self._watch_end
 
     def leave(self) -> None:
         """Ask process 0 to continue without this process, and wait until it does (`run` then returns) or refuses."""
-        if self._leaves.is_set():
+        if self._is_leaving.is_set():
             return
-        self._leaves.set()
+        self._is_leaving.set()
         _log.info("This process leaves: process 0 is asked to go on without it. A second signal ends it now.")
         try:
-            if self.group.ask_process_0_to_leave():
+            if self.group.request_leave():
                 self.left = True
-                self.group.end_here()
+                self.group.end_locally()
         except RefusedError as error:
-            self._leaves.clear()
+            self._is_leaving.clear()
             _log.warning("This process cannot be spared, and goes on: %s. A second signal ends it now.", error)
         except PeerLostError:
             return  # the group has noticed and ends the process
@@ -86,11 +86,11 @@ class Follower:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Leave the group from a thread, which asks process 0 and waits for its answer."""
-        self._signals += 1
-        if self._signals > 1:
+        self._num_signals += 1
+        if self._num_signals > 1:
             os._exit(1)
-        name, comes_back = signal.Signals(number).name, self.group.generation > 0
-        if self.phase == "compiling ahead" or not (self.has_served or comes_back):
+        name, is_rejoining = signal.Signals(number).name, self.group.epoch > 0
+        if self.phase == "compiling ahead" or not (self.has_served or is_rejoining):
             # No mesh contains this process yet; or the group has not served, and cannot form another mesh.
             os.write(2, f"{name} while {self.phase}: this process ends now\n".encode())
             os._exit(0)
@@ -132,10 +132,10 @@ class Follower:
                 chunks.join(loaded)
             wanted = announcement.wanted if announcement else args.mesh
             spec, wanted = MeshSpec.parse(loaded.facts.mesh), MeshSpec.parse(wanted)
-            self._on_warm = lambda: ahead.begin(spec, wanted, self.group.live_ids, loaded.facts.weights)
+            self._on_warm_up = lambda: ahead.begin(spec, wanted, self.group.live_ids, loaded.facts.weights)
             return loaded.executor
 
-        if self.group.generation > 0:
+        if self.group.epoch > 0:
             # This process is rejoining. It compiles first, so that the others, which are serving, do not wait for its compiler.
             self.phase = "compiling ahead"
             ahead.prepare(MeshSpec.parse(self.group.wanted or args.mesh), "this process takes part again")
@@ -163,8 +163,8 @@ class Follower:
             GroupError: the group did not end in an orderly way. Other errors: an error of this process, with which it leaves the group.
         """
         announcement = None
-        if self.group.generation > 0:
-            self.group.say_ready()
+        if self.group.epoch > 0:
+            self.group.report_ready()
             announcement = self.group.next_announcement()
         while announcement is None or not announcement.ended:
             executor, failure = None, None
@@ -179,15 +179,15 @@ class Follower:
                 else:
                     self.phase = "standing by"
                     release(None)
-                    if self._leaves.is_set():
+                    if self._is_leaving.is_set():
                         self.left = True
                         self._finish()
                         return
             except (RuntimeError, GroupError) as error:  # a collective or an all-gather over the group lost a peer
                 if executor is not None:  # others may wait for this live process in a collective or at a layer
-                    self.group.collectives.cut(self.group.generation)
-                unformed = announcement is None and isinstance(error, GroupError)
-                if unformed or not self.regroups:
+                    self.group.collectives.cut(self.group.epoch)
+                never_formed = announcement is None and isinstance(error, GroupError)
+                if never_formed or not self.regroups:
                     raise
                 failure = error
             self.executor = None
@@ -213,7 +213,7 @@ class Follower:
     def follow(self, executor: Executor) -> bool:
         """Execute the messages of one mesh epoch until the leader ends (True, or a `GroupError`) or announces another epoch (False)."""
         self.phase = "warming up"
-        if not _Work(self, executor, self.group.commands(self.group.generation)).carry_out_all():
+        if not _Work(self, executor, self.group.commands(self.group.epoch)).run():
             return False
         self.phase = "shutting down"
         executor.shutdown()
@@ -221,7 +221,7 @@ class Follower:
         return True
 
     def _finish(self) -> None:
-        self._over.set()
+        self._has_finished.set()
         if self.ahead is not None:
             self.ahead.close()
         if self.reason is not None:
@@ -231,7 +231,7 @@ class Follower:
         """Exit soon after process 0 has ended: if it ended during a step, this process could wait in a collective forever."""
 
         def give_up() -> None:
-            if not self._over.is_set():
+            if not self._has_finished.is_set():
                 _log.warning("Process 0 has ended, and left a step behind that cannot end; this process ends now.")
                 os._exit(0 if self.reason is None else 1)
 
@@ -243,34 +243,34 @@ class Follower:
 class _Work:
     """Messages to the executor of one mesh epoch, and its commands in flight."""
 
-    def __init__(self, follower: Follower, executor: Executor, inbox: queue.SimpleQueue[Heard]):
+    def __init__(self, follower: Follower, executor: Executor, inbox: queue.SimpleQueue[EpochMessage]):
         self._follower, self._executor, self._inbox = follower, executor, inbox
         self._collected = 0
-        self._under_way: deque[Any] = deque()  # launched, not collected yet
-        self._running: deque[Any] = deque()  # the ones not waited for yet
+        self._launched: deque[Any] = deque()  # launched, not collected yet
+        self._unwaited: deque[Any] = deque()  # the ones not waited for yet
 
-    def carry_out_all(self) -> bool:
+    def run(self) -> bool:
         """Execute messages as they arrive. Return True if the leader has ended, False if only the mesh epoch has."""
         executor, follower = self._executor, self._follower
         while True:
-            heard = self._inbox.get()
-            if isinstance(heard, Announcement) and heard.ended:
-                follower.reason = heard.reason or None
+            message = self._inbox.get()
+            if isinstance(message, Announcement) and message.ended:
+                follower.reason = message.reason or None
                 return True
             if follower.group.is_superseded:
-                if follower._leaves.is_set():  # others may still receive from this process's programs
+                if follower._is_leaving.is_set():  # others may still receive from this process's programs
                     with contextlib.suppress(RuntimeError):  # the mesh epoch has failed
-                        while self._running:
-                            executor.wait(self._running.popleft())
+                        while self._unwaited:
+                            executor.wait(self._unwaited.popleft())
                 return False  # the remaining steps can never finish, or have finished: the leader has waited for them
-            self._carry_out(decode(heard))
+            self._execute(decode(message))
             if executor.max_in_flight > 1:
                 continue
             # A program starts after the wait for the previous one. If the next command has arrived, prepare its inputs before waiting.
-            while self._running and (self._inbox.empty() or len(self._running) > 1):
-                executor.wait(self._running.popleft())
+            while self._unwaited and (self._inbox.empty() or len(self._unwaited) > 1):
+                executor.wait(self._unwaited.popleft())
 
-    def _carry_out(self, message: Message) -> None:
+    def _execute(self, message: Message) -> None:
         executor, follower = self._executor, self._follower
         if isinstance(message, WarmUp):
             self._warm_up()
@@ -285,14 +285,14 @@ class _Work:
             pending = executor.launch(message.command)
             follower.commands += 1
             if is_collected(message.command):
-                self._under_way.append(pending)
+                self._launched.append(pending)
                 if executor.max_in_flight == 1:
-                    self._running.append(pending)
+                    self._unwaited.append(pending)
 
     def _collect_until(self, collected: int) -> None:
         """Collect results until their number since the start equals the leader's, `collected`."""
         while self._collected < collected:
-            self._executor.collect(self._under_way.popleft())
+            self._executor.collect(self._launched.popleft())
             self._collected += 1
             self._follower.steps += 1
 
@@ -308,8 +308,8 @@ class _Work:
         except _OverError:
             return
         except BaseException as error:
-            group.agreement.tell("warm-up", error=f"{type(error).__name__}: {error}")
+            group.agreement.contribute("warm-up", error=f"{type(error).__name__}: {error}")
             raise
-        group.agreement.tell("warm-up")
+        group.agreement.contribute("warm-up")
         self._follower.phase, self._follower.has_served = "ready", True
-        self._follower._on_warm()
+        self._follower._on_warm_up()

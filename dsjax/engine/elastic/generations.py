@@ -28,8 +28,8 @@ from dsjax.engine.elastic.mesh_change import (
     changed_options,
     check_mesh,
     largest_mesh,
-    with_experts_at,
-    with_experts_on,
+    with_expert_mesh,
+    with_expert_processes,
 )
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.schedule.mesh_changer import Generation
@@ -44,7 +44,7 @@ from dsjax.hosts.wire import Announcement, JoinRequest
 from sharding import MeshError, MeshSpec
 from sharding.mesh import device_order
 
-_TELL_SECONDS = 1.0
+_LOSS_REPORT_SECONDS = 1.0
 """Time to wait, after a failed collective, for the report of a lost process before checking links. A closed connection reports at once."""
 
 _log = logging.getLogger(__name__)
@@ -104,17 +104,19 @@ class Generations:
         self.warm, self.failure = False, None
         self.patience = args.wait_for_mesh_seconds
         self._phase: str | None = None
-        self._parts: dict[str, float] = {}  # seconds of the current change, by phase
-        self._part_began = 0.0
+        self._phase_seconds: dict[str, float] = {}  # seconds of the current change, by phase
+        self._phase_began = 0.0
         self.counts = ChangeCounts()
-        self._held = loaded.held
+        self._held_weights = loaded.held
         self._wake: Callable[[], None] = lambda: None
-        self._asked, self._lock = False, threading.Lock()
-        self._used_up: set[MeshSpec] = set()  # meshes already logged as used up
+        self._is_reserved, self._lock = False, threading.Lock()
+        self._exhausted: set[MeshSpec] = set()  # meshes already logged as used up
         self._has_changed = False
-        self._orders = DeviceOrders({device.id: device.process_index for device in jax.devices()})
+        self._device_orders = DeviceOrders({device.id: device.process_index for device in jax.devices()})
         if group is not None:
-            self._orders.choose([device.id for device in self._devices()[: self.spec.num_devices]], self.spec.shape)
+            self._device_orders.choose(
+                [device.id for device in self._devices()[: self.spec.num_devices]], self.spec.shape
+            )
             group.on_change = self._note_change
 
     @property
@@ -127,16 +129,16 @@ class Generations:
         now = time.monotonic()
         if self._phase is not None:
             part = self._phase.partition(" ")[0].rstrip(":")
-            self._parts[part] = self._parts.get(part, 0.0) + now - self._part_began
-        self._phase, self._part_began = text, now
+            self._phase_seconds[part] = self._phase_seconds.get(part, 0.0) + now - self._phase_began
+        self._phase, self._phase_began = text, now
 
     @property
     def busy(self) -> bool:
         """Whether the mesh is being changed, or is about to be."""
-        return self._asked or self.phase is not None
+        return self._is_reserved or self.phase is not None
 
     @property
-    def due(self) -> bool:
+    def needs_change(self) -> bool:
         """Whether a process of this generation is lost or leaving, or missing devices are available again."""
         if self._group is None:
             return False
@@ -147,12 +149,12 @@ class Generations:
             return True
 
     def take_change(self) -> bool:
-        """Whether `due` may have become true since the last call."""
+        """Whether `needs_change` may have become true since the last call."""
         changed, self._has_changed = self._has_changed, False
-        return changed or (self._group is not None and self._group.leavers)
+        return changed or (self._group is not None and self._group.has_leave_requests)
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Register ``wake``, which is called from any thread when ``due`` may have become true."""
+        """Register ``wake``, which is called from any thread when ``needs_change`` may have become true."""
         self._wake = wake
 
     def _note_change(self, error: GroupError | None) -> None:
@@ -177,10 +179,12 @@ class Generations:
                 raise ChangeUnderWayError(
                     f"the mesh is being changed ({self.phase or 'about to begin'}); ask again when that is done"
                 )
-            self._asked, self.failure = True, None
+            self._is_reserved, self.failure = True, None
 
-    def ask(self, text: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> Wanted:
-        """Check a requested change, see ``MeshChanger.ask``. None keeps that part.
+    def request_change(
+        self, text: str | None, expert_mesh: str | None = None, afd_address: str | None = None
+    ) -> Wanted:
+        """Check a requested change, see ``MeshChanger.request_change``. None keeps that part.
 
         Raises:
             ChangeUnderWayError: another change is in progress. UserError, MeshError: the mesh is not possible, or an expert process does
@@ -194,7 +198,7 @@ class Generations:
                 raise UserError(
                     "found mesh and the experts' processes, one for each side; change one side and then the other"
                 )
-            args = self.args if expert_mesh is None else with_experts_on(self.args, expert_mesh)
+            args = self.args if expert_mesh is None else with_expert_mesh(self.args, expert_mesh)
             wanted = Wanted(self.wanted if text is None else MeshSpec.parse(text), args)
             check_mesh(args, self._config, self._weights, wanted.spec, self._devices(), self._group is not None)
             executor = self._executor  # the engine's thread may replace it after a loss
@@ -204,17 +208,17 @@ class Generations:
             if wanted.spec.pp_size > 1:  # not all options support pipeline stages
                 replace(args, **changed_options(args, self._config, wanted.spec))
         except BaseException:
-            self.forget()
+            self.end_request()
             raise
         return wanted
 
-    def forget(self) -> None:
-        """End the request that ``ask`` began, whether or not ``to`` was called."""
-        self._asked = False
+    def end_request(self) -> None:
+        """End the request that ``request_change`` began, whether or not ``change_to`` was called."""
+        self._is_reserved = False
 
     def _ask_experts(self, expert_mesh: str | None, afd_address: str | None) -> Wanted:
         """Check other expert processes. All must already answer, because steps wait while the engine connects."""
-        args = with_experts_at(self.args, expert_mesh, afd_address)
+        args = with_expert_processes(self.args, expert_mesh, afd_address)
         executor = self.executor
         if executor is None:
             raise ChangeUnderWayError("the mesh is being changed after a loss; ask again when that is done")
@@ -227,17 +231,17 @@ class Generations:
         executor.extension(ExpertLinks).check(afd_addresses(args))
         return Wanted(self.wanted, args, connects=True)
 
-    def to(self, wanted: Wanted) -> Generation | None:
+    def change_to(self, wanted: Wanted) -> Generation | None:
         """Change to a requested mesh. Return None if the executor stays and only sends its tokens to other expert processes.
 
         If the change fails, ``failure`` has the reason, and the engine continues with the previous mesh.
         """
         if wanted.connects:
             return self._connect(wanted.args)
-        before, args = self.wanted, self.args
+        previous, args = self.wanted, self.args
         self.wanted, self.args, self.failure = wanted.spec, wanted.args, None
         try:
-            return self._make("scale", f"{wanted} was asked for")
+            return self._rebuild("scale", f"{wanted} was asked for")
         except GroupError:
             raise
         except Exception as error:
@@ -245,17 +249,17 @@ class Generations:
                 if self._group is not None:  # other processes may not have failed
                     raise
                 error = UserError(f"it could not be loaded ({type(error).__name__}: {error})")
-            _log.error("The mesh %s cannot be had: %s. Going back to %s.", wanted, error, before)
-            self.wanted, self.args, self.failure = before, args, error
-            return self._make("scale", f"{wanted} could not be had")
+            _log.error("The mesh %s cannot be had: %s. Going back to %s.", wanted, error, previous)
+            self.wanted, self.args, self.failure = previous, args, error
+            return self._rebuild("scale", f"{wanted} could not be had")
 
     def _connect(self, args: EngineArgs) -> Generation | None:
         """Connect all attention processes to other expert processes, between two steps."""
-        self._parts, self.phase = {}, "connecting to other expert processes"
+        self._phase_seconds, self.phase = {}, "connecting to other expert processes"
         try:
             refused = self._executor.collect(self._executor.launch(ConnectExperts(args.expert_mesh, args.afd_address)))
         except Exception as error:  # an attention process is lost
-            return self.after(error)
+            return self.recover_from(error)
         finally:
             self.phase = None
         if refused is not None:
@@ -268,79 +272,81 @@ class Generations:
             physical_experts_per_device=step.placement.n_physical // step.expert_ranks,
             expert_weight_bytes=step.apart.bytes_of_device,
         )
-        self.counts.last_seconds = sum(self._parts.values())
+        self.counts.last_seconds = sum(self._phase_seconds.values())
         return None
 
-    def after(self, error: Exception) -> Generation:
+    def recover_from(self, error: Exception) -> Generation:
         """Continue after a failed step. Raise its error if no process is lost and it did not come from a collective that worked before."""
-        if self._asked:  # a change was waiting for the steps in flight
+        if self._is_reserved:  # a change was waiting for the steps in flight
             self.failure = UserError("a step failed before the mesh could be changed to it; ask again")
         # Whether this generation has completed a step together with other processes.
-        together = any(isinstance(one, LeaderExecutor) and one.collected > 0 for one in _layers(self._executor))
-        worked = together and isinstance(error, RuntimeError)
-        lost = self._lost_by(error, _TELL_SECONDS if worked else None)
-        if lost is None and worked:  # a link may be down, or a process may hang
+        has_stepped_together = any(
+            isinstance(layer, LeaderExecutor) and layer.collected > 0 for layer in _layers(self._executor)
+        )
+        collective_failed = has_stepped_together and isinstance(error, RuntimeError)
+        lost = self._find_loss(error, _LOSS_REPORT_SECONDS if collective_failed else None)
+        if lost is None and collective_failed:  # a link may be down, or a process may hang
             self.phase = "looking at links"
             self._cut()
-            lost, all_answered = self._group.links.look(self.number)
-            lost = lost or (None if all_answered else self._lost_by(error))
-        if lost is None and not worked:
+            lost, all_answered = self._group.links.check_all(self.number)
+            lost = lost or (None if all_answered else self._find_loss(error))
+        if lost is None and not collective_failed:
             if self._group is not None:
                 self._group.leave(f"a step has failed ({type(error).__name__})")
             raise error
         _log.warning("%s", lost or f"A step has failed, though all processes live: {error}")
-        return self._make("loss" if lost else "failure", str(lost or "a collective has failed"))
+        return self._rebuild("loss" if lost else "failure", str(lost or "a collective has failed"))
 
     def regroup(self) -> Generation:
         """Change to the largest mesh, up to the wanted one, that fits the devices of the current processes."""
         if self._is_broken:
-            return self._make("loss", "a process has gone")
+            return self._rebuild("loss", "a process has gone")
         if leavers := self._leavers:
-            return self._make(
+            return self._rebuild(
                 "leave", f"{' and '.join(member.name for member in leavers)} leaves, as it was told to end"
             )
-        return self._make("return", "a process has come back")
+        return self._rebuild("return", "a process has come back")
 
-    def _make(self, kind: str, reason: str) -> Generation:
-        began = time.monotonic() if self.phase is None else self._part_began  # includes the check of links
-        self._parts, self.phase = {}, "releasing the old mesh"
+    def _rebuild(self, cause: str, reason: str) -> Generation:
+        started_at = time.monotonic() if self.phase is None else self._phase_began  # includes the check of links
+        self._phase_seconds, self.phase = {}, "releasing the old mesh"
         if self._executor is not None:  # None if the requested mesh failed and the previous one is built again
             self._recording = self._executor.recording
-        broken = kind in ("loss", "failure")
+        is_broken = cause in ("loss", "failure")
         if self.ahead is not None:
             self.ahead.stop()
         try:
-            if broken:
+            if is_broken:
                 self._cut()
-            release(self._executor, self._held)
+            release(self._executor, self._held_weights)
             self._executor = None
             while True:
-                if broken:
-                    self._orders.break_current(self._group.lost if self._group else ())
+                if is_broken:
+                    self._device_orders.break_current(self._group.lost if self._group else ())
                 try:
-                    loaded = self._load(reason, broken)
+                    loaded = self._load(reason, is_broken)
                     break
                 except (GroupError, RuntimeError) as error:
-                    lost = self._lost_by(error)
-                    if lost is None:
+                    loss = self._find_loss(error)
+                    if loss is None:
                         raise
-                    broken, reason, self.phase = True, str(lost), "releasing what was begun"
+                    is_broken, reason, self.phase = True, str(loss), "releasing what was begun"
                     self._cut()
-                    _log.warning("%s", lost)
+                    _log.warning("%s", loss)
         finally:
             self.phase = None
         self._executor, self.facts = loaded.executor, loaded.facts
         if self._recording:
             loaded.executor.set_recording(True)
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - started_at
         sources = loaded.sources
         self.counts.weight_bytes.update(kept=sources.kept, moved=sources.moved, read=sources.read)
-        self.counts.changes[kind] += 1
+        self.counts.changes[cause] += 1
         self.counts.seconds += seconds
         self.counts.last_seconds = seconds
         if self.warm:
             self.has_warmed_up()
-        parts = ", ".join(f"{name} {part:.1f} s" for name, part in self._parts.items())
+        parts = ", ".join(f"{name} {part:.1f} s" for name, part in self._phase_seconds.items())
         _log.info(
             f"Generation {self.number} has {self.spec}. No step computed for {seconds:.1f} s: {parts}; {sources}."
         )
@@ -359,24 +365,24 @@ class Generations:
         chosen = self._devices()[: self.spec.num_devices]
         order = [device.id for device in chosen]
         if self._group is not None:
-            order = self._orders.choose(order, self.spec.shape)
+            order = self._device_orders.choose(order, self.spec.shape)
         self.number += 1
         processes = sorted({device.process_index for device in chosen})
         _log.info("Generation %d begins, with %s on processes %s: %s.", self.number, self.spec, processes, reason)
-        before = self.number - 1 if broken else None
-        out = self._group.links.left_out if self._group is not None else {}
+        broken_number = self.number - 1 if broken else None
+        excluded = self._group.links.left_out if self._group is not None else {}
         announcement = Announcement(
-            self.number, processes, order, options, str(self.wanted), reason, before, left_out=dict(out)
+            self.number, processes, order, options, str(self.wanted), reason, broken_number, left_out=dict(excluded)
         )
         if self._group is not None:
             self._group.announce(announcement)
-        loaded = load_generation(self.args, announcement, self._group, self._library, self._held)
+        loaded = load_generation(self.args, announcement, self._group, self._library, self._held_weights)
         if self.warm:
             self.phase = "compiling"
             try:
                 loaded.executor.warm_up(self._show_progress)
             except BaseException:
-                release(loaded.executor, self._held)
+                release(loaded.executor, self._held_weights)
                 raise
         return loaded
 
@@ -387,7 +393,7 @@ class Generations:
         """Return the largest mesh for the current devices that has not failed in every order of its devices."""
         if self._group is not None:
             self._decide_on_leavers()
-            self._orders.break_with(self._group.take_ended())
+            self._device_orders.break_with(self._group.take_ended())
         devices = self._devices()
         while True:
             try:
@@ -395,10 +401,13 @@ class Generations:
             except NoMeshError as error:
                 raise UserError(f"{error}; start all processes again") from error
             chosen = devices[: spec.num_devices]
-            if self._group is None or self._orders.find([device.id for device in chosen], spec.shape) is not None:
+            if (
+                self._group is None
+                or self._device_orders.find([device.id for device in chosen], spec.shape) is not None
+            ):
                 return spec
-            if spec not in self._used_up:
-                self._used_up.add(spec)
+            if spec not in self._exhausted:
+                self._exhausted.add(spec)
                 _log.warning(
                     "The mesh %s has broken once in every order of its devices, and is not formed again before all processes are "
                     "started again; the next smaller one is taken",
@@ -415,7 +424,7 @@ class Generations:
     def _decide_on_leavers(self) -> None:
         """Excuse each process that has asked to leave, one by one, if the remaining processes can form a mesh; refuse the others."""
         group = self._group
-        for member in group.take_leavers():
+        for member in group.take_leave_requests():
             reason = None
             if member in group.present and group.needs_all:
                 reason = "process 0 is ending too, and what runs needs all processes"
@@ -429,7 +438,7 @@ class Generations:
                 group.excuse(member)
             else:
                 _log.warning("%s has asked to leave, and cannot be spared: %s.", member.name, reason)
-                group.keep(member, reason)
+                group.refuse_leave(member, reason)
 
     @property
     def _leavers(self) -> list[JoinRequest]:
@@ -440,10 +449,10 @@ class Generations:
     def _is_broken(self) -> bool:
         return any(self._group.loss_of(member) for member in self._group.present)
 
-    def _lost_by(self, error: Exception, seconds: float | None = None) -> GroupError | None:
+    def _find_loss(self, error: Exception, seconds: float | None = None) -> GroupError | None:
         if self._group is None or not isinstance(error, GroupError | RuntimeError):
             return None
-        return self._group.lost_by(error, seconds)
+        return self._group.find_loss(seconds)
 
 
 def load_generation(

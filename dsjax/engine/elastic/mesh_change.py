@@ -29,17 +29,17 @@ def redundant_experts(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> 
     """Return the smallest number of redundant experts ≥ the requested one that divides evenly on this mesh, or on `--expert-mesh`."""
     if not config.n_routed_experts:
         return 0
-    asked, holders = args.num_redundant, expert_spec(args) or spec
-    return asked + -(config.n_routed_experts + asked) % holders.ep_size
+    requested, expert_mesh_spec = args.num_redundant, expert_spec(args) or spec
+    return requested + -(config.n_routed_experts + requested) % expert_mesh_spec.ep_size
 
 
-def devices_beside(args: EngineArgs) -> int:
+def num_expert_devices(args: EngineArgs) -> int:
     """Return the number of this process's devices that have only routed experts."""
     experts = expert_spec(args)
     return 0 if experts is None or args.afd_role == "attention" else experts.num_devices
 
 
-def with_experts_at(args: EngineArgs, expert_mesh: str | None, afd_address: str | None) -> EngineArgs:
+def with_expert_processes(args: EngineArgs, expert_mesh: str | None, afd_address: str | None) -> EngineArgs:
     """Return the options with other expert processes. None keeps that option. Raise `UserError` for an invalid combination."""
     if args.afd_role != "attention":
         raise UserError(
@@ -56,7 +56,7 @@ def with_experts_at(args: EngineArgs, expert_mesh: str | None, afd_address: str 
     return changed
 
 
-def with_experts_on(args: EngineArgs, expert_mesh: str) -> EngineArgs:
+def with_expert_mesh(args: EngineArgs, expert_mesh: str) -> EngineArgs:
     """Return the options with the experts on other devices of this process. Raise `UserError` for an invalid combination."""
     if args.expert_mesh is None:
         raise UserError(
@@ -83,11 +83,11 @@ def check_mesh(
                 f"start the engine with --mesh {spec}"
             )
         stages_of(config, spec.pp_size, given=_partition(args, spec), mtp=args.speculation is not None)
-    experts, beside = expert_spec(args), devices_beside(args)
+    experts, reserved = expert_spec(args), num_expert_devices(args)
     if experts is not None and spec.ep_size != spec.stage_devices:
         raise MeshError(f"mesh {spec} has ep, and its devices have no routed experts (--expert-mesh); leave ep out")
-    wanted, all_wanted = f"mesh {spec} wants", spec.num_devices + beside
-    if beside:
+    wanted, all_wanted = f"mesh {spec} wants", spec.num_devices + reserved
+    if reserved:
         wanted = f"mesh {spec} and the experts' {args.expert_mesh} want"
     if all_wanted > len(devices):
         raise MeshError(
@@ -105,8 +105,8 @@ def largest_mesh(
         if len(devices) < wanted.num_devices:
             raise NoMeshError(f"{len(devices)} devices are left, too few for mesh {wanted}")
         return wanted
-    most = len(devices) - devices_beside(args)
-    for spec in _smaller(wanted, most // wanted.tp_size):
+    max_devices = len(devices) - num_expert_devices(args)
+    for spec in _smaller(wanted, max_devices // wanted.tp_size):
         try:
             _check_layout(args, config, weights, spec)
         except MeshError:
@@ -160,9 +160,9 @@ def _check_layout(args: EngineArgs, config: ModelConfig, weights: Weights, spec:
     check_layout(config, spec.stage, redundant, weights, expert_spec(args), args.moe_dense_tp_size)
 
 
-def _smaller(wanted: MeshSpec, most: int) -> Iterator[MeshSpec]:
+def _smaller(wanted: MeshSpec, max_devices: int) -> Iterator[MeshSpec]:
     """Yield meshes with `wanted`'s `tp`, largest first; for each size with its `ep` and `etp`, then its `etp`, then one EP group of all."""
-    for dp in range(min(wanted.dp_size, most), 0, -1):
+    for dp in range(min(wanted.dp_size, max_devices), 0, -1):
         if wanted.ep_size != wanted.num_devices:
             with contextlib.suppress(MeshError):
                 yield MeshSpec(dp, wanted.tp_size, wanted.ep_size, wanted.etp_size)

@@ -14,8 +14,8 @@ from dsjax.engine.setup.loading import LoadedEngine
 from dsjax.engine.stream.leader import PULLED, Pulled
 from dsjax.engine.transfer.chunk_network import ChunkServer, FollowerSendBuffers, RemoteChunks
 from dsjax.engine.transfer.messages import VERSION, ChunkPort
-from dsjax.engine.transfer.prefill_service import Keepers
-from dsjax.engine.transfer.send_buffers import Keeper
+from dsjax.engine.transfer.prefill_service import ChunkOwners
+from dsjax.engine.transfer.send_buffers import ChunkOwner
 from dsjax.engine.transfer.transport import Transport, open_transport
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
@@ -51,29 +51,32 @@ class FollowerTransfers:
                     args.transfer_timeout,
                 )
             loaded.executor.extension(ChunkPort).send_chunks(kept.ready, kept.drop)
-            group.agreement.tell(_STAGE, self._endpoint.address)
+            group.agreement.contribute(_STAGE, self._endpoint.address)
             return
         if self._chunks is None:
             self._chunks = remote_chunks(args, loaded, self._endpoint)
-        pull, generation = self._chunks.pull, group.generation
+        pull, generation = self._chunks.pull, group.epoch
         loaded.executor.extension(ChunkPort).pull_chunks(
             lambda source, number, device: pull(source.address, number, device),
             lambda chunk: group.leader.send(PULLED, Pulled(generation, chunk)),
         )
 
 
-def keepers_of(own_address: str, group: HostGroup | None) -> Keepers:
-    """Return the function that finds the keepers of an executor's ranks. own_address: where this process's chunks are pulled from."""
+def chunk_owners(own_address: str, group: HostGroup | None) -> ChunkOwners:
+    """Return the function that finds the owners of the chunks of an executor's ranks.
 
-    def keepers(executor: Executor) -> Sequence[Keeper]:
+    own_address: where this process's chunks are pulled from.
+    """
+
+    def owners(executor: Executor) -> Sequence[ChunkOwner]:
         if group is None:
-            return [Keeper(own_address)] * executor.limits.num_ranks
-        answers = group.agreement.ask(_STAGE, own_address)
+            return [ChunkOwner(own_address)] * executor.limits.num_ranks
+        answers = group.agreement.all_gather(_STAGE, own_address)
         addresses = {member.process_id: address for member, address in zip(group.present, answers, strict=True)}
         firsts = [processes[0] for processes in executor.extension(ChunkPort).processes_of_ranks]
-        return [Keeper(addresses[first], first != group.options.process_id) for first in firsts]
+        return [ChunkOwner(addresses[first], first != group.options.process_id) for first in firsts]
 
-    return keepers
+    return owners
 
 
 def remote_chunks(args: EngineArgs, loaded: LoadedEngine, endpoint: Endpoint) -> RemoteChunks:

@@ -69,16 +69,16 @@ class EplbConfig(JsonOption):
 class ExpertOptions:
     """Options for redundant experts and for moving experts."""
 
-    redundant_experts: int = option(0, "Physical experts beside the logical ones.", Group.EXPERTS, least=0)
-    enable_eplb: bool = option(False, "Balance experts by their load while serving.", Group.EXPERTS)
+    redundant_experts: int = option(0, "Redundant experts per layer.", Group.EXPERTS, least=0)
+    enable_eplb: bool = option(False, "Enable expert load balancing (EPLB).", Group.EXPERTS)
     eplb_config: str | dict[str, Any] | None = advanced(
         None,
-        'With --enable-eplb, by vLLM\'s names: \'{"num_redundant_experts": 32, "window_size": 1000, "step_interval": 3000, '
-        '"log_balancedness": true, "max_bytes_per_step": 134217728, "payback": 1, "policy": "auto"}\'.',
+        """EPLB configuration with vLLM's names. JSON: '{"num_redundant_experts": 32, "window_size": 1000, "step_interval": 3000, """
+        """"log_balancedness": true, "max_bytes_per_step": 134217728, "payback": 1, "policy": "auto"}'.""",
         Group.EXPERTS,
     )
     init_expert_location: str | None = advanced(
-        None, "Experts' loads or places from /dump_expert_distribution_record.", Group.EXPERTS
+        None, "File with expert loads or placement from /dump_expert_distribution_record.", Group.EXPERTS
     )
 
     @property

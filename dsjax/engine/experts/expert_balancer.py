@@ -33,7 +33,7 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from sharding.balancing import balancedness_of_ranks, by_host, experts_moved, keep_in_place, rank_loads, rebalance
 from sharding.layer_placement import exchange_rounds
 
-_TIMED = 64
+_NUM_TIMES = 64
 """Number of recent exchanges of each kind; their median predicts the duration of the next."""
 _WORK, _UNDECIDED = "expert balancing", "Experts stay where they are until the next decision."
 
@@ -92,24 +92,26 @@ def decide(
     old, ranks = slots.physical_to_logical, slots.ranks
     new = rebalance(load, n_physical=old.shape[1], ranks=ranks, groups=slots.groups, hosts=slots.hosts, policy=policy)
     new = keep_in_place(old, new, ranks, slots.hosts if by_host(policy, slots.groups, slots.hosts) else 1)
-    loads, planned = (rank_loads(load, rows, ranks) for rows in (old, new))
-    before, after = loads.max(axis=1), planned.max(axis=1)
-    of_experts = step_seconds * slots.expert_share * interval
+    loads, new_loads = (rank_loads(load, rows, ranks) for rows in (old, new))
+    old_maximum, target_maximum = loads.max(axis=1), new_loads.max(axis=1)
+    expert_seconds = step_seconds * slots.expert_share * interval
     stage_seconds, place_seconds = slots.seconds or (0.0, 0.0)
-    chosen, left = [], []
+    chosen, skipped = [], []
     moved = experts_moved(old, new)
-    for layer in np.flatnonzero(before > after).tolist():
+    for layer in np.flatnonzero(old_maximum > target_maximum).tolist():
         rounds = list(exchange_rounds(old[layer], new[layer], ranks=ranks, experts=slots.per_exchange))
-        gain = float((before[layer] - after[layer]) / before.sum() * of_experts)
+        gain = float((old_maximum[layer] - target_maximum[layer]) / old_maximum.sum() * expert_seconds)
         cost = len(rounds) * stage_seconds + place_seconds
         change = LayerChange(layer, new[layer], rounds, int(moved[layer]), gain, cost)
-        (chosen if gain >= payback * cost else left).append(change)
+        (chosen if gain >= payback * cost else skipped).append(change)
     chosen.sort(key=lambda change: change.cost - change.gain)
     changed = [change.layer for change in chosen]
-    most = before.copy()
-    most[changed] = after[changed]
+    new_maximum = old_maximum.copy()
+    new_maximum[changed] = target_maximum[changed]
     mean = loads.mean(axis=1).sum()
-    return Decision(chosen, left, tuple(float(mean / sums) if sums else 1.0 for sums in (before.sum(), most.sum())))
+    return Decision(
+        chosen, skipped, tuple(float(mean / sums) if sums else 1.0 for sums in (old_maximum.sum(), new_maximum.sum()))
+    )
 
 
 class _Launched(NamedTuple):
@@ -143,26 +145,30 @@ class ExpertBalancer(Attachment):
         reads = -(-self._config.window_size // self._config.read_interval)
         self._windows: deque[LoadWindow] = deque(maxlen=reads)
         self._step_seconds: deque[float] = deque(maxlen=256)
-        self._waiting: deque[Command] = deque()
+        self._pending_commands: deque[Command] = deque()
         self._launched: deque[_Launched] = deque()
-        self._deciding: Future[Decision] | None = None
+        self._pending_decision: Future[Decision] | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dsjax-eplb")
         with contained(_WORK):  # the import takes half a second; keep it out of the first decision
             self._pool.submit(importlib.import_module, "scipy.optimize")
         self._steps = 0  # completed
-        self._read_at = self._decided_at = 0
-        self._began: float | None = None  # start time of the current rebalance
-        self._sizes: dict[int, int] = {}  # number of experts to move, by layer of the current rebalance
-        self._seconds: dict[type, deque[float]] = {kind: deque(maxlen=_TIMED) for kind in (StageExperts, PlaceExperts)}
+        self._last_read_step = self._last_decision_step = 0
+        self._started_at: float | None = None  # start time of the current rebalance
+        self._num_moved: dict[int, int] = {}  # number of experts to move, by layer of the current rebalance
+        self._seconds: dict[type, deque[float]] = {
+            kind: deque(maxlen=_NUM_TIMES) for kind in (StageExperts, PlaceExperts)
+        }
 
     @property
     def busy(self) -> bool:
         """Whether a rebalance is in progress. An engine without requests keeps running until it is done."""
-        return bool(self._waiting) or any(not isinstance(one.command, ReadLoads) for one in self._launched)
+        return bool(self._pending_commands) or any(
+            not isinstance(launched.command, ReadLoads) for launched in self._launched
+        )
 
     @property
     def _layers_left(self) -> int:
-        return sum(isinstance(command, PlaceExperts) for command in self._waiting)
+        return sum(isinstance(command, PlaceExperts) for command in self._pending_commands)
 
     def statistics(self) -> BalanceStats:
         """Return the statistics so far."""
@@ -173,11 +179,11 @@ class ExpertBalancer(Attachment):
         if self._mover is None:
             return
         number = self._steps + num_under_way
-        if number - self._read_at >= self._config.read_interval:
-            self._read_at = number
+        if number - self._last_read_step >= self._config.read_interval:
+            self._last_read_step = number
             self._launch(ReadLoads(), number)
-        if self._waiting:
-            self._launch(self._waiting.popleft(), number)
+        if self._pending_commands:
+            self._launch(self._pending_commands.popleft(), number)
 
     def after_step(self, seconds: float, plan: StepPlan | None = None, updates: list[Update] = ()) -> None:
         """Collect the results of commands launched before the step just completed, which took `seconds`."""
@@ -186,19 +192,19 @@ class ExpertBalancer(Attachment):
         self._steps += 1
         self._step_seconds.append(seconds)
         while self._launched and self._launched[0].step < self._steps:
-            self._enter(self._launched.popleft())
-        if self._deciding is not None and self._deciding.done():
-            deciding, self._deciding = self._deciding, None
+            self._collect(self._launched.popleft())
+        if self._pending_decision is not None and self._pending_decision.done():
+            deciding, self._pending_decision = self._pending_decision, None
             with contained(_WORK, _UNDECIDED):
                 self._begin(deciding.result())
 
     def idle(self) -> None:
         """Run one command to completion, since there is no step to wait for."""
         while self._launched:
-            self._enter(self._launched.popleft())
-        if self._waiting:
-            self._launch(self._waiting.popleft(), self._steps)
-            self._enter(self._launched.popleft())
+            self._collect(self._launched.popleft())
+        if self._pending_commands:
+            self._launch(self._pending_commands.popleft(), self._steps)
+            self._collect(self._launched.popleft())
 
     def rebalance_now(self) -> dict[str, Any] | None:
         """Decide now, from the last window and the load since. Every layer with any gain is changed between the next steps.
@@ -210,19 +216,19 @@ class ExpertBalancer(Attachment):
         """
         if self._mover is None:
             return None
-        if self.busy or self._deciding is not None:
-            left = self._layers_left
-            state = f"under way, with {left} layers left" if left else "being decided"
+        if self.busy or self._pending_decision is not None:
+            layers_left = self._layers_left
+            state = f"under way, with {layers_left} layers left" if layers_left else "being decided"
             raise RebalanceUnderWayError(f"a rebalance is {state}; ask again when it is done")
         while self._launched:
-            self._enter(self._launched.popleft(), decide=False)
-        since = self._executor.collect(self._executor.launch(ReadLoads()))
+            self._collect(self._launched.popleft(), decide=False)
+        window = self._executor.collect(self._executor.launch(ReadLoads()))
         # Merge with the last reading: a few steps, or none, say little, and a reading of their own would evict an older one.
         if self._windows:
-            since = self._windows.pop().and_then(since)
-        self._windows.append(since)
-        self._read_at = self._steps
-        decision = self._decision(payback=0)()
+            window = self._windows.pop().and_then(window)
+        self._windows.append(window)
+        self._last_read_step = self._steps
+        decision = self._bind_decision(payback=0)()
         self._begin(decision)
         return decision.summary(self._mover.slots.expert_bytes)
 
@@ -238,34 +244,36 @@ class ExpertBalancer(Attachment):
     def _launch(self, command: Command, step: int) -> None:
         self._launched.append(_Launched(command, self._executor.launch(command), step))
 
-    def _enter(self, one: _Launched, decide: bool = True) -> None:
-        result = self._executor.collect(one.pending)
-        if isinstance(one.command, ReadLoads):
-            self._enter_window(result, decide)
+    def _collect(self, launched: _Launched, decide: bool = True) -> None:
+        result = self._executor.collect(launched.pending)
+        if isinstance(launched.command, ReadLoads):
+            self._record_window(result, decide)
             return
         self._count(exchanges=1, exchange_seconds=result.seconds)
         if result.error is not None:
             _log.error(
-                f"Rebalancing experts is given up: MoE layer {one.command.layer} could not be changed ({result.error}). It is as it was; "
-                f"{self._layers_left} layers after it were to be changed."
+                f"Rebalancing experts is given up: MoE layer {launched.command.layer} could not be changed ({result.error}). It is as it "
+                f"was; {self._layers_left} layers after it were to be changed."
             )
-            self._waiting.clear()
+            self._pending_commands.clear()
             self._count(failures=1)
-            self._began, self._sizes = None, {}
+            self._started_at, self._num_moved = None, {}
             return
-        self._seconds[type(one.command)].append(result.seconds)
-        if isinstance(one.command, PlaceExperts):
-            experts = self._sizes.pop(one.command.layer, 0)
+        self._seconds[type(launched.command)].append(result.seconds)
+        if isinstance(launched.command, PlaceExperts):
+            experts = self._num_moved.pop(launched.command.layer, 0)
             self._count(layers_changed=1, experts_moved=experts, bytes_moved=experts * self._mover.slots.expert_bytes)
-            if not self._sizes and self._began is not None:
-                seconds, self._began = self._clock() - self._began, None
+            if not self._num_moved and self._started_at is not None:
+                seconds, self._started_at = self._clock() - self._started_at, None
                 self._count(rebalances=1, rebalance_seconds=seconds)
                 _log.info("Rebalancing experts took %.3f s, in which steps went on.", seconds)
 
-    def _count(self, **more: float) -> None:
-        self._stats = replace(self._stats, **{name: getattr(self._stats, name) + value for name, value in more.items()})
+    def _count(self, **increments: float) -> None:
+        self._stats = replace(
+            self._stats, **{name: getattr(self._stats, name) + value for name, value in increments.items()}
+        )
 
-    def _enter_window(self, window: LoadWindow, decide: bool) -> None:
+    def _record_window(self, window: LoadWindow, decide: bool) -> None:
         self._windows.append(window)
         of_sums, of_layers, _ = balancedness_of_ranks(window.by_rank)
         self._count(windows=1)
@@ -277,13 +285,13 @@ class ExpertBalancer(Attachment):
                 f"layers, {of_layers:.3f} as mean of the layers' ratios; the busiest rank of a layer had {1 / of_sums:.2f} times the mean "
                 "rank's tokens."
             )
-        due = self._steps - self._decided_at >= self._config.step_interval
-        if decide and due and self._deciding is None and not self.busy and window.by_rank.any():
-            self._decided_at = self._steps
+        is_due = self._steps - self._last_decision_step >= self._config.step_interval
+        if decide and is_due and self._pending_decision is None and not self.busy and window.by_rank.any():
+            self._last_decision_step = self._steps
             with contained(_WORK, _UNDECIDED):
-                self._deciding = self._pool.submit(self._decision(self._config.payback))
+                self._pending_decision = self._pool.submit(self._bind_decision(self._config.payback))
 
-    def _decision(self, payback: float) -> Callable[[], Decision]:
+    def _bind_decision(self, payback: float) -> Callable[[], Decision]:
         """Bind `decide` to the last window. Its inputs are captured now, so that it may run in another thread."""
         return partial(
             decide,
@@ -302,28 +310,28 @@ class ExpertBalancer(Attachment):
         Without warm-up, skip the first exchange of each kind, which includes compilation.
         """
         slots = self._mover.slots
-        counted = [list(taken)[slots.seconds is None :] for taken in self._seconds.values()]
-        if not all(counted):
+        times = [list(seconds)[slots.seconds is None :] for seconds in self._seconds.values()]
+        if not all(times):
             return slots
-        staged, placed = map(statistics.median, counted)
+        staged, placed = map(statistics.median, times)
         return replace(slots, seconds=(staged, placed))
 
     def _begin(self, decision: Decision) -> None:
-        left = "" if not decision.left else (
-            f" {len(decision.left)} layers are left: they would gain {sum(one.gain for one in decision.left):.3g} s and cost "
-            f"{sum(one.cost for one in decision.left):.3g} s."
+        skipped = "" if not decision.left else (
+            f" {len(decision.left)} layers are left: they would gain {sum(change.gain for change in decision.left):.3g} s and cost "
+            f"{sum(change.cost for change in decision.left):.3g} s."
         )  # fmt: skip
         if not decision.changes:
-            _log.info("Experts stay where they are, at a balancedness of %.3f.%s", decision.balancedness[0], left)
+            _log.info("Experts stay where they are, at a balancedness of %.3f.%s", decision.balancedness[0], skipped)
             return
         summary = decision.summary(self._mover.slots.expert_bytes)
         before, after = decision.balancedness
-        gain, cost = (sum(getattr(one, name) for one in decision.changes) for name in ("gain", "cost"))
+        gain, cost = (sum(getattr(change, name) for change in decision.changes) for name in ("gain", "cost"))
         _log.info(
             f"Rebalancing experts: {summary['layers']} layers, {summary['experts']} experts, {summary['bytes']} bytes in "
             f"{summary['exchanges']} exchanges, from a balancedness of {before:.3f} to {after:.3f}; predicted to gain {gain:.3g} s in "
-            f"{self._config.step_interval} steps and to cost {cost:.3g} s.{left}"
+            f"{self._config.step_interval} steps and to cost {cost:.3g} s.{skipped}"
         )
-        self._began = self._clock()
-        self._sizes = {change.layer: change.experts for change in decision.changes}
-        self._waiting.extend(command for change in decision.changes for command in change.commands())
+        self._started_at = self._clock()
+        self._num_moved = {change.layer: change.experts for change in decision.changes}
+        self._pending_commands.extend(command for change in decision.changes for command in change.commands())

@@ -26,12 +26,12 @@ from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.messaging import Link, LinkListener
 from dsjax.messaging.link import LinkLostError, Message
 
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _LINGER_SECONDS = 2.0
 """Seconds that a closed connection may take to send queued messages."""
 HIDDEN, RESULTS = "hidden", "results"
 """Names of links: what they carry."""
-_LOADS = "experts' loads"
+_EXPERT_LOADS = "experts' loads"
 _log = logging.getLogger(__name__)
 
 
@@ -77,64 +77,78 @@ class _Inbox:
             return self._items.get(number, self._error)
 
 
-class _Arriving:
-    """Hidden states from the previous stage, in order, as a `StageExecutor` takes them."""
+class _IncomingHidden:
+    """Hidden states from the previous stage, in order, as a `StageExecutor` takes them.
 
-    def __init__(self, take: Callable[[int], np.ndarray], send: Callable[[np.ndarray], Array]):
-        self._take, self._send, self._numbers = take, send, itertools.count()
+    receive: waits for the hidden states with a number. put: moves them to the devices of this process's first stage.
+    """
+
+    def __init__(self, receive: Callable[[int], np.ndarray], put: Callable[[np.ndarray], Array]):
+        self._receive, self._put, self._numbers = receive, put, itertools.count()
 
     def popleft(self) -> Array:
         """Wait for the next hidden states, and move them to this stage's devices."""
-        return self._send(self._take(next(self._numbers)))
+        return self._put(self._receive(next(self._numbers)))
 
 
 class ProcessLinks:
     """The connections of one process to the processes of the other stages.
 
-    order: process ids in the order of the stages. leads: whether this is process 0. ends: whether it has the last stage.
+    order: process ids in the order of the stages. is_leader: whether this is process 0. is_last: whether it has the last stage.
     """
 
     def __init__(self, group: HostGroup, order: Sequence[int]):
         self._group, self._order = group, order
         own = group.options.process_id
         place = order.index(own)
-        self.leads, self.ends = own == 0, place == len(order) - 1
+        self.is_leader, self.is_last = own == 0, place == len(order) - 1
         self._inboxes: dict[str, _Inbox] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsjax-stages")
-        self._sent: Future[None] | None = None
+        self._last_send: Future[None] | None = None
         self._error: Exception | None = None
-        self._next: list[Link] = []
+        self._outgoing: list[Link] = []
         try:
-            self._meet(place)
+            self._connect(place)
         except BaseException:
             self.close()
             raise
         for inbox in self._inboxes.values():
             threading.Thread(target=inbox.receive, name="dsjax-stages", daemon=True).start()
 
-    def _meet(self, place: int) -> None:
+    def _connect(self, place: int) -> None:
         """Listen, exchange addresses with the other processes, and connect to the receivers of this process."""
-        group, order, listening = self._group, self._order, dict[str, tuple[str, bytes]]()
-        senders = {} if place == 0 else {HIDDEN: order[place - 1]}
-        for name, sender in (senders if self.ends else senders | {RESULTS: order[-1]}).items():
+        group, order = self._group, self._order
+        senders: dict[str, int] = {}  # by link name
+        if place > 0:
+            senders[HIDDEN] = order[place - 1]
+        if not self.is_last:
+            senders[RESULTS] = order[-1]
+        own_listeners: dict[str, tuple[str, bytes]] = {}
+        for name, sender in senders.items():
             listener = LinkListener(group.endpoint, [name], encrypted=name == RESULTS)
             self._inboxes[name] = _Inbox(listener, group.member(sender).name)
-            listening[name] = listener.address, listener.ticket
-        answers = group.agreement.ask("stages", listening)
-        listeners = {member.process_id: answer for member, answer in zip(group.present, answers, strict=True)}
-        name = RESULTS if self.ends else HIDDEN
-        for other in order[:-1] if self.ends else order[place + 1 : place + 2]:
-            self._next.append(group.link_to(other, listeners[other][name], name, encrypted=self.ends))
+            own_listeners[name] = listener.address, listener.ticket
+        gathered = group.agreement.all_gather("stages", own_listeners)
+        listeners = {member.process_id: answer for member, answer in zip(group.present, gathered, strict=True)}
+        name, receivers = (RESULTS, order[:-1]) if self.is_last else (HIDDEN, order[place + 1 : place + 2])
+        for receiver in receivers:
+            link = group.link_to(receiver, listeners[receiver][name], name, encrypted=self.is_last)
+            self._outgoing.append(link)
 
-    def arriving(self, send: Callable[[np.ndarray], Array]) -> _Arriving:
-        """Return the source of hidden states for this process's first stage. send: moves them to the stage's devices."""
-        return _Arriving(lambda number: self._take(HIDDEN, number)[1][0], send)
+    def incoming(self, put: Callable[[np.ndarray], Array]) -> _IncomingHidden:
+        """Return the source of hidden states for this process's first stage. put: moves them to the stage's devices."""
 
-    def pass_on(self, hidden: Array) -> None:
+        def receive(number: int) -> np.ndarray:
+            _, [hidden] = self._receive(HIDDEN, number)
+            return hidden
+
+        return _IncomingHidden(receive, put)
+
+    def send_hidden(self, hidden: Array) -> None:
         """Send hidden states to the process with the next stage as soon as they are computed."""
-        self._later(lambda: _send(self._next, [], [hidden]))
+        self._send_in_thread(lambda: _send(self._outgoing, [], [hidden]))
 
-    def publish(self, read: Callable[[], tuple[list[RankResults], list[LastStageOutput]] | np.ndarray]) -> None:
+    def send_results(self, read: Callable[[], tuple[list[RankResults], list[LastStageOutput]] | np.ndarray]) -> None:
         """Send a command's results to all other processes. read: waits for the results and returns them."""
 
         def send() -> None:
@@ -144,105 +158,117 @@ class ProcessLinks:
             else:
                 rows, outputs = results
                 arrays = [array for output in outputs for array in output]
-            _send(self._next, rows, arrays)
+            _send(self._outgoing, rows, arrays)
 
-        self._later(send)
+        self._send_in_thread(send)
 
-    def hear(self, number: int) -> tuple[list[RankResults], list[LastStageOutput]] | np.ndarray:
+    def receive_results(self, number: int) -> tuple[list[RankResults], list[LastStageOutput]] | np.ndarray:
         """Wait for a command's results from the process with the last stage. number: counts the commands that have results."""
-        rows, arrays = self._take(RESULTS, number)
-        if not rows:
+        rows, arrays = self._receive(RESULTS, number)
+        if not rows:  # logits
             return arrays[0]
-        outputs = [LastStageOutput(*arrays[place : place + 2]) for place in range(0, len(arrays), 2)]
+        outputs = [LastStageOutput(*arrays[index : index + 2]) for index in range(0, len(arrays), 2)]
         return msgspec.convert(rows, list[RankResults]), outputs
 
-    def gather(self, read: Callable[[], ExpertCounts | None]) -> list[ExpertCounts | None]:
+    def gather_counts(self, read: Callable[[], ExpertCounts | None]) -> list[ExpertCounts | None]:
         """Read this process's counts and send them to process 0. Return them, or in process 0 all processes' counts in stage order."""
         agreement = self._group.agreement
         try:
             own = read()
         except BaseException:  # keeps the number of exchanges equal in all processes
-            agreement.tell(_LOADS)
+            agreement.contribute(_EXPERT_LOADS)
             raise
-        if not self.leads:
-            agreement.tell(_LOADS, _plain(own))
+        if not self.is_leader:
+            agreement.contribute(_EXPERT_LOADS, _encode_counts(own))
             return [own]
-        told = agreement.ask(_LOADS, _plain(own))
-        counts = {member.process_id: _counts(one) for member, one in zip(self._group.present, told, strict=True)}
-        return [counts[process] for process in self._order]
+        gathered = map(_decode_counts, agreement.all_gather(_EXPERT_LOADS, _encode_counts(own)))
+        by_process = {member.process_id: counts for member, counts in zip(self._group.present, gathered, strict=True)}
+        return [by_process[process_id] for process_id in self._order]
 
     def close(self) -> None:
         """End all connections."""
         self._thread.shutdown(cancel_futures=True)
-        self._end()
+        self._close_connections()
 
-    def _end(self) -> None:
-        for link in (*self._next, *(inbox.listener for inbox in self._inboxes.values())):
+    def _close_connections(self) -> None:
+        for link in (*self._outgoing, *(inbox.listener for inbox in self._inboxes.values())):
             link.close(_LINGER_SECONDS)
 
-    def _later(self, send: Callable[[], None]) -> None:
+    def _send_in_thread(self, send: Callable[[], None]) -> None:
         """Send in the thread. Raises the error of an earlier send."""
-        if self._sent is not None and self._sent.done():
-            self._raise(self._sent.exception())
-        self._sent = self._thread.submit(self._send_or_end, send)
+        if self._last_send is not None and self._last_send.done():
+            self._raise_lost(self._last_send.exception())
+        self._last_send = self._thread.submit(self._send_or_close, send)
 
-    def _send_or_end(self, send: Callable[[], None]) -> None:
+    def _send_or_close(self, send: Callable[[], None]) -> None:
         """Send. On a failure end all connections, so that no process waits forever."""
         try:
             send()
         except Exception as error:
-            _log.error("The other stages are not told what they wait for, and the connections to them end: %s", error)
-            self._give_up(error)
-            self._end()
+            _log.error("Sending to the other stages failed; their connections are closed: %s", error)
+            self._fail_inboxes(error)
+            self._close_connections()
             raise
 
-    def _give_up(self, error: Exception) -> None:
+    def _fail_inboxes(self, error: Exception) -> None:
         for inbox in self._inboxes.values():
             inbox.fail(error)
 
-    def _take(self, name: str, number: int) -> Any:
+    def _receive(self, name: str, number: int) -> Any:
         while True:
             if self._error is not None:
-                self._raise(self._error)
+                self._raise_lost(self._error)
             try:
-                found = self._inboxes[name].get(number, _LOOK_SECONDS)
+                item = self._inboxes[name].get(number, _POLL_SECONDS)
             except queue.Empty:
                 self._group.check()
                 continue
-            if isinstance(found, Exception):
-                self._error = found  # later items do not match any wait
-                continue
-            return found
+            if not isinstance(item, Exception):
+                return item
+            self._error = item  # later items do not match any wait
 
-    def _raise(self, error: BaseException | None) -> None:
+    def _raise_lost(self, error: BaseException | None) -> None:
         if error is None:
             return
         self._group.check(error)
         raise GroupError(f"the connection between two stages has ended: {error}") from error
 
 
-def _plain(counts: ExpertCounts | None) -> list[Any] | None:
-    values = [] if counts is None else [getattr(counts, field.name) for field in dataclasses.fields(counts)]
-    return [(one.shape, one.dtype.str, one.tobytes()) if isinstance(one, np.ndarray) else one for one in values] or None
+def _encode_counts(counts: ExpertCounts | None) -> list[Any] | None:
+    if counts is None:
+        return None
+    values = (getattr(counts, field.name) for field in dataclasses.fields(counts))
+    return [
+        (value.shape, value.dtype.str, value.tobytes()) if isinstance(value, np.ndarray) else value for value in values
+    ]
 
 
-def _counts(told: list[Any] | None) -> ExpertCounts | None:
-    values = [np.frombuffer(one[2], one[1]).reshape(one[0]) if isinstance(one, list) else one for one in told or ()]
-    return ExpertCounts(*values) if values else None
+def _decode_counts(values: list[Any] | None) -> ExpertCounts | None:
+    return None if values is None else ExpertCounts(*map(_decode_value, values))
+
+
+def _decode_value(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    shape, dtype, data = value
+    return np.frombuffer(data, dtype).reshape(shape)
 
 
 def _send(links: Sequence[Link], values: list[Any], arrays: Sequence[Array | np.ndarray | None]) -> None:
     """Send values and arrays over each link. The header describes the buffers; the first one has the values."""
     buffers = [np.frombuffer(msgspec.msgpack.encode(values), np.uint8)]
     buffers += [None if array is None else np.asarray(array) for array in arrays]
-    header = msgspec.msgpack.encode([None if one is None else (one.shape, str(one.dtype)) for one in buffers])
+    header = msgspec.msgpack.encode(
+        [None if buffer is None else (buffer.shape, str(buffer.dtype)) for buffer in buffers]
+    )
     for link in links:
-        link.send(header, *(one for one in buffers if one is not None))
+        link.send(header, *(buffer for buffer in buffers if buffer is not None))
 
 
 def _read(message: Message) -> tuple[list[Any], list[np.ndarray | None]]:
     """Receive the values and the arrays of a `_send`."""
     described = msgspec.msgpack.decode(message.header, type=list[tuple[list[int], str] | None])
-    buffers = [None if one is None else np.empty(one[0], jnp.dtype(one[1])) for one in described]
-    message.read_into(*(one for one in buffers if one is not None))
-    return msgspec.msgpack.decode(buffers[0]), buffers[1:]
+    buffers = [None if array is None else np.empty(array[0], jnp.dtype(array[1])) for array in described]
+    message.read_into(*(buffer for buffer in buffers if buffer is not None))
+    values, *arrays = buffers
+    return msgspec.msgpack.decode(values), arrays

@@ -10,10 +10,9 @@ import itertools
 import operator
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
-
-from dsjax.engine.contract.executor import Executor
+from dsjax.engine.contract.executor import Executor, RowResult
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.request import StepPlan
 from dsjax.engine.schedule.scheduler import Scheduler, Update
@@ -25,42 +24,52 @@ BETWEEN = 64
 """Minimum number of steps between two trials at a load."""
 SHARE = 0.02
 """Maximum share of the recent steps' time that trials may cost."""
-_KEPT = 2 * TRIAL - 1
+_KEPT_TIMES = 2 * TRIAL - 1
 """Step times kept per load and number of drafts. Their 33rd percentile is used, because other work on the machine only slows steps."""
-_FADING, _ROW_FADING = 0.9996, 0.99
+_STEP_DECAY, _ROW_DECAY = 0.9996, 0.99
 """Exponential decay of times per step (a window of about 2,500 steps), and of acceptances per row (about 100 rows)."""
 
 
+@dataclass
+class _RecentSteps:
+    """Decayed sums over recent steps at one load with one number of drafts. tokens: generated per row."""
+
+    seconds: float = 0.0
+    tokens: float = 0.0
+
+
 class DraftChoice(Attachment):
-    """Chooses the number of drafts of each step, from 0 to `most`.
+    """Chooses the number of drafts of each step, from 0 to `max_drafts`.
 
     A load is the bit length of the number of running requests per batch on the fullest rank. A step is measured if it has no prompts and
-    the previous step had the same number of drafts. If no other load has two measured numbers, `most` drafts, no drafts, and a promising
-    number in between are tried at once. A new load starts with the best number of the nearest load. Later trials cost at most `SHARE`.
+    the previous step had the same number of drafts. If no other load has two measured numbers, `max_drafts` drafts, no drafts, and a
+    promising number in between are tried without a pause. A new load starts with the best number of the nearest load. Later trials cost
+    at most `SHARE`.
     """
 
     statistics_name = "draft_choice"
 
-    def __init__(self, most: int):
+    def __init__(self, max_drafts: int):
         super().__init__()
-        self._most = most
-        self._batches = 1
-        self._forget()
+        self._max_drafts = max_drafts
+        self._num_batches = 1
+        self._reset()
 
-    def _forget(self) -> None:
-        self._times: dict[int, dict[int, deque[float]]] = {}  # by load, then by number of drafts
+    def _reset(self) -> None:
+        # Times of measured steps by load, then by number of drafts; the number that was tried last comes last.
+        self._times: dict[int, dict[int, deque[float]]] = {}
         # By draft position: number of drafts whose predecessors were all accepted, and number of these that were accepted.
-        self._offered, self._accepted = [0.0] * self._most, [0.0] * self._most
-        self._load, self._chosen, self._before = 0, self._most, -1
-        self._left = 0  # remaining steps of the trial
-        self._since: dict[int, int] = {}  # steps since the last trial, by load
-        # [seconds, tokens per row], by load, then by number of drafts; None: steps whose previous step had another number.
-        self._spent: dict[int, dict[int | None, np.ndarray]] = {}
+        self._offered, self._accepted = [0.0] * self._max_drafts, [0.0] * self._max_drafts
+        self._load, self._num_drafts, self._previous_drafts = 0, self._max_drafts, -1
+        self._trial_steps_left = 0
+        self._steps_since_trial: dict[int, int] = {}  # by load
+        # By load, then by number of drafts; None: steps whose previous step had another number.
+        self._recent: dict[int, dict[int | None, _RecentSteps]] = {}
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
         """Discard all measurements, because a new mesh has other step times."""
-        self._batches = config.num_batches
-        self._forget()
+        self._num_batches = config.num_batches
+        self._reset()
 
     def scheduled(self, scheduler: Scheduler) -> None:
         """Make the scheduler call `choose`."""
@@ -69,82 +78,96 @@ class DraftChoice(Attachment):
 
     def statistics(self) -> int:
         """Return the current number of drafts."""
-        return self._chosen
+        return self._num_drafts
 
     def choose(self) -> int:
         """Return the number of drafts per row in the next step."""
-        load = self._load_now()
+        load = self._current_load()
         if load != self._load:
-            self._load, self._left = load, 0
-            self._chosen = self._best(load)
-        return self._chosen
+            self._load, self._trial_steps_left = load, 0
+            self._num_drafts = self._best(load)
+        return self._num_drafts
 
-    def _load_now(self) -> int:
+    def _current_load(self) -> int:
         running = max(len(rank.running) for rank in self.scheduler.ranks)
-        return (-(-running // self._batches)).bit_length()
+        return (-(-running // self._num_batches)).bit_length()
 
     def after_step(self, seconds: float, plan: StepPlan, updates: list[Update]) -> None:
         """Record a step's measurements, and begin or end a trial."""
-        load, drafts = self._load_now(), plan.num_drafts
-        steady, self._before = self._before == drafts, drafts
-        results = [result for _, result, _ in updates if result is not None]
+        load, drafts = self._current_load(), plan.num_drafts
+        is_measured = drafts == self._previous_drafts
+        self._previous_drafts = drafts
+        results = [update.result for update in updates if update.result is not None]
         if plan.page_commands or not results or any(rank.prefills or rank.copies for rank in plan.ranks):
             return
-        if steady:
-            self._times.setdefault(load, {}).setdefault(drafts, deque(maxlen=_KEPT)).append(seconds)
-            for result in results:
-                for place in range(min(result.num_drafts, len(result.token_ids))):
-                    self._offered[place] = self._offered[place] * _ROW_FADING + 1
-                    self._accepted[place] = self._accepted[place] * _ROW_FADING + (len(result.token_ids) > place + 1)
-        if load in self._times:
-            for spent in self._spent.setdefault(load, {}).values():
-                spent *= _FADING
-            spent = self._spent[load].setdefault(drafts if steady else None, np.zeros(2))
-            spent += seconds, sum(len(result.token_ids) for result in results) / len(results)
-            if steady and (load, drafts) == (self._load, self._chosen):
-                self._choose_next()
-
-    def _lost(self, best: int, tried: int) -> float:
-        """Return the share of recent time at this load lost by not using `best`, including one more trial of `tried`."""
-        spent, rate = self._spent[self._load], self._rate(self._load, best)
-        lost = sum(seconds - tokens / rate for drafts, (seconds, tokens) in spent.items() if drafts != best)
-        times = self._times[self._load].get(tried)
-        if times:
-            lost += (TRIAL + 1) * max(0.0, _typical(times) - self._tokens(tried) / rate)
-        return lost / sum(seconds for seconds, _ in spent.values())
-
-    def _choose_next(self) -> None:
-        """Continue or end a trial, and begin the next one when it is due."""
-        known = self._times[self._load]
-        self._since[self._load] = since = self._since.get(self._load, 0) + 1
-        self._left = max(0, self._left - 1)
-        if self._left or len(known[self._chosen]) < TRIAL:
+        if is_measured:
+            self._times.setdefault(load, {}).setdefault(drafts, deque(maxlen=_KEPT_TIMES)).append(seconds)
+            self._record_acceptance(results)
+        if load not in self._times:
             return
-        self._chosen = best = self._best(self._load)
-        untried = [drafts for drafts in (self._most, 0) if not known.get(drafts)]
-        untried = untried or [
-            drafts for drafts in range(1, self._most) if not known.get(drafts) and self._promises(drafts)
-        ]
-        next_one = (untried or [drafts for drafts in known if drafts != best] or [best])[0]
-        at_once = untried and all(len(tried) < 2 for load, tried in self._times.items() if load != self._load)
-        if at_once or (since >= BETWEEN and self._lost(best, next_one) <= SHARE):
-            self._chosen = next_one
-            known[next_one] = known.pop(next_one, deque(maxlen=_KEPT))  # move to the end: tried most recently
-            self._left, self._since[self._load] = TRIAL, 0
+        recent = self._recent.setdefault(load, {})
+        for steps in recent.values():
+            steps.seconds *= _STEP_DECAY
+            steps.tokens *= _STEP_DECAY
+        steps = recent.setdefault(drafts if is_measured else None, _RecentSteps())
+        steps.seconds += seconds
+        steps.tokens += sum(len(result.token_ids) for result in results) / len(results)
+        if is_measured and (load, drafts) == (self._load, self._num_drafts):
+            self._advance_trial()
 
-    def _promises(self, drafts: int) -> bool:
-        """Whether an untried number between 0 and `most` may be better than the best measured one at this load."""
-        known = self._times[self._load]
-        if not (known.get(0) and known.get(self._most)):
-            return False
-        none, most = _typical(known[0]), _typical(known[self._most])
-        seconds = none + (most - none) * drafts / self._most
+    def _record_acceptance(self, results: list[RowResult]) -> None:
+        for result in results:
+            for position in range(min(result.num_drafts, len(result.token_ids))):
+                is_accepted = len(result.token_ids) > position + 1
+                self._offered[position] = self._offered[position] * _ROW_DECAY + 1
+                self._accepted[position] = self._accepted[position] * _ROW_DECAY + is_accepted
+
+    def _advance_trial(self) -> None:
+        """Continue or end a trial, and begin the next one when it is due."""
+        times = self._times[self._load]
+        num_steps = self._steps_since_trial.get(self._load, 0) + 1
+        self._steps_since_trial[self._load] = num_steps
+        self._trial_steps_left = max(0, self._trial_steps_left - 1)
+        if self._trial_steps_left or len(times[self._num_drafts]) < TRIAL:
+            return
+        self._num_drafts = best = self._best(self._load)
+        untried = self._untried()
+        measured = [drafts for drafts in times if drafts != best]
+        candidate = (untried or measured or [best])[0]
+        is_first_load = all(len(tried) < 2 for load, tried in self._times.items() if load != self._load)
+        is_affordable = num_steps >= BETWEEN and self._lost_share(best, candidate) <= SHARE
+        if (untried and is_first_load) or is_affordable:
+            self._num_drafts = candidate
+            times[candidate] = times.pop(candidate, deque(maxlen=_KEPT_TIMES))  # move to the end
+            self._trial_steps_left, self._steps_since_trial[self._load] = TRIAL, 0
+
+    def _untried(self) -> list[int]:
+        """Return the untried numbers that are worth a trial at this load: both extremes, then the promising ones in between."""
+        times = self._times[self._load]
+        extremes = [drafts for drafts in (self._max_drafts, 0) if not times.get(drafts)]
+        between = range(1, self._max_drafts)
+        return extremes or [drafts for drafts in between if not times.get(drafts) and self._is_promising(drafts)]
+
+    def _is_promising(self, drafts: int) -> bool:
+        """Whether an untried number may beat the best measured one, with a step time interpolated between 0 and `max_drafts`."""
+        times = self._times[self._load]
+        shortest, longest = _typical(times[0]), _typical(times[self._max_drafts])
+        seconds = shortest + (longest - shortest) * drafts / self._max_drafts
         return self._tokens(drafts) / seconds > 1.02 * self._rate(self._load, self._best(self._load))
 
+    def _lost_share(self, best: int, candidate: int) -> float:
+        """Return the share of recent time at this load lost by not using `best`, including one more trial of `candidate`."""
+        recent, rate = self._recent[self._load], self._rate(self._load, best)
+        lost = sum(steps.seconds - steps.tokens / rate for drafts, steps in recent.items() if drafts != best)
+        times = self._times[self._load].get(candidate)
+        if times:
+            lost += (TRIAL + 1) * max(0.0, _typical(times) - self._tokens(candidate) / rate)
+        return lost / sum(steps.seconds for steps in recent.values())
+
     def _best(self, load: int) -> int:
-        """Return the best number of drafts measured at the nearest load; `most` if there are no measurements."""
+        """Return the best number of drafts measured at the nearest load; `max_drafts` if there are no measurements."""
         if not self._times:
-            return self._most
+            return self._max_drafts
         nearest = min(self._times, key=lambda other: abs(other - load))
         return max(self._times[nearest], key=lambda drafts: self._rate(nearest, drafts))
 
@@ -155,8 +178,9 @@ class DraftChoice(Attachment):
 
     def _tokens(self, drafts: int) -> float:
         """Return the expected number of tokens that a row generates per step."""
-        chances = (taken / of if of else 1.0 for taken, of in zip(self._accepted, self._offered, strict=True))
-        return 1 + sum(itertools.islice(itertools.accumulate(chances, operator.mul), drafts))
+        counts = zip(self._accepted, self._offered, strict=True)
+        rates = (accepted / offered if offered else 1.0 for accepted, offered in counts)
+        return 1 + sum(itertools.islice(itertools.accumulate(rates, operator.mul), drafts))
 
 
 def _typical(times: Sequence[float]) -> float:

@@ -21,36 +21,40 @@ class MeshChanger(Protocol):
     """Changes the mesh under a core, in the engine's thread.
 
     Attributes:
-        due: whether the current processes require another mesh. phase: current phase of a mesh change; None if none is in progress.
+        needs_change: whether the current processes require another mesh.
+        phase: current phase of a mesh change; None if none is in progress.
         patience: seconds that a request waits for a larger mesh if the current mesh cannot hold it.
         failure: why the last requested mesh could not be created; the previous mesh is in use again.
     """
 
-    due: bool
+    needs_change: bool
     phase: str | None
     patience: float
     failure: Exception | None
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Register `wake`, which is called from any thread when `due` may have become true."""
+        """Register `wake`, which is called from any thread when `needs_change` may have become true."""
 
     def has_warmed_up(self) -> None:
         """Note that the current mesh is ready to serve."""
 
     def take_change(self) -> bool:
-        """Whether `due` may have become true since the last call."""
+        """Whether `needs_change` may have become true since the last call."""
 
-    def after(self, error: Exception) -> Generation:
+    def recover_from(self, error: Exception) -> Generation:
         """Recover from a failed step. Raise the error if that is impossible."""
 
     def regroup(self) -> Generation:
         """Change to the mesh for the current processes."""
 
-    def ask(self, mesh: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> Any:
-        """Check a requested change, and return the argument for `to`. Raise if it is invalid. Blocks other requests until `forget`."""
+    def request_change(self, mesh: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> Any:
+        """Check a requested change and return the argument for `change_to`. Raise if it is invalid.
 
-    def to(self, wanted: Any) -> Generation | None:
+        Blocks other requests until `end_request`.
+        """
+
+    def change_to(self, wanted: Any) -> Generation | None:
         """Change to a requested mesh. Return None if the executor has changed in place and keeps its caches and requests."""
 
-    def forget(self) -> None:
-        """End the request begun by `ask`."""
+    def end_request(self) -> None:
+        """End the request begun by `request_change`."""

@@ -75,37 +75,43 @@ class PageLoads:
             self._places += load.pages
         self._source.begin_rank(self._rank, now)
 
-    def look(self, request: Request, names: list[bytes], cached: list[int], free_slots: int, now: float) -> Admittance:
+    def look_up(
+        self, request: Request, names: list[bytes], cached: list[int], free_slots: int, now: float
+    ) -> Admittance:
         """Look up the pages that a request lacks after the `cached` ones. names: of all pages that it may read.
 
         With window pages, the lookup's last name is a window page: the one of the last page if another engine computes the pages, else
         the one of the last border up to which pages are available. Pages beyond that border would be useless.
         """
-        every, found = names, cached
+        all_names, found_pages = names, cached
         if self._pool.num_windows and names:
-            every = [*names, window_name(names[-1])]
-            found = cached if len(cached) < len(names) else cached + self._pool.find(every[-1:])
-        rest = every[len(found) :]
-        if rest and self._source.awaits(self._rank, request, rest[0]):
-            self._hold(request, found)
+            all_names = [*names, window_name(names[-1])]
+            found_pages = cached if len(cached) < len(names) else cached + self._pool.find(all_names[-1:])
+        missing_names = all_names[len(found_pages) :]
+        if missing_names and self._source.awaits(self._rank, request, missing_names[0]):
+            self._hold(request, found_pages)
             return Admittance.SKIP
-        here = found
-        if self._pool.num_windows and not (rest and rest[0] in self.landing):
+        available = found_pages
+        if self._pool.num_windows and not (missing_names and missing_names[0] in self.landing):
             border = self._pool.usable(names, self._pool.count(names, elsewhere=self), self)
             wanted = [*names[:border], window_name(names[border - 1])] if border else []
-            here = self._pool.find(wanted)
-            rest = wanted[len(here) :]
-        if rest and any(rest[0] in load.names for load in self.under_way):
+            available = self._pool.find(wanted)
+            missing_names = wanted[len(available) :]
+        if missing_names and any(missing_names[0] in load.names for load in self.under_way):
             return Admittance.SKIP  # it is being loaded for another request; the next plan finds it
         missing = self._pool.pages_for(len(request.token_ids)) - len(cached)
-        had, windows = bool(rest) and self.has(rest[0]), int(self._pool.num_windows > 0)
-        if had and self._pool.can_hold(here, missing, windows) and self._load(request, rest, here, now):
+        is_available, windows = bool(missing_names) and self.has(missing_names[0]), int(self._pool.num_windows > 0)
+        if (
+            is_available
+            and self._pool.can_hold(available, missing, windows)
+            and self._load(request, missing_names, available, now)
+        ):
             return Admittance.SKIP
-        if rest and self._can_load(rest[0]):
+        if missing_names and self._can_load(missing_names[0]):
             return Admittance.START  # there is no room to load it
-        answer = self._source.lookup(self._rank, request, every, found, free_slots, now)
+        answer = self._source.lookup(self._rank, request, all_names, found_pages, free_slots, now)
         if answer is Lookup.WAIT:
-            self._hold(request, found)
+            self._hold(request, found_pages)
             return Admittance.REMOTE
         return Admittance.BLOCK if answer is Lookup.FULL else Admittance.START
 

@@ -56,12 +56,15 @@ class PageSource:
     before the next step (`commands`). By default a method does nothing.
 
     Attributes:
-        slots: slots per rank, from which `FetchPages` sends pages by number; 0: the source's pages must land first.
+        slots: slots per rank, from which `FetchPages` sends pages by number; 0: the source's pages must land first. Slots of window pages
+            are numbered from `WINDOW_NUMBERS`.
+        keeps_windows: whether window pages may be offered to `evict` and wanted from this source.
         tiers: names of the tiers whose pages count as cached, slowest first. slot_tier: the tier with the slots.
         ranks: the pages of each DP rank; set by `bind`.
     """
 
     slots: int = 0
+    keeps_windows: bool = False
     tiers: Sequence[str] = ()
     slot_tier: str = ""
     ranks: Sequence[RankPages] = ()

@@ -88,7 +88,7 @@ class Request:
         pages: rank-local, in token order; append-only between two admissions.
         window_pages: window pages of its pages from index `first_window`, in models that have them. The first is freed when the whole page
             after it is confirmed: until then a row's window may reach into it, and the request may end at its border.
-        missed_border: number of pages that its last admission found cached without their last window page.
+        missed_window_border: number of pages that its last admission found cached without their last window page.
         held_pages: cached pages held for a waiting request while a source loads the missing ones.
         is_loading: whether to skip a waiting request until a source has loaded its missing pages.
         num_sealed_pages: leading pages that are full, computed and finite: shared and read-only. Later pages belong to this request
@@ -97,9 +97,10 @@ class Request:
             cached.
         backlog: tokens that its rank still expects to compute before the next output token.
         num_computed_tokens: tokens in the cache, confirmed by results. num_in_flight: maximum that steps in flight can add.
-        num_rows_under_way: steps in flight with a row of it; until they end it keeps its pages and slot. num_due: rows that make a token.
+        num_rows_in_flight: steps in flight with a row of it; until they end it keeps its pages and slot.
+        num_tokens_due: how many of these rows make a token.
         drafts: the MTP module's next drafts, if rules must check them.
-        must_leave: preempt it as soon as no step in flight has a row of it.
+        should_preempt: preempt it as soon as no step in flight has a row of it.
         num_clean_pages: number of its sound pages after non-finite values; its other pages are cleared before reuse.
         num_cached_tokens: prefix cache hit of its first admission, in tokens; None before.
         num_prompt_logprobs: prompt tokens after the first whose log-probabilities were returned.
@@ -125,7 +126,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     window_pages: list[int] = field(default_factory=list)
     first_window: int = 0
-    missed_border: int = 0
+    missed_window_border: int = 0
     held_pages: list[int] = field(default_factory=list)
     is_loading: bool = False
     num_sealed_pages: int = 0
@@ -134,10 +135,10 @@ class Request:
     backlog: int = 0
     num_computed_tokens: int = 0
     num_in_flight: int = 0
-    num_rows_under_way: int = 0
-    num_due: int = 0
+    num_rows_in_flight: int = 0
+    num_tokens_due: int = 0
     drafts: Sequence[int] = ()
-    must_leave: bool = False
+    should_preempt: bool = False
     num_clean_pages: int | None = None
     num_cached_tokens: int | None = None
     num_prompt_logprobs: int = 0
@@ -163,8 +164,8 @@ class Request:
         self.rank = self.slot = -1
         self.pages, self.window_pages, self.held_pages, self.is_loading, self.num_sealed_pages = [], [], [], False, 0
         self.num_promised = self.backlog = 0
-        self.num_computed_tokens = self.num_in_flight = self.num_rows_under_way = self.num_due = 0
-        self.drafts, self.must_leave, self.num_clean_pages = (), False, None
+        self.num_computed_tokens = self.num_in_flight = self.num_rows_in_flight = self.num_tokens_due = 0
+        self.drafts, self.should_preempt, self.num_clean_pages = (), False, None
 
     def finish(self, reason: FinishReason, now: float) -> None:
         """Mark the request as finished."""

@@ -19,7 +19,7 @@ CONTEXT_WEIGHT = 1 / 16
 context token; over about 270 decodes that is 1/16."""
 REQUEST_WEIGHT = 32
 """Cost of one more row in every step, in tokens to compute."""
-MOST_SESSIONS = 65_536
+MAX_SESSIONS = 65_536
 """Maximum number of remembered sessions; the least recently used one is forgotten first."""
 
 
@@ -34,8 +34,8 @@ class Update(NamedTuple):
 class Scheduler:
     """Gives requests to ranks and plans each step.
 
-    The caller repeats `plan = schedule(now)`, computes the plan, and enters the results with `update(plan, results, now)`. It may plan
-    ahead before it enters results. Times are seconds of any clock; the planner's simulator has a virtual one.
+    The caller repeats `plan = schedule(now)`, computes the plan, and commits the results with `update(plan, results, now)`. It may plan
+    ahead before it commits results. Times are seconds of any clock; the planner's simulator has a virtual one.
 
     source: KV connector; None if pages are only on the devices. page_events: whether to collect events for `take_page_events`.
 
@@ -81,17 +81,17 @@ class Scheduler:
         """Return the load and free capacity of each rank."""
         return [
             RankLoad(
-                index,
-                len(rank.running),
-                len(rank.waiting),
-                rank.waiting_tokens,
-                rank.pool.num_used,
-                rank.pool.num_cached,
-                rank.pool.num_usable,
-                standing_cost(rank),
-                dict(rank.hits),
-                rank.prefix_queries,
-                self.source.counts(index),
+                rank=index,
+                running=len(rank.running),
+                waiting=len(rank.waiting),
+                waiting_tokens=rank.waiting_tokens,
+                used_pages=rank.pool.num_used,
+                cached_pages=rank.pool.num_cached,
+                usable_pages=rank.pool.num_usable,
+                cost=current_cost(rank),
+                hits=dict(rank.hits),
+                queried=rank.prefix_queries,
+                tiers=self.source.counts(index),
             )
             for index, rank in enumerate(self.ranks)
         ]
@@ -111,9 +111,9 @@ class Scheduler:
         _check_fits(request, self.config)
         self.source.added(request)
         self._requests[request.request_id] = request
-        self._give(request)
+        self._assign(request)
 
-    def _give(self, request: Request) -> None:
+    def _assign(self, request: Request) -> None:
         request.rank = self._router.choose(request)
         self.ranks[request.rank].add(request)
 
@@ -152,7 +152,7 @@ class Scheduler:
             if not was_here:
                 self.source.added(request)
             new._requests[request.request_id] = request
-            new._give(request)
+            new._assign(request)
             new.ranks[request.rank].num_preemptions += ran
         return new, refused
 
@@ -169,74 +169,26 @@ class Scheduler:
         for number in numbers:
             self.ranks[rank].loads.landed(number, ok, now)
 
-    def take_dirty(self) -> list[list[int]] | None:
+    def take_pages_to_clear(self) -> list[list[int]] | None:
         """Take each rank's pages that must be cleared before the next step; None if there are none."""
-        if not any(rank.dirty for rank in self.ranks):
+        if not any(rank.pages.to_clear for rank in self.ranks):
             return None
-        dirty = [rank.dirty for rank in self.ranks]
+        pages_to_clear = [rank.pages.to_clear for rank in self.ranks]
         for rank in self.ranks:
-            rank.dirty = []
-        return dirty
+            rank.pages.to_clear = []
+        return pages_to_clear
 
     def update(self, plan: StepPlan, results: Sequence[RankResults], now: float = 0.0) -> list[Update]:
-        """Enter a step's results, in the order of plans. Return an `Update` for each request that got tokens, prompt scores or an error.
+        """Commit a step's results, in the order of plans. Return an `Update` for each request that got tokens, prompt scores or an error.
 
         Rows of requests that have ended in the meantime are dropped.
         """
         updates: list[Update] = []
-        # The decode loop takes most of the engine's host time, so the common case is inlined and the slow call `Update(...)` avoided.
-        new_update = partial(tuple.__new__, Update)
-        running = Status.RUNNING
-        for rank, (decodes, prefills, *_), (decoded, prefilled) in zip(self.ranks, plan.ranks, results, strict=True):
-            finished: list[Request] = []
-            made = 0
-            for (request, _, length, _), result in zip(decodes, decoded, strict=True):
-                request.num_in_flight -= length
-                request.num_rows_under_way -= 1
-                request.num_due -= 1
-                if request.status is not running:
-                    rank.drop(request, result.finite)
-                    continue
-                new, tokens, reason = result[0], request.token_ids, None
-                request.num_computed_tokens += len(new)
-                if (
-                    len(new) == 1
-                    and new[0] not in request.stop_ids
-                    and len(tokens) + 1 < request.max_total_tokens
-                    and request.first_token_time is not None
-                    and result.finite
-                    and result.error is None
-                ):
-                    tokens.append(new[0])
-                    made += 1
-                else:
-                    before = len(tokens)
-                    result, reason = _enter(rank, request, result, now)
-                    made += len(tokens) - before
-                    if reason is not None:
-                        finished.append(request)
-                request.drafts = result.drafts
-                updates.append(new_update((request, result, reason)))
-                if request.must_leave and reason is None:
-                    rank.leave_if_due(request)
-            for row, result in zip(prefills, prefilled, strict=True):
-                request = row.request
-                request.num_in_flight -= row.length
-                request.num_rows_under_way -= 1
-                request.num_due -= row.sampled
-                if request.status is not running:
-                    rank.drop(request, result.finite)
-                    continue
-                before = len(request.token_ids)
-                update = _enter_chunk(rank, row, result, now)
-                made += len(request.token_ids) - before
-                if update is not None:
-                    updates.append(update)
-                if request.status is not running:
-                    finished.append(request)
-                else:
-                    rank.leave_if_due(request)
-            rank.load += made
+        for rank, rank_plan, rank_results in zip(self.ranks, plan.ranks, results, strict=True):
+            first = len(updates)
+            rank.load += _commit_decodes(rank, rank_plan.decodes, rank_results.decodes, now, updates)
+            rank.load += _commit_prefills(rank, rank_plan.prefills, rank_results.prefills, now, updates)
+            finished = [request for request, _, reason in updates[first:] if reason is not None]
             if finished:
                 rank.remove_finished(finished)
                 for request in finished:
@@ -252,10 +204,10 @@ class Scheduler:
                 rank.invalidate()
             for request, _, length, sampled in (*decodes, *prefills):
                 request.num_in_flight -= length
-                request.num_rows_under_way -= 1
-                request.num_due -= sampled
-                request.must_leave = True
-                rank.leave_if_due(request)
+                request.num_rows_in_flight -= 1
+                request.num_tokens_due -= sampled
+                request.should_preempt = True
+                rank.preempt_if_due(request)
 
     def _num_drafts(self) -> int:
         """Return the number of drafts per row in the next step."""
@@ -280,27 +232,90 @@ def _check_fits(request: Request, config: SchedulerConfig) -> None:
         raise
 
 
-def _enter_chunk(rank: Rank, row: ScheduledRow, result: RowResult, now: float) -> Update | None:
-    """Enter the result of a prefill row. Return an update; None if the row has no token, no scores and no error."""
+def _commit_decodes(
+    rank: Rank, rows: Sequence[ScheduledRow], results: Sequence[RowResult], now: float, updates: list[Update]
+) -> int:
+    """Commit the results of decode rows, and append their updates. Return the number of new tokens."""
+    # This loop takes most of the engine's host time, so the common case is inlined and the slow call `Update(...)` avoided.
+    new_update = partial(tuple.__new__, Update)
+    running = Status.RUNNING
+    num_new_tokens = 0
+    for (request, _, length, _), result in zip(rows, results, strict=True):
+        request.num_in_flight -= length
+        request.num_rows_in_flight -= 1
+        request.num_tokens_due -= 1
+        if request.status is not running:
+            rank.discard_row(request, result.finite)
+            continue
+        new_tokens, tokens, reason = result[0], request.token_ids, None
+        request.num_computed_tokens += len(new_tokens)
+        if (
+            len(new_tokens) == 1
+            and new_tokens[0] not in request.stop_ids
+            and len(tokens) + 1 < request.max_total_tokens
+            and request.first_token_time is not None
+            and result.finite
+            and result.error is None
+        ):
+            tokens.append(new_tokens[0])
+            num_new_tokens += 1
+        else:
+            num_before = len(tokens)
+            result, reason = _commit_tokens(rank, request, result, now)
+            num_new_tokens += len(tokens) - num_before
+        request.drafts = result.drafts
+        updates.append(new_update((request, result, reason)))
+        if request.should_preempt and reason is None:
+            rank.preempt_if_due(request)
+    return num_new_tokens
+
+
+def _commit_prefills(
+    rank: Rank, rows: Sequence[ScheduledRow], results: Sequence[RowResult], now: float, updates: list[Update]
+) -> int:
+    """Commit the results of prefill rows, and append their updates. Return the number of new tokens."""
+    num_new_tokens = 0
+    for row, result in zip(rows, results, strict=True):
+        request = row.request
+        request.num_in_flight -= row.length
+        request.num_rows_in_flight -= 1
+        request.num_tokens_due -= row.sampled
+        if request.status is not Status.RUNNING:
+            rank.discard_row(request, result.finite)
+            continue
+        num_before = len(request.token_ids)
+        update = _commit_prefill(rank, row, result, now)
+        num_new_tokens += len(request.token_ids) - num_before
+        if update is not None:
+            updates.append(update)
+        if request.status is Status.RUNNING:
+            rank.preempt_if_due(request)
+    return num_new_tokens
+
+
+def _commit_prefill(rank: Rank, row: ScheduledRow, result: RowResult, now: float) -> Update | None:
+    """Commit the result of a prefill row. Return an update; None if the row has no token, no scores and no error."""
     request, start, length, sampled = row
     if not result.finite:
-        _, reason = _enter(rank, request, result, now)
+        _, reason = _commit_tokens(rank, request, result, now)
         return Update(request, result, reason)
     request.num_computed_tokens = start + length
-    rank.enter_chunk(request)
+    rank.commit_chunk(request)
     if result.prompt_scores is not None:
         # After a preemption the prompt is scored again: keep only the new scores.
         new = result.prompt_scores[max(0, request.num_prompt_logprobs - start) :]
         request.num_prompt_logprobs = max(request.num_prompt_logprobs, start + len(result.prompt_scores))
         result = result._replace(prompt_scores=new)
     if sampled:
-        result, reason = _enter(rank, request, result, now)
+        result, reason = _commit_tokens(rank, request, result, now)
         request.drafts = result.drafts
         return Update(request, result, reason)
     return Update(request, result, None) if result.prompt_scores else None
 
 
-def _enter(rank: Rank, request: Request, result: RowResult, now: float) -> tuple[RowResult, FinishReason | None]:
+def _commit_tokens(
+    rank: Rank, request: Request, result: RowResult, now: float
+) -> tuple[RowResult, FinishReason | None]:
     """Append tokens up to the one that ends the request, or fail it. Return the result cut off there, and the finish reason."""
     tokens, reason = request.token_ids, None
     for count, token_id in enumerate(result.token_ids, start=1):
@@ -311,21 +326,21 @@ def _enter(rank: Rank, request: Request, result: RowResult, now: float) -> tuple
         if reason is not None:
             scores = None if result.scores is None else result.scores[:count]
             if not result.finite:  # non-finite values in tokens after the end
-                rank.invalidate_request(request)
+                rank.pages.invalidate(request)
             result = result._replace(token_ids=result.token_ids[:count], scores=scores, finite=True, error=None)
             break
     else:
         if not result.finite or result.error is not None:
             reason = FinishReason.ERROR
             if not result.finite:
-                rank.invalidate_request(request)
+                rank.pages.invalidate(request)
     if reason is not None:
         request.finish(reason, now)
     return result, reason
 
 
 class Router:
-    """Sends each request to the cheapest rank: the cost is the request's uncached tokens there plus `standing_cost`.
+    """Sends each request to the cheapest rank: the cost is the request's uncached tokens there plus `current_cost`.
 
     Ranks without a free slot or free pages for the request come last. Ties go to the lowest rank. A session stays on its rank, unless that
     rank has a queue longer than all its slots while another rank has a free slot. `RequestOptions.dp_rank` overrides the choice if the
@@ -344,10 +359,10 @@ class Router:
         if options.session is None:
             return self._cheapest(request)
         pinned = self._sessions.pop(options.session, None)
-        if pinned is None or self._hopeless(pinned):
+        if pinned is None or self._is_overloaded(pinned):
             pinned = self._cheapest(request)
         self._sessions[options.session] = pinned
-        if len(self._sessions) > MOST_SESSIONS:
+        if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
         return pinned
 
@@ -356,12 +371,12 @@ class Router:
             return 0
         return min(range(len(self._ranks)), key=lambda index: _cost(self._ranks[index], request))
 
-    def _hopeless(self, index: int) -> bool:
+    def _is_overloaded(self, index: int) -> bool:
         rank = self._ranks[index]
         return len(rank.waiting) > rank.config.max_num_seqs and any(_has_slot(other) for other in self._ranks)
 
 
-def standing_cost(rank: Rank) -> float:
+def current_cost(rank: Rank) -> float:
     """Return the cost of a rank's current work, in tokens to compute: backlog, context and rows."""
     requests = len(rank.running) + len(rank.waiting)
     context = rank.load - rank.waiting_tokens
@@ -370,10 +385,10 @@ def standing_cost(rank: Rank) -> float:
 
 def _cost(rank: Rank, request: Request) -> tuple[bool, float]:
     """Return whether a rank has no room for a request, and the request's cost there."""
-    uncached = rank.uncached(request)
+    num_uncached = rank.num_uncached_tokens(request)
     free_tokens = rank.pool.num_free * rank.pool.page_size
-    full = not _has_slot(rank) or free_tokens < rank.backlog + uncached
-    return full, uncached + standing_cost(rank)
+    is_full = not _has_slot(rank) or free_tokens < rank.backlog + num_uncached
+    return is_full, num_uncached + current_cost(rank)
 
 
 def _has_slot(rank: Rank) -> bool:

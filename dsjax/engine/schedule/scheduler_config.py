@@ -20,7 +20,8 @@ class SchedulerConfig:
         max_num_seqs: maximum running requests. max_num_batched_tokens: maximum tokens in a step, without padding.
         prefill_chunk: maximum tokens of one prompt in a step. max_prefill_rows: maximum prompts in a step.
         policy: `fcfs`: by arrival; `priority`: lower `RequestOptions.priority` first, then by arrival.
-        host_pages_per_rank, disk_pages, disk_page_bytes, windows_per_rank, host_windows_per_rank: see `ExecutorLimits`.
+        host_pages_per_rank, disk_pages, disk_page_bytes, disk_pages_per_window, windows_per_rank, host_windows_per_rank: see
+            `ExecutorLimits`.
         prefix_caching: whether requests share the pages of a common prefix.
         num_batches: batches of running requests that decode in separate steps, one per pipeline stage. With more than 1, a request decodes
             in at most one step in flight.
@@ -36,6 +37,7 @@ class SchedulerConfig:
     host_pages_per_rank: int = 0
     disk_pages: int = 0
     disk_page_bytes: int = 0
+    disk_pages_per_window: int = 1
     policy: Literal["fcfs", "priority"] = "fcfs"
     prefix_caching: bool = True
     speculation: SpeculativeConfig | None = None
@@ -56,6 +58,7 @@ class SchedulerConfig:
             host_pages_per_rank=limits.host_pages_per_rank if prefix_caching else 0,
             disk_pages=limits.disk_pages if prefix_caching else 0,
             disk_page_bytes=limits.disk_page_bytes,
+            disk_pages_per_window=limits.disk_pages_per_window,
             prefix_caching=prefix_caching,
             windows_per_rank=limits.windows_per_rank,
             host_windows_per_rank=limits.host_windows_per_rank if prefix_caching else 0,

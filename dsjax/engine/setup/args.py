@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsjax.config import ModelConfig
+from dsjax.config.deepseek_v4 import INDEX_FORMAT
 from dsjax.config.weights import ROW_FORMATS, SERVED
 from dsjax.engine.afd.options import ApartOptions, check_apart, expert_share, expert_spec
 from dsjax.engine.contract.executor import ExecutorLimits
@@ -21,7 +22,6 @@ from dsjax.model.forms import FORMS
 from dsjax.options import Group, advanced, option
 
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
-INDEX_SCORES = ("float", "fp8")
 MLA_FORMS = tuple(FORMS)
 PREFILL_CHUNK = 256
 """Default of `--prefill-chunk`, in tokens."""
@@ -31,160 +31,170 @@ PREFILL_CHUNK = 256
 class BasicOptions:
     """Options of every engine: the model, its numerics and kernels, and batch and cache sizes."""
 
-    model: str = option("demo", "Bundled name, Hugging Face repository, or folder with weights.", Group.MODEL)
-    revision: str | None = option(None, "Branch, tag or commit to download.", Group.MODEL)
-    tokenizer: str | None = advanced(None, "Folder of another tokenizer than the model's.", Group.MODEL, of_host=True)
+    model: str = option("demo", "Name of a bundled model, Hugging Face repository id, or checkpoint path.", Group.MODEL)
+    revision: str | None = option(None, "Branch, tag or commit of the Hugging Face repository.", Group.MODEL)
+    tokenizer: str | None = advanced(None, "Path to a different tokenizer.", Group.MODEL, of_host=True)
     tokenizer_mode: str = advanced(
         "auto",
-        "How conversations become prompts. hf: by the chat template; deepseek_v32, deepseek_v4: by that model's own encoder; auto: by the "
-        "template, or else by the encoder of the model's type.",
+        "How to render chat messages as a prompt. hf: with the chat template; deepseek_v32, deepseek_v4: with the encoder of that "
+        "model; auto: with the chat template if there is one, else with the model's encoder.",
         Group.MODEL,
         choices=TOKENIZER_MODES,
         of_host=True,
     )
-    chat_template: str | None = option(None, "Jinja template in place of the model's.", Group.MODEL, of_host=True)
-    max_model_len: int | None = option(None, "Longest prompt + output; default: the model's.", Group.MODEL, least=1)
+    chat_template: str | None = option(None, "Path to a different Jinja chat template.", Group.MODEL, of_host=True)
+    max_model_len: int | None = option(None, "Maximum context length. Default: the model's.", Group.MODEL, least=1)
     dtype: str = option(
-        "auto", "auto: the checkpoint's, float32 on CPU.", Group.MODEL, choices=("auto", "float32", "bfloat16")
+        "auto",
+        "auto: the checkpoint's data type; float32 on CPUs.",
+        Group.MODEL,
+        choices=("auto", "float32", "bfloat16"),
     )
-    seed: int = advanced(0, "For requests without a seed of their own.", Group.MODEL, least=0, of_host=True)
+    seed: int = advanced(0, "Random seed for requests without a seed.", Group.MODEL, least=0, of_host=True)
     weights: str = option(
         "auto",
-        "auto: in --dtype; fp8: keep FP8 weights in FP8; others: keep routed experts in that format, other matrices in FP8 (-bf16: in "
-        "bfloat16).",
+        "Format of weights in device memory. auto: --dtype; fp8: FP8 for weights that the checkpoint stores in FP8; others: this "
+        "format for routed experts and FP8 (with -bf16: bfloat16) for other matrices.",
         Group.QUANTIZATION,
         choices=("auto", *SERVED),
     )
     activation_scheme: str = advanced(
         "auto",
-        "For quantised weights. dynamic: quantise activations to FP8 in blocks of 1 × 128; a format of experts: quantise rows of routed "
-        "experts to it, others as dynamic; none: widen weights to --dtype; auto: dynamic for FP8 weights on GPUs that multiply FP8, else "
-        "none.",
+        "How to quantise activations for quantised weights. dynamic: to FP8 in blocks of 1 × 128; an expert format: rows of routed "
+        "experts to that format, others as dynamic; none: widen the weights to --dtype; auto: dynamic for FP8 weights on GPUs that "
+        "multiply FP8, else none.",
         Group.QUANTIZATION,
         choices=("auto", "dynamic", *ROW_FORMATS, "none"),
     )
     mesh: str = option(
         "dp=1",
-        "Devices by axis, such as dp=4,tp=8. dp: DP ranks; tp: devices of each; pp: stages of dp × tp devices; ep: groups that experts are "
-        "spread over (default dp × tp ÷ etp); etp: devices that split each expert (default 1, or tp where ep is no multiple of it).",
+        "Parallelism sizes, such as dp=4,tp=8. dp: number of DP ranks; tp: devices per DP rank; pp: pipeline stages, each with dp × "
+        "tp devices; ep: EP ranks (default: dp × tp ÷ etp); etp: devices that split each expert (default: 1, or tp if ep is not a "
+        "multiple of tp).",
         Group.MESH,
     )
     pp_layer_partition: str | None = advanced(
-        None, "Layers of each stage, such as 31,30; default: balanced.", Group.MESH
+        None, "Layers of each pipeline stage, such as 31,30. Default: balanced.", Group.MESH
     )
     moe_dense_tp_size: int | None = advanced(
-        None, "1: dense MLPs whole on each tp device, split by tokens.", Group.MESH, least=1
+        None, "TP size of dense MLPs. 1: replicate them and split their tokens. Default: tp.", Group.MESH, least=1
     )
-    enable_dp_lm_head: bool = advanced(False, "The LM head whole on each tp device, split by positions.", Group.MESH)
+    enable_dp_lm_head: bool = advanced(False, "Replicate the LM head in each DP rank and split its tokens.", Group.MESH)
     dispatch: str = option(
         "auto",
-        "How tokens reach their experts.",
+        "All-to-all method for expert dispatch and combine.",
         Group.EXPERTS,
         choices=("auto", "gather", "padded", "ragged", "hierarchical"),
         classes=True,
     )
-    router: type | None = option(None, "class of the routers, an ExpertRouter; default: the model's", classes=True)
+    router: type | None = option(None, "Class of the routers (an ExpertRouter). Default: the model's.", classes=True)
     devices_per_host: int | None = advanced(
         None,
-        "Neighbours in the mesh that fast links join, for --dispatch auto and hierarchical and --ep-dispatch-algorithm static; default: a "
-        "slice as JAX reports it (GPUs of a host or NVLink domain, chips joined by ICI), on a CPU a process, in a dry run what its "
-        "target's links join.",
+        "Number of consecutive devices that share fast links, used by --dispatch auto and hierarchical and by --ep-dispatch-algorithm "
+        "static. Default: the slice that JAX reports (an NVLink domain or an ICI slice); on a CPU, the devices of a process; in a dry "
+        "run, those of the target.",
         Group.EXPERTS,
         least=1,
     )
     dispatch_wire: str = advanced(
-        "compute", "Send tokens in --dtype (compute) or FP8.", Group.EXPERTS, choices=("compute", "fp8")
+        "compute", "Data type of tokens sent to experts. compute: --dtype.", Group.EXPERTS, choices=("compute", "fp8")
     )
-    moe_chunk_tokens: int | None = advanced(None, "Most tokens of a rank dispatched at once.", Group.EXPERTS, least=1)
+    moe_chunk_tokens: int | None = advanced(None, "Maximum tokens per rank and dispatch.", Group.EXPERTS, least=1)
     ep_dispatch_algorithm: str = advanced(
         "dynamic",
-        "Which copy of an expert gets a token. dynamic: all in turn; static: those on its DP rank, else on its host, in turn.",
+        "Which replica of an expert receives a token. dynamic: all replicas in turn; static: replicas on the same DP rank, else on "
+        "the same host, in turn.",
         Group.EXPERTS,
         choices=("dynamic", "static"),
     )
     enable_shared_experts_fusion: bool = advanced(
-        False, "Compute the shared expert as a routed one, with a copy on each device.", Group.EXPERTS
+        False, "Compute the shared expert as a routed expert, with a replica on each device.", Group.EXPERTS
     )
     enable_dbo: bool = option(
-        False, "Two-batch overlap: send one half of a step while the other is computed.", Group.EXPERTS
+        False, "Two-batch overlap: dispatch one half of a step while computing the other.", Group.EXPERTS
     )
     dbo_decode_token_threshold: int = advanced(
-        32, "Least tokens of a rank's decode step, for --enable-dbo.", Group.EXPERTS, least=1
+        32, "Minimum tokens per rank for --enable-dbo in a decode step.", Group.EXPERTS, least=1
     )
-    dbo_prefill_token_threshold: int = advanced(512, "The same, of a step with prompts.", Group.EXPERTS, least=1)
+    dbo_prefill_token_threshold: int = advanced(
+        512, "Minimum tokens per rank for --enable-dbo in a step with prefills.", Group.EXPERTS, least=1
+    )
     gpu_memory_utilization: float = option(
-        0.9, "Share of an accelerator's memory to use.", Group.CACHE, above=0, most=1
+        0.9, "Fraction of each accelerator's memory to use.", Group.CACHE, above=0, most=1
     )
-    kv_cache_dtype: str = option("auto", "auto: as --dtype; fp8: with scales.", Group.CACHE, choices=KV_CACHE_DTYPES)
+    kv_cache_dtype: str = option("auto", "KV cache data type. auto: --dtype.", Group.CACHE, choices=KV_CACHE_DTYPES)
     cache_tokens: int | None = option(
-        None, "Tokens of a DP rank's KV cache; default: by --max-num-seqs and memory.", Group.CACHE, least=1
+        None, "KV cache size per DP rank, in tokens. Default: from --max-num-seqs and memory.", Group.CACHE, least=1
     )
     page_size: int | None = option(
-        None, "Tokens of a page (block) of the KV cache; default: 16, or 128 of a DeepSeek-V4.", Group.CACHE, least=1
+        None, "Tokens per KV cache page (block). Default: 16, or 128 for DeepSeek-V4.", Group.CACHE, least=1
     )
-    enable_prefix_caching: bool = option(True, "Share pages of equal prefixes.", Group.CACHE, of_host=True)
+    enable_prefix_caching: bool = option(True, "Share KV cache pages of equal prefixes.", Group.CACHE, of_host=True)
     embedding_location: str = advanced(
         "device",
-        "host: keep the embedding in host memory and fetch the rows of each step's tokens, which leaves devices more cache.",
+        "Where to keep the token embedding. host: in host memory, which leaves more device memory for the KV cache.",
         Group.CACHE,
         choices=("device", "host"),
     )
     max_num_seqs: int | None = option(
-        None, "Running requests of a DP rank; default: 256 ÷ ranks, at least 8.", Group.SCHEDULING, least=1
+        None, "Maximum running requests per DP rank. Default: 256 ÷ DP ranks, at least 8.", Group.SCHEDULING, least=1
     )
-    max_num_batched_tokens: int = option(2048, "Most tokens of a DP rank in one step.", Group.SCHEDULING, least=1)
+    max_num_batched_tokens: int = option(2048, "Maximum tokens per DP rank and step.", Group.SCHEDULING, least=1)
     prefill_chunk: int | None = option(
         None,
-        f"Most tokens of one prompt in one step; default: {PREFILL_CHUNK}, or --max-num-batched-tokens if that is less.",
+        f"Maximum tokens of a prompt per step. Default: {PREFILL_CHUNK}, or --max-num-batched-tokens if less.",
         Group.SCHEDULING,
         least=1,
     )
     scheduling_policy: str = option(
         "fcfs", "Order of waiting requests.", Group.SCHEDULING, choices=("fcfs", "priority"), of_host=True
     )
-    async_scheduling: bool = advanced(True, "Plan a step while the previous one runs.", Group.SCHEDULING, of_host=True)
+    async_scheduling: bool = advanced(True, "Schedule ahead of the running step.", Group.SCHEDULING, of_host=True)
     stream_interval: int = advanced(
         1,
-        "Tokens in each piece of a stream; the first token and the end are sent at once. More takes less processor time.",
+        "Number of tokens per streamed chunk. The first and the last are sent immediately. Larger values take less CPU time.",
         Group.SCHEDULING,
         least=1,
         of_host=True,
     )
     speculative_config: str | dict[str, Any] | None = option(
-        None, """Draft with the MTP module: '{"method": "mtp", "num_speculative_tokens": 2}'.""", Group.SPECULATION
+        None,
+        """Draft with the MTP module. JSON: '{"method": "mtp", "num_speculative_tokens": 2}'.""",
+        Group.SPECULATION,
     )
     kernels: str = option(
         "auto",
-        "auto: the platform's fastest; plain: JAX alone; native: C++ on CPU; pallas: Triton on GPU, Mosaic on TPU.",
+        "Kernel backend. auto: the fastest for the platform; plain: JAX operations only; native: C++ on CPUs; pallas: Triton on GPUs, "
+        "Mosaic on TPUs.",
         Group.KERNELS,
         choices=("auto", "plain", "native", "pallas"),
     )
     batch_invariant: bool = option(
         False,
-        "Give a token the same bits as prompt and as answer, also where the prefix cache has an earlier answer (CPUs, float32).",
+        "Compute bitwise equal results whether a token is prefilled, decoded or found in the prefix cache (CPUs with float32).",
         Group.KERNELS,
     )
     mla_prefill: str | None = advanced(
         None,
-        "MLA form of prompts; default: CC, and with --batch-invariant that of decodes.",
+        "MLA form for prefills. Default: CC, or the value of --mla-decode with --batch-invariant.",
         Group.KERNELS,
         choices=MLA_FORMS,
         classes=True,
     )
-    mla_decode: str = advanced("A_CC_ME", "MLA form of decodes.", Group.KERNELS, choices=MLA_FORMS, classes=True)
+    mla_decode: str = advanced("A_CC_ME", "MLA form for decodes.", Group.KERNELS, choices=MLA_FORMS, classes=True)
     index_scores: str = advanced(
         "float",
-        "Sparse attention's scores. float: in --dtype, as Transformers; fp8: rotate queries and keys, then round them to FP8, as "
-        "DeepSeek's code.",
+        "Precision of the sparse attention indexer's scores. float: --dtype, as in Transformers; else the format that DeepSeek's code has "
+        "for the model, after a Hadamard rotation of queries and keys.",
         Group.KERNELS,
-        choices=INDEX_SCORES,
+        choices=("float", "fp8", INDEX_FORMAT),
     )
     kernel_cache: str | None = advanced(
-        None, "From dsjax kernels build; default: built at the first start.", Group.KERNELS
+        None, "Directory from dsjax kernels build. Default: build at the first start.", Group.KERNELS
     )
-    kernel_config: str | None = advanced(None, "Pallas tile sizes from dsjax tune; default: by formula.", Group.KERNELS)
+    kernel_config: str | None = advanced(None, "Pallas tile sizes from dsjax tune. Default: computed.", Group.KERNELS)
     record_steps: str | None = advanced(
-        None, "New file for every step, for dsjax replay; it holds token ids.", Group.KERNELS, of_host=True
+        None, "New file for a recording of all steps, with token ids, for dsjax replay.", Group.KERNELS, of_host=True
     )
 
 
@@ -195,13 +205,13 @@ class EngineArgs(
     """The options of an engine, with vLLM's names where vLLM has the option. Validated at construction; sizes are per DP rank."""
 
     compile_ahead: int = advanced(
-        1, "Lost processes whose smaller meshes are compiled beforehand; 0: none.", Group.HOSTS, least=0
+        1, "Number of lost processes for which to compile smaller meshes ahead. 0: none.", Group.HOSTS, least=0
     )
     wait_for_mesh_seconds: int = advanced(
-        600, "Seconds that a request too long for a reduced mesh waits; 0: fail it at once.", Group.HOSTS, least=0
+        600, "Seconds that a request too long for a reduced mesh waits; 0: fail immediately.", Group.HOSTS, least=0
     )
     link_monitor_interval: int = advanced(
-        10, "Seconds between probes of links, for /metrics; 0: none.", Group.HOSTS, least=0
+        10, "Seconds between measurements of network links for /metrics. 0: disabled.", Group.HOSTS, least=0
     )
 
     def __post_init__(self):

@@ -73,67 +73,40 @@ def make_step(
             "--speculative-config drafts with the model's MTP module, but this model has none (num_nextn_predict_layers is 0, "
             "or the checkpoint lacks its tensors); leave the option out"
         )
-    if args.router is not None:
-        if not issubclass(args.router, ExpertRouter):
-            raise UserError(
-                f"router is {args.router.__name__}; expected a class that inherits dsjax.model.router.ExpertRouter"
-            )
-        config = dataclasses.replace(config, router=args.router)
-    platform = mesh.devices.flat[0].platform
-    dtype = compute_dtype(args, config, platform)
+    config = _with_router(args, config)
+    device = mesh.devices.flat[0]
+    dtype = compute_dtype(args, config, device.platform)
+    kv_dtype = cache_dtype(args, dtype)
     weights = weights_format(args, config, dtype, bf16_experts)
-    scheme = activation_scheme(args, config, weights, mesh.devices.flat[0])
-    kept_in = cache_dtype(args, dtype)
-    prefill_form, decode_form = map(form_of, (args.mla_prefill, args.mla_decode))
-    powers = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
+    scheme = activation_scheme(args, config, weights, device)
+    prefill_form, decode_form = form_of(args.mla_prefill), form_of(args.mla_decode)
     indexer = config.attention.indexer
-    index_scores = IndexScores.parse(args.index_scores, indexer and indexer.head_dim, powers)
+    indexed = indexer and indexer.head_dim, _has_power_scales(config), config.v4 is not None
+    index_scores = IndexScores.parse(args.index_scores, *indexed)
     expert_side = expert_spec(args)
+    expert_mesh = expert_side or spec
     check_layout(config, spec, args.num_redundant, weights, expert_side, args.moe_dense_tp_size)
-    if scheme.experts is not None and spec.expert_width_shards > 1:
-        raise UserError(
-            f"--activation-scheme {scheme} gives a row of an expert one scale over its width, and --mesh {args.mesh} splits it over "
-            f"{spec.expert_width_shards} devices; let ep be a multiple of tp and leave etp out, or give --activation-scheme dynamic"
-        )
-    shares = (expert_side or spec).expert_width_shards
-    own_width = config.moe_intermediate_size // shares
-    if scheme.dynamic and config.is_moe and shares > 1 and own_width % FP8_BLOCK:
-        raise UserError(
-            f"--activation-scheme {scheme} gives {FP8_BLOCK} values of an expert's width one scale, and --mesh {args.mesh} leaves "
-            f"{own_width} of {config.moe_intermediate_size} on a device; let ep be a multiple of tp, or give --activation-scheme none"
-        )
-    placement = expert_placement(config, expert_side or spec, args.num_redundant, mtp=mtp)
+    _check_scheme(args, config, scheme, spec, expert_mesh)
+    _check_experts(args, config, weights)
+    placement = expert_placement(config, expert_mesh, args.num_redundant, mtp=mtp)
     if args.init_expert_location is not None:
-        placement = _placement_from_file(args, config, expert_side or spec, placement)
-    if args.enable_eplb and not config.is_moe:
-        raise UserError("--enable-eplb is given, but this model has no experts; leave it out")
-    fusion = args.enable_shared_experts_fusion
-    if fusion and WEIGHT_FORMATS[weights].packed is not None:
-        raise UserError(
-            f"--enable-shared-experts-fusion makes a layer's shared expert a routed one, and --weights {weights} packs those into four "
-            "bits, which shared experts are not; leave one of the two out"
-        )
-    if fusion and (not config.is_moe or config.n_shared_experts != 1):
-        raise UserError(
-            f"--enable-shared-experts-fusion makes a layer's one shared expert a routed one, but this model has "
-            f"{config.n_shared_experts if config.is_moe else 'no experts'}; leave it out"
-        )
-    begins = ends = True
+        placement = _placement_from_file(args, config, expert_mesh, placement)
+    fusion, is_first, is_last = args.enable_shared_experts_fusion, True, True
     if stage is not None:
         placement = stage.placement(placement, config)
-        config, begins, ends = stage.config(config), stage.begins, stage.ends
-        mtp, fusion = mtp and ends, fusion and config.is_moe
+        config, is_first, is_last = stage.config(config), stage.begins, stage.ends
+        mtp, fusion = mtp and is_last, fusion and config.is_moe
     table = parameter_table(
         config,
         weights=weights,
-        platform=platform,
+        platform=device.platform,
         num_physical=placement.n_physical + fusion * spec.ep_size if config.is_moe else 0,
         shared_apart=not fusion,
         materialise=prefill_form.materialised or decode_form.materialised,
         derived_dtype=dtype,
         mtp=mtp,
-        begins=begins,
-        ends=ends,
+        begins=is_first,
+        ends=is_last,
     )
     step = ModelStep(
         config=config,
@@ -144,11 +117,11 @@ def make_step(
         placement=placement,
         dispatch=_dispatch(args, config, mesh, placement),
         dtype=dtype,
-        cache_dtype=kept_in,
+        cache_dtype=kv_dtype,
         prefill_form=prefill_form,
         decode_form=decode_form,
         page_size=args.page_size_of(config),
-        kernels=_kernels(args, config, spec, mesh.devices.flat[0], dtype, kept_in, weights, scheme),
+        kernels=_kernels(args, config, spec, device, dtype, kv_dtype, weights, scheme),
         shared_experts_fusion=fusion,
         nearest_copies=args.ep_dispatch_algorithm == "static",
         scheme=scheme,
@@ -162,8 +135,60 @@ def make_step(
         infos = {path: info for path, info in table.infos.items() if EXPERTS in path}
         step = dataclasses.replace(step, table=table.without(infos), apart=experts_apart(args, infos))
     if args.batch_invariant:
-        check_batch_invariant(step, platform)
+        check_batch_invariant(step, device.platform)
     return step
+
+
+def _with_router(args: EngineArgs, config: ModelConfig) -> ModelConfig:
+    """Return the configuration with the `router` of the options, if there is one."""
+    if args.router is None:
+        return config
+    if not issubclass(args.router, ExpertRouter):
+        raise UserError(
+            f"router is {args.router.__name__}; expected a class that inherits dsjax.model.router.ExpertRouter"
+        )
+    return dataclasses.replace(config, router=args.router)
+
+
+def _has_power_scales(config: ModelConfig) -> bool:
+    """Whether the checkpoint's scales are powers of two."""
+    return config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
+
+
+def _check_scheme(
+    args: EngineArgs, config: ModelConfig, scheme: ActivationScheme, spec: MeshSpec, expert_mesh: MeshSpec
+) -> None:
+    """Raise a `UserError` if a block of activations that has one scale would be split over devices."""
+    if scheme.experts is not None and spec.expert_width_shards > 1:
+        raise UserError(
+            f"--activation-scheme {scheme} gives a row of an expert one scale over its width, and --mesh {args.mesh} splits it over "
+            f"{spec.expert_width_shards} devices; let ep be a multiple of tp and leave etp out, or give --activation-scheme dynamic"
+        )
+    shards = expert_mesh.expert_width_shards
+    width = config.moe_intermediate_size // shards
+    if scheme.dynamic and config.is_moe and shards > 1 and width % FP8_BLOCK:
+        raise UserError(
+            f"--activation-scheme {scheme} gives {FP8_BLOCK} values of an expert's width one scale, and --mesh {args.mesh} leaves "
+            f"{width} of {config.moe_intermediate_size} on a device; let ep be a multiple of tp, or give --activation-scheme none"
+        )
+
+
+def _check_experts(args: EngineArgs, config: ModelConfig, weights: Weights) -> None:
+    """Raise a `UserError` for options on experts that the model or its weight format does not support."""
+    if args.enable_eplb and not config.is_moe:
+        raise UserError("--enable-eplb is given, but this model has no experts; leave it out")
+    if not args.enable_shared_experts_fusion:
+        return
+    if WEIGHT_FORMATS[weights].packed is not None:
+        raise UserError(
+            f"--enable-shared-experts-fusion makes a layer's shared expert a routed one, and --weights {weights} packs those into four "
+            "bits, which shared experts are not; leave one of the two out"
+        )
+    if not config.is_moe or config.n_shared_experts != 1:
+        raise UserError(
+            f"--enable-shared-experts-fusion makes a layer's one shared expert a routed one, but this model has "
+            f"{config.n_shared_experts if config.is_moe else 'no experts'}; leave it out"
+        )
 
 
 def experts_apart(args: EngineArgs, infos: Mapping[str, ParameterInfo]) -> ExpertsApart:
@@ -278,7 +303,7 @@ def activation_scheme(args: EngineArgs, config: ModelConfig, weights: Weights, d
         UserError: ``dynamic`` without FP8 weights, or a format of the experts' rows that differs from the format of their weights.
     """
     chosen, row = args.activation_scheme, WEIGHT_FORMATS[weights]
-    powers = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
+    powers = _has_power_scales(config)
     if chosen in ROW_FORMATS:
         if chosen not in row.row_formats:
             raise UserError(
@@ -341,10 +366,10 @@ def _placement_from_file(
     layers, slots, experts = config.num_moe_layers, default.n_physical, default.n_logical
     rows = default.physical_to_logical.copy()
     if location.physical_to_logical is not None and _fits(location.physical_to_logical, layers, slots):
-        given = location.physical_to_logical[: len(rows)]
+        placed = location.physical_to_logical[: len(rows)]
     elif location.logical_load is not None and _fits(location.logical_load, layers, experts):
         load, policy = location.logical_load[: len(rows)], args.eplb.policy if args.eplb else "auto"
-        given = rebalance(load, n_physical=slots, ranks=spec.ep_size, groups=config.n_group, policy=policy)
+        placed = rebalance(load, n_physical=slots, ranks=spec.ep_size, groups=config.n_group, policy=policy)
     else:
         tables = {name: getattr(location, name) for name in ("physical_to_logical", "logical_load")}
         shapes = {name: None if table is None else list(table.shape) for name, table in tables.items()}
@@ -352,7 +377,7 @@ def _placement_from_file(
             f"--init-expert-location: {args.init_expert_location} has tables of shapes {shapes}; expected physical_to_logical "
             f"[{layers}, {slots}] or logical_load [{layers}, {experts}] for this model on this mesh, or one more row for an MTP module"
         )
-    rows[: len(given)] = given
+    rows[: len(placed)] = placed
     try:
         return LayerPlacements(rows, experts)
     except MeshError as error:

@@ -46,7 +46,7 @@ def connect_experts(
         connect()
         return side
     # Do this before any wait, so that the loss of a process ends the waits of all others.
-    group.collectives.cut_with(group.generation, attention.abandon)
+    group.collectives.cut_with(group.epoch, attention.abandon)
     try:
         group.agreement.run("experts", connect)
     except LinkClosedError as error:

@@ -9,10 +9,10 @@ from dsjax.errors import UserError
 
 
 class Choice(NamedTuple):
-    """A choice among the engine options, such as an option or its value. made: whether `EngineArgs` make this choice."""
+    """An option, or a value of an option. is_made: whether `EngineArgs` have it."""
 
     text: str
-    made: Callable[[Any], bool]
+    is_made: Callable[[Any], bool]
 
     def __str__(self) -> str:
         return self.text
@@ -35,8 +35,8 @@ class Need(NamedTuple):
     advice: str = ""
 
 
-def _given(name: str) -> Choice:
-    """Return the choice of any value but the default for an option."""
+def _is_set(name: str) -> Choice:
+    """Return the choice of any value of an option but its default."""
     return Choice(f"--{name.replace('_', '-')}", lambda args: getattr(args, name) != getattr(type(args), name))
 
 
@@ -47,132 +47,135 @@ def _has_stages(args: Any) -> bool:
     return any(MeshSpec.parse(mesh).pp_size > 1 for mesh in meshes if mesh is not None)
 
 
-PREFILL_MESH, DECODE_MESH, MODE = _given("prefill_mesh"), _given("decode_mesh"), _given("disaggregation_mode")
+PREFILL_MESH, DECODE_MESH, MODE = _is_set("prefill_mesh"), _is_set("decode_mesh"), _is_set("disaggregation_mode")
 PREFILL_SIDE = Choice("--disaggregation-mode prefill", lambda args: args.disaggregation_mode == "prefill")
 ENCODER = Choice("--tokenizer-mode with an encoder", lambda args: args.tokenizer_mode in ENCODERS)
-ATTENTION_MESH, EXPERT_MESH = _given("attention_mesh"), _given("expert_mesh")
+ATTENTION_MESH, EXPERT_MESH = _is_set("attention_mesh"), _is_set("expert_mesh")
 AFD_ROLE, AFD_ADDRESS, AFD_RANK, AFD_STAGES = map(
-    _given, ("afd_role", "afd_address", "afd_server_rank", "num_afd_stages")
+    _is_set, ("afd_role", "afd_address", "afd_server_rank", "num_afd_stages")
 )
-EXPERTS_ALONE = Choice("--afd-role expert", lambda args: args.afd_role == "expert")
-EXPERTS_HERE = Choice(
+EXPERT_ROLE = Choice("--afd-role expert", lambda args: args.afd_role == "expert")
+LOCAL_EXPERTS = Choice(
     "--expert-mesh without --afd-role attention",
     lambda args: args.expert_mesh is not None and args.afd_role != "attention",
 )
 STAGES = Choice("stages (--mesh pp=…)", _has_stages)
-SEVERAL = Choice(
+SEVERAL_PROCESSES = Choice(
     "--num-processes and --coordinator-address",
     lambda args: args.coordinator_address is not None or (args.num_processes or 1) > 1,
 )
 MESH = Choice("--mesh", lambda args: args.mesh not in (type(args).mesh, args.attention_mesh))
 NO_PREFIX_CACHING = Choice("--no-enable-prefix-caching", lambda args: not args.enable_prefix_caching)
-NO_CACHE = Choice("the MLA form CD", lambda args: "CD" in (args.mla_prefill, args.mla_decode))
-HOST_CACHE, DISK, DISK_BYTES = map(_given, ("host_cache_bytes", "disk_cache", "disk_cache_bytes"))
+UNCACHED_FORM = Choice("the MLA form CD", lambda args: "CD" in (args.mla_prefill, args.mla_decode))
+HOST_CACHE, DISK, DISK_BYTES = map(_is_set, ("host_cache_bytes", "disk_cache", "disk_cache_bytes"))
 EVENTS = Choice("--kv-events-config", lambda args: args.kv_events is not None and args.kv_events.publishes)
-RECORDING, PAGE_SOURCE = _given("record_steps"), _given("page_source")
+RECORDING, PAGE_SOURCE = _is_set("record_steps"), _is_set("page_source")
 ROUTER = Choice("router", lambda args: args.router is not None)
-EPLB, EPLB_CONFIG = _given("enable_eplb"), _given("eplb_config")
+EPLB, EPLB_CONFIG = _is_set("enable_eplb"), _is_set("eplb_config")
 BALANCED_STAGES = Choice("--enable-eplb with stages (--mesh pp=…)", lambda args: args.enable_eplb and _has_stages(args))
-OWN_CLASS = Choice(
+CUSTOM_CLASS = Choice(
     "a class given as dispatch or MLA form",
-    lambda args: any(isinstance(given, type) for given in (args.dispatch, args.mla_prefill, args.mla_decode)),
+    lambda args: any(isinstance(value, type) for value in (args.dispatch, args.mla_prefill, args.mla_decode)),
 )
 COMPILE_AHEAD = Choice("--compile-ahead", lambda args: args.compile_ahead not in (0, type(args).compile_ahead))
 FAMILIES = {"deepseek_v4": Choice("a deepseek_v4 model", lambda args: False)}
 """Model families by `model_type`, which is known only once the model's configuration is read (`check_family`)."""
-_OF_FAMILIES = {
+_REFUSED_VALUES = {
     "mla_prefill": Choice(
         "--mla-prefill", lambda args: args.mla_prefill != (args.mla_decode if args.batch_invariant else "CC")
     ),
-    "kv_cache_dtype": Choice("--kv-cache-dtype fp8", lambda args: args.kv_cache_dtype == "fp8"),
 }
 """Options for which a family refuses only some values."""
 
-_PARTS = "a page of the cache is in parts with stages, one at each stage, which are not handed over yet"
-_ATTENTION = "prompts are computed on the attention side"
-_PREFIX = "it has pages of the prefix cache, which the other option turns off"
-_ELSEWHERE = "a recording would lack what pages from elsewhere held"
-_KEEPS = "the decode side alone keeps pages and tells of them"
-_BY_NAME = "give one of dsjax's by its name, or leave one of the two out"
-_NAMES_ALL = "the meshes of the two sides name all devices"
+_STAGE_PAGES = "with pipeline stages, each stage has a part of every KV page, and parts cannot be transferred"
+_ATTENTION_ONLY = "prompts are computed on --attention-mesh"
+_PREFIX_PAGES = "it works on pages of the prefix cache, which the other option disables"
+_UNRECORDED = "a recording does not contain KV pages from another engine or the disk"
+_DECODE_SIDE = "only the decode side keeps pages and publishes events"
+_BY_NAME = "use a built-in one by its name, or leave one of the two out"
+_ALL_DEVICES = "the meshes of the two sides already name all devices"
 
 EXCLUSIONS = (
-    Exclusion(_given("chat_template"), ENCODER, "the encoder writes the prompts, and no template does"),
-    Exclusion(EXPERT_MESH, STAGES, "a stage has its own routed experts"),
-    Exclusion(PREFILL_MESH, STAGES, _PARTS),
-    Exclusion(MODE, STAGES, _PARTS),
-    Exclusion(PAGE_SOURCE, STAGES, _PARTS),
-    Exclusion(MESH, EXPERT_MESH, _NAMES_ALL),
-    Exclusion(PREFILL_MESH, EXPERT_MESH, _ATTENTION),
-    Exclusion(MODE, EXPERT_MESH, _ATTENTION),
-    Exclusion(_given("ep_dispatch_algorithm"), EXPERT_MESH, "no device of an expert is nearer than another"),
-    Exclusion(_given("enable_shared_experts_fusion"), EXPERT_MESH, "shared experts are on the attention side"),
+    Exclusion(_is_set("chat_template"), ENCODER, "the encoder writes prompts without a template"),
+    Exclusion(EXPERT_MESH, STAGES, "each stage has its own routed experts"),
+    Exclusion(PREFILL_MESH, STAGES, _STAGE_PAGES),
+    Exclusion(MODE, STAGES, _STAGE_PAGES),
+    Exclusion(PAGE_SOURCE, STAGES, _STAGE_PAGES),
+    Exclusion(MESH, EXPERT_MESH, _ALL_DEVICES),
+    Exclusion(PREFILL_MESH, EXPERT_MESH, _ATTENTION_ONLY),
+    Exclusion(MODE, EXPERT_MESH, _ATTENTION_ONLY),
+    Exclusion(_is_set("ep_dispatch_algorithm"), EXPERT_MESH, "all copies of an expert are equally far from a token"),
+    Exclusion(_is_set("enable_shared_experts_fusion"), EXPERT_MESH, "shared experts are on --attention-mesh"),
+    Exclusion(_is_set("dispatch"), EXPERT_MESH, "the host sends tokens between the two meshes, without a collective"),
+    Exclusion(_is_set("devices_per_host"), EXPERT_MESH, "each device sends tokens to every device of --expert-mesh"),
     Exclusion(
-        _given("dispatch"), EXPERT_MESH, "the host takes rows from one side to the other, and no collective does"
-    ),
-    Exclusion(_given("devices_per_host"), EXPERT_MESH, "rows go from each device to each device with experts"),
-    Exclusion(
-        _given("moe_chunk_tokens"),
+        _is_set("moe_chunk_tokens"),
         EXPERT_MESH,
-        "a step's tokens travel at once",
-        "give a smaller --max-num-batched-tokens",
+        "all tokens of a step are sent together",
+        "use a smaller --max-num-batched-tokens",
     ),
-    Exclusion(COMPILE_AHEAD, EXPERT_MESH, "a step is many programs there, and none is compiled ahead"),
+    Exclusion(COMPILE_AHEAD, EXPERT_MESH, "a step then consists of many programs, which are not compiled ahead"),
     Exclusion(
-        EXPERTS_HERE,
-        SEVERAL,
-        "an attention side alone is a group of processes; each process with experts is known by --afd-address and --afd-server-rank",
-        "start processes with experts (--afd-role expert), or leave the group out (--num-processes 1 --process-id 0)",
+        LOCAL_EXPERTS,
+        SEVERAL_PROCESSES,
+        "with several processes, the experts need processes of their own (--afd-address, --afd-server-rank)",
+        "start processes with --afd-role expert, or use one process (--num-processes 1 --process-id 0)",
     ),
     Exclusion(
         PREFILL_MESH,
-        SEVERAL,
-        "both meshes are of one process",
-        "leave the group out (--num-processes 1 --process-id 0), or give each side processes of its own (dsjax dynamo "
-        "--disaggregation-mode)",
+        SEVERAL_PROCESSES,
+        "both meshes must belong to one process",
+        "use one process (--num-processes 1 --process-id 0), or start each side on its own (dsjax dynamo --disaggregation-mode)",
     ),
-    Exclusion(PREFILL_MESH, MODE, "the first has both sides, and the second is one of two"),
-    Exclusion(MESH, PREFILL_MESH, _NAMES_ALL),
-    *(Exclusion(side, NO_CACHE, "the form keeps no pages that could be handed over") for side in (PREFILL_MESH, MODE)),
-    *(Exclusion(side, NO_PREFIX_CACHING, _PREFIX) for side in (PREFILL_MESH, MODE, HOST_CACHE, DISK, EVENTS)),
-    *(Exclusion(RECORDING, side, _ELSEWHERE) for side in (PREFILL_MESH, MODE, DISK)),
-    *(Exclusion(kept, PREFILL_SIDE, _KEEPS) for kept in (HOST_CACHE, DISK, EVENTS)),
-    Exclusion(OWN_CLASS, SEVERAL, "processes tell each other their options as text", _BY_NAME),
-    Exclusion(OWN_CLASS, RECORDING, "a recording names what it is replayed with", _BY_NAME),
+    Exclusion(PREFILL_MESH, MODE, "the first starts both sides, the second only one"),
+    Exclusion(MESH, PREFILL_MESH, _ALL_DEVICES),
+    *(Exclusion(side, UNCACHED_FORM, "this form has no KV pages to transfer") for side in (PREFILL_MESH, MODE)),
+    *(Exclusion(option, NO_PREFIX_CACHING, _PREFIX_PAGES) for option in (PREFILL_MESH, MODE, HOST_CACHE, DISK, EVENTS)),
+    *(Exclusion(RECORDING, option, _UNRECORDED) for option in (PREFILL_MESH, MODE, DISK)),
+    *(Exclusion(option, PREFILL_SIDE, _DECODE_SIDE) for option in (HOST_CACHE, DISK, EVENTS)),
+    Exclusion(CUSTOM_CLASS, SEVERAL_PROCESSES, "processes exchange their options as text", _BY_NAME),
+    Exclusion(CUSTOM_CLASS, RECORDING, "a recording stores options as text", _BY_NAME),
     *(
-        Exclusion(ROUTER, other, "what another process has computed may come from another router")
-        for other in (RECORDING, DISK, SEVERAL, MODE, PAGE_SOURCE)
+        Exclusion(ROUTER, option, "results of another process may come from another router")
+        for option in (RECORDING, DISK, SEVERAL_PROCESSES, MODE, PAGE_SOURCE)
     ),
-    Exclusion(DISK, SEVERAL, "a folder is one process's", "use --host-cache-bytes, or leave one of the two out"),
+    Exclusion(
+        DISK,
+        SEVERAL_PROCESSES,
+        "only one process can use the folder",
+        "use --host-cache-bytes, or leave one of the two out",
+    ),
     Exclusion(
         BALANCED_STAGES,
-        SEVERAL,
-        "the balancer sees the loads of its own process's stages alone",
-        "place experts at the start (--redundant-experts, --init-expert-location), or have all stages in one process",
+        SEVERAL_PROCESSES,
+        "the balancer sees only the loads of its own process's stages",
+        "place experts at the start (--redundant-experts, --init-expert-location), or put all stages in one process",
     ),
     *(
-        Exclusion(_OF_FAMILIES.get(name, _given(name)), FAMILIES["deepseek_v4"], reason, "leave it out")
+        Exclusion(_REFUSED_VALUES.get(name, _is_set(name)), FAMILIES["deepseek_v4"], reason, "leave it out")
         for name, reason in REFUSED.items()
     ),
 )
 """Pairs of choices that exclude each other."""
 
 NEEDS = (
-    Need(_given("pp_layer_partition"), STAGES, "add pp to --mesh, or leave it out"),
+    Need(_is_set("pp_layer_partition"), STAGES, "add pp to --mesh, or leave it out"),
     Need(ATTENTION_MESH, EXPERT_MESH, "give both, or --mesh alone"),
     Need(EXPERT_MESH, ATTENTION_MESH, "give both, or --mesh alone"),
     *(Need(option, EXPERT_MESH) for option in (AFD_ROLE, AFD_ADDRESS, AFD_RANK, AFD_STAGES)),
-    Need(AFD_STAGES, _given("enable_dbo")),
+    Need(AFD_STAGES, _is_set("enable_dbo")),
     Need(AFD_ROLE, AFD_ADDRESS),
     Need(AFD_ADDRESS, AFD_ROLE),
-    Need(AFD_RANK, EXPERTS_ALONE),
+    Need(AFD_RANK, EXPERT_ROLE),
     Need(PREFILL_MESH, DECODE_MESH, "give both, or --mesh alone"),
     Need(DECODE_MESH, PREFILL_MESH, "give both, or --mesh alone"),
-    Need(_given("prefill_config"), PREFILL_MESH, "give the mesh too, or the options of its fields' names"),
-    Need(_given("disaggregation_transfer_backend"), MODE, "leave it out, or start both sides with dsjax dynamo"),
-    Need(DISK, DISK_BYTES, "say how many bytes the pages in it may take"),
+    Need(
+        _is_set("prefill_config"), PREFILL_MESH, "add --prefill-mesh, or use the options with the names of its fields"
+    ),
+    Need(_is_set("disaggregation_transfer_backend"), MODE, "leave it out, or start both sides with dsjax dynamo"),
+    Need(DISK, DISK_BYTES, "add the maximum size of the cache in bytes"),
     Need(DISK_BYTES, DISK),
-    Need(EPLB_CONFIG, EPLB, "add it, or for experts that stay where they are use --redundant-experts"),
+    Need(EPLB_CONFIG, EPLB, "add it, or use --redundant-experts for a fixed placement"),
 )
 """Choices that require another one."""
 
@@ -180,25 +183,25 @@ NEEDS = (
 def check_combinations(args: Any) -> None:
     """Raise a `UserError` if options of `EngineArgs` exclude each other or lack an option that they require."""
     for need in NEEDS:
-        if need.one.made(args) and not need.other.made(args):
+        if need.one.is_made(args) and not need.other.is_made(args):
             advice = need.advice or "give both, or leave it out"
             raise UserError(f"{need.one} is given without {need.other}; {advice}")
     for pair in EXCLUSIONS:
-        if pair.one.made(args) and pair.other.made(args):
+        if pair.one.is_made(args) and pair.other.is_made(args):
             raise _refusal(pair)
 
 
 def check_family(args: Any, model_type: str) -> None:
     """Raise a `UserError` for options that the family of a `model_type` does not support."""
     for pair in EXCLUSIONS:
-        if pair.other is FAMILIES.get(model_type) and pair.one.made(args):
+        if pair.other is FAMILIES.get(model_type) and pair.one.is_made(args):
             raise _refusal(pair)
 
 
 def check_group(args: Any) -> None:
     """Raise a `UserError` for options that exclude several processes. Call it if the launcher of this process has started several."""
     for pair in EXCLUSIONS:
-        if pair.other is SEVERAL and pair.one.made(args):
+        if pair.other is SEVERAL_PROCESSES and pair.one.is_made(args):
             raise _refusal(pair)
 
 

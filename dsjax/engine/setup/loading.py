@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -184,7 +184,7 @@ class _Loader:
             for layout, one in zip(self.layouts, params, strict=True)
         ]
         space = page_space(args, self.step, directory) if lock or limits.transfers else None
-        disk = lock and (lambda shapes: DiskPages(PageFiles(lock, space, shapes), args.disk_cache_bytes))
+        disk = lock and (lambda *arrays: DiskPages(PageFiles(lock, space, *arrays), args.disk_cache_bytes))
         with explained_out_of_memory("its cache was made", SMALLER_CACHE):
             pages = DividedPages(len(self.steps), disk) if disk and self.stages else None
             executors = [
@@ -222,12 +222,12 @@ class _Loader:
             if self.on_cpu and self.stages is None:
                 group.connect([device.id for device in self.step.mesh.devices.flat])
             names = self.step.implementations
-            group.agreement.alike("kernels", "kernels", names)
+            group.agreement.check_equal("kernels", names)
         self.held.counts = WeightBytes()
         params = read() if group is None else group.agreement.run("loading", read)
         sources = self.held.counts
         if group is not None:
-            sources = WeightBytes.total(group.agreement.ask("weights", astuple(sources)))
+            sources = WeightBytes.total(group.agreement.all_gather("weights", astuple(sources)))
         with explained_out_of_memory("its weights were loaded", SMALLER):
             return [materialise(step, one) for step, one in zip(self.steps, params, strict=True)], sources
 
@@ -243,7 +243,7 @@ class _Loader:
                 check_device_memory(args, step, pool)
         options: dict[str, Any] = {"progress": self.show_progress} | ({} if self.stages else {"held": held})
         if group is not None:
-            options["check"] = partial(group.check_generation, group.generation, "its weights were loaded")
+            options["check"] = partial(group.check_epoch, group.epoch, "its weights were loaded")
         with explained_out_of_memory("its weights were loaded", SMALLER):
             return [self._reader(step)(self.checkpoint, step.stored_placement, **options) for step in self.steps]
 
@@ -294,7 +294,7 @@ class _Loader:
         layout: EngineLayout,
         params: dict[str, Array],
         limits: ExecutorLimits,
-        disk: Callable[[Shapes], Any] | None,
+        disk: Callable[[Shapes, Collection[str]], Any] | None,
         opened: contextlib.ExitStack,
     ) -> MeshExecutor:
         """Create the executor of one mesh."""
@@ -329,7 +329,7 @@ class _Loader:
             num_drafts=layout.num_drafts,
             experts_per_exchange=per_exchange,
             parts=parts,
-            meet=(lambda: group.agreement.ask("compiled")) if shared else None,
+            meet=(lambda: group.agreement.all_gather("compiled")) if shared else None,
             library=None if apart else self.library,  # it stores only steps that are a single program
             experts=self.experts,
         )
@@ -341,7 +341,7 @@ def common_limits(group: HostGroup, find: Callable[[], ExecutorLimits]) -> Execu
     """Return limits with the pages that fit the device, and the host, with the least memory in the group."""
     limits = group.agreement.run("memory", find)
     names = "pages_per_rank", "windows_per_rank", "host_pages_per_rank"
-    rooms = group.agreement.ask("pages", [getattr(limits, name) for name in names])
+    rooms = group.agreement.all_gather("pages", [getattr(limits, name) for name in names])
     return replace(limits, **{name: min(each) for name, each in zip(names, zip(*rooms, strict=True), strict=True)})
 
 

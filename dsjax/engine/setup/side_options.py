@@ -26,7 +26,7 @@ def default_page(config: ModelConfig) -> int:
     return math.lcm(DEFAULT_PAGE, config.page_tokens)
 
 
-_DECODES_ALONE = {
+_DECODE_ONLY = {
     "host_cache_bytes": 0,
     "disk_cache": None,
     "disk_cache_bytes": 0,
@@ -35,7 +35,7 @@ _DECODES_ALONE = {
     "record_steps": None,
 }
 """Options that only the decode engine uses, with their values for the prefill engine."""
-_ONE_SIDE = dict.fromkeys(("prefill_mesh", "decode_mesh", "prefill_config"))
+_BOTH_SIDES = dict.fromkeys(("prefill_mesh", "decode_mesh", "prefill_config"))
 """Options that describe both sides, all None in the options of one side's engine."""
 
 
@@ -67,46 +67,48 @@ class SideOptions:
     """Options of an engine that prefills and decodes on different devices, or sends KV pages to another engine or receives them."""
 
     prefill_mesh: str | None = option(
-        None, "Devices for prompts; with --decode-mesh, for --mesh.", Group.SIDES, of_host=True
+        None, "Mesh for prefills, with --decode-mesh and without --mesh.", Group.SIDES, of_host=True
     )
-    decode_mesh: str | None = option(None, "Devices for output tokens; with --prefill-mesh.", Group.SIDES, of_host=True)
+    decode_mesh: str | None = option(None, "Mesh for decodes, with --prefill-mesh.", Group.SIDES, of_host=True)
     prefill_config: str | dict[str, Any] | None = advanced(
         None,
-        "Sizes of a DP rank of --prefill-mesh, where they differ from the options of their names: "
-        '\'{"max_num_seqs": 16, "max_num_batched_tokens": 16384, "prefill_chunk": 16384, "cache_tokens": 65536, "redundant_experts": 0}\'.',
+        """Values for --prefill-mesh that override the options of the same names. JSON: '{"max_num_seqs": 16, "max_num_batched_tokens": """
+        """16384, "prefill_chunk": 16384, "cache_tokens": 65536, "redundant_experts": 0}'.""",
         Group.SIDES,
         of_host=True,
     )
     local_prefill_tokens: int = advanced(
         64,
-        "Prompts shorter than this, beside cached tokens, are computed by the decode side.",
+        "Prompts with fewer uncached tokens than this are prefilled on the decode mesh.",
         Group.SIDES,
         least=1,
         of_host=True,
     )
     transfer_timeout: int = advanced(
         TRANSFER_SECONDS,
-        "Seconds after which the decode side computes pages itself that have not come, and the prefill side drops pages that nobody takes.",
+        "Timeout of a KV transfer, in seconds. After it the decode side computes the missing pages, and the prefill side releases "
+        "pages that were not fetched.",
         Group.SIDES,
         least=1,
         of_host=True,
     )
     disaggregation_mode: str = option(
         "agg",
-        "prefill, decode: one side, behind dsjax dynamo.",
+        "Role of this engine. agg: prefill and decode; others need dsjax dynamo.",
         Group.SIDES,
         choices=("agg", "prefill", "decode"),
         of_host=True,
     )
     disaggregation_transfer_backend: str = advanced(
         "jax",
-        "What moves pages between processes, the same on both sides: JAX's transfer server, or NIXL (pip install 'dsjax[nixl]').",
+        "How KV cache pages move between processes; must be the same on both sides. jax: JAX's transfer server; nixl: NIXL (pip "
+        "install 'dsjax[nixl]').",
         Group.SIDES,
         choices=tuple(BACKENDS),
         of_host=True,
     )
     transfer_host: str | None = advanced(
-        None, "Address for the other side; default: the group's, or 127.0.0.1.", Group.SIDES, of_host=True
+        None, "Address for the other side. Default: --host-address, or 127.0.0.1.", Group.SIDES, of_host=True
     )
 
     @property
@@ -128,15 +130,15 @@ class SideOptions:
 def decode_args(args: Args) -> Args:
     """Return the options of the decode engine."""
     changed: dict[str, Any] = {"mesh": args.decode_mesh, "disaggregation_mode": "decode"}
-    return replace(args, **changed, **_experts(args, args.decode_mesh, {}), **_ONE_SIDE)
+    return replace(args, **changed, **_eplb_options(args, args.decode_mesh, {}), **_BOTH_SIDES)
 
 
 def prefill_args(args: Args) -> Args:
     """Return the options of the prefill engine. Sizes in `prefill_config` override the shared ones."""
     changed = {"mesh": args.prefill_mesh, "disaggregation_mode": "prefill"} | args.prefill.given
     with naming_prefill(args):
-        changed |= _experts(args, args.prefill_mesh, changed)
-        return replace(args, **changed, **_DECODES_ALONE, **_ONE_SIDE)
+        changed |= _eplb_options(args, args.prefill_mesh, changed)
+        return replace(args, **changed, **_DECODE_ONLY, **_BOTH_SIDES)
 
 
 @contextmanager
@@ -152,14 +154,15 @@ def naming_prefill(args: Args) -> Iterator[None]:
         ) from error
 
 
-def _experts(args: Args, mesh: str, sizes: dict[str, Any]) -> dict[str, Any]:
+def _eplb_options(args: Args, mesh: str, sizes: dict[str, Any]) -> dict[str, Any]:
     """Return a side's EPLB options. EPLB is off on a side whose devices each hold all experts, unless this is so on both sides."""
     from sharding.mesh import MeshSpec  # here, because it imports JAX
 
     if args.eplb is None:
         return {}
     redundant = sizes.get("redundant_experts", args.num_redundant)
-    all_local = {each: MeshSpec.parse(each).ep_size == 1 for each in (args.prefill_mesh, args.decode_mesh)}
+    sides = args.prefill_mesh, args.decode_mesh
+    all_local = {side: MeshSpec.parse(side).ep_size == 1 for side in sides}
     if all_local[mesh] and not all(all_local.values()):
         return {"enable_eplb": False, "eplb_config": None, "redundant_experts": redundant}
     config = dataclasses.asdict(args.eplb) | {"num_redundant_experts": redundant}

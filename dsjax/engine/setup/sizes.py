@@ -80,12 +80,12 @@ class EngineLayout:
         """
         if self.step.mesh.devices.flat[0].platform == "cpu":
             return _limits(args, self.step, self.sizes, None)
-        key, known = (str(self.step.spec), self.step.stage), library.beside_the_cache
-        if key not in known:
-            known[key] = beside_the_cache(self.step, params, self.sizes, self.buckets, self.num_drafts, experts)
+        key, cached = (str(self.step.spec), self.step.stage), library.beside_the_cache
+        if key not in cached:
+            cached[key] = beside_the_cache(self.step, params, self.sizes, self.buckets, self.num_drafts, experts)
         moves = self.per_exchange and self.step.apart is None  # experts apart use memory of other devices
         moving = expert_programs.exchange_bytes(self.step, self.per_exchange) if moves else 0
-        pool = Pool.of(self.step, known[key] + moving + chunk_bytes(args, self.step))
+        pool = Pool.of(self.step, cached[key] + moving + chunk_bytes(args, self.step))
         return _limits(args, self.step, self.sizes, pool if pool is None or used is None else replace(pool, used=used))
 
 
@@ -155,16 +155,12 @@ def _limits(args: EngineArgs, step: ModelStep, sizes: ExecutorLimits, pool: Pool
             f"--max-model-len is {args.max_model_len:,}, but the cache of a DP rank holds {room:,} tokens, so a request of that length "
             f"could never run; lower it{cache_tokens or ' or use a mesh of more devices'}"
         )
-    for flag, given in (("--disk-cache", args.disk_cache), ("--page-source", args.page_source)):
-        if given is not None and sizes.windows_per_rank:
-            raise UserError(
-                f"{flag} keeps pages of one kind, and this model also has window pages, without which the others are of no use; leave it "
-                "out, or use --host-cache-bytes"
-            )
     on_disk = 0 if args.disk_cache is None else bytes_on_disk(page_bytes(args, step))
-    if on_disk and args.disk_cache_bytes < on_disk:
+    window_on_disk = bytes_on_disk(page_bytes(args, step, "window")) if on_disk and sizes.windows_per_rank else 0
+    if args.disk_cache_bytes < on_disk + window_on_disk:
         raise UserError(
-            f"--disk-cache-bytes is {args.disk_cache_bytes:,}, which is less than one page takes; give at least {on_disk:,}"
+            f"--disk-cache-bytes is {args.disk_cache_bytes:,}, which is less than one page takes; give at least "
+            f"{on_disk + window_on_disk:,}"
         )
     host_pages, host_windows = _host_pages(args, step)
     return replace(
@@ -176,6 +172,7 @@ def _limits(args: EngineArgs, step: ModelStep, sizes: ExecutorLimits, pool: Pool
         host_windows_per_rank=host_windows,
         disk_pages=args.disk_cache_bytes // on_disk if on_disk else 0,
         disk_page_bytes=on_disk,
+        disk_pages_per_window=-(-window_on_disk // on_disk) if window_on_disk else 1,
     )
 
 
@@ -183,12 +180,12 @@ def _host_pages(args: EngineArgs, step: ModelStep) -> tuple[int, int]:
     """Return the number of pages and window pages per DP rank that fit in ``--host-cache-bytes``."""
     if not args.host_cache_bytes:
         return 0, 0
-    each, window = page_bytes(args, step), page_bytes(args, step, "window")
+    bytes_per_page, window = page_bytes(args, step), page_bytes(args, step, "window")
     room = args.host_cache_bytes // step.spec.dp_size
     windows = max(1, int(KEPT_WINDOWS * room) // window) if window else 0
-    pages = (room - windows * window) // each
+    pages = (room - windows * window) // bytes_per_page
     if pages < 1:
-        least = each + window
+        least = bytes_per_page + window
         raise UserError(
             f"--host-cache-bytes is {args.host_cache_bytes:,}, which is less than a page for each of {step.spec.dp_size} DP ranks; "
             f"a page takes {least:,} bytes: give at least {least * step.spec.dp_size:,}"

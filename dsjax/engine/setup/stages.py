@@ -82,7 +82,7 @@ class OwnStages:
     def describe(self, facts: Sequence[EngineFacts], steps: Sequence[ModelStep]) -> EngineFacts:
         """Join the descriptions of all processes' stages. Bytes are per device, of the stage with the most weights."""
         own = [_of_stage(one, step) for one, step in zip(facts, steps, strict=True)]
-        by_process = self.group.agreement.ask("facts", own) if self.is_divided else [own]
+        by_process = self.group.agreement.all_gather("facts", own) if self.is_divided else [own]
         stages = sorted(itertools.chain.from_iterable(by_process), key=lambda stage: stage["layers"])
         fullest = max(stages, key=lambda stage: sum(stage["weight_bytes"].values()))
         moe = next((stage for stage in stages if stage["physical_experts_per_device"]), fullest)

@@ -95,7 +95,7 @@ class LeaderExecutor(ExecutorWrapper):
     def __init__(self, inner: Executor, group: HostGroup):
         super().__init__(inner)
         self.group = group
-        self._generation = group.generation
+        self._epoch = group.epoch
         self.collected = self._launched = 0  # count commands with collected results
         self._places: dict[Any, int] = {}  # ordinal of each result still to be collected, from 1 on
 
@@ -150,7 +150,7 @@ class LeaderExecutor(ExecutorWrapper):
         """Make all processes compile every program. Raises a `GroupError` if another process fails."""
         self._put(WarmUp())
         self.inner.warm_up(progress)
-        self.group.agreement.ask("warm-up")
+        self.group.agreement.all_gather("warm-up")
 
     def shutdown(self) -> None:
         """Tell the other processes to end, unless already done, and shut down the inner executor."""
@@ -159,7 +159,7 @@ class LeaderExecutor(ExecutorWrapper):
         self.group.leave()
 
     def _put(self, message: Message) -> None:
-        self.group.command(self._generation, _encoder.encode(message))
+        self.group.command(self._epoch, _encoder.encode(message))
 
     def _inner(self, method: Any, *arguments: Any) -> Any:
         try:
@@ -174,7 +174,7 @@ class _LeaderPort:
     """The `ChunkPort` of an executor that leads other processes. Delegates everything but `pull_chunks` to the inner port."""
 
     def __init__(self, port: ChunkPort, group: HostGroup):
-        self._port, self._group, self._generation = port, group, group.generation
+        self._port, self._group, self._epoch = port, group, group.epoch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._port, name)
@@ -184,7 +184,7 @@ class _LeaderPort:
         landings = Landings(self._port.processes_of_ranks, report)
 
         def hear(request: Request) -> None:  # in the messaging thread
-            if request.body.generation == self._generation:
+            if request.body.generation == self._epoch:
                 landings.enter(request.body.chunk)
 
         self._port.pull_chunks(pull, landings.enter)

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from dsjax.background import WorkQueue, contained
-from dsjax.engine.tiers.page_folder import Page, PageFileError, PageFiles
+from dsjax.engine.tiers.page_folder import Page, PageFileError, PageFiles, bytes_on_disk
 from dsjax.engine.tiers.page_tiers import PageReports
 
 LISTING_SECONDS = 10.0
@@ -42,10 +42,10 @@ class DiskPages:
         self._reported = threading.Condition(self._lock)
         self._read: list[tuple[int, int, bool]] = []
         self._written: list[tuple[int, bool]] = []
-        self._names: list[bytes] | None = None
+        self._names: dict[bytes, int] | None = None
         self._pages: dict[tuple[int, int], Page | None] = {}  # None: being read
         self._others: list[tuple[float, str, int]] = []
-        self._own = self._other_bytes = 0
+        self._own_bytes = self._other_bytes = 0
         self._warned: set[str] = set()
         self._writer = WorkQueue("disk writer", "dsjax-page-writer", cost="A page is not written or not deleted.")
         self._readers = WorkQueue("disk reader", "dsjax-page-reader", threads=READERS)
@@ -104,7 +104,7 @@ class DiskPages:
     # In the writer thread.
 
     def _list(self) -> None:
-        names: list[bytes] = []
+        names: dict[bytes, int] = {}
         with contained("disk writer", "No page of an earlier run is found."):
             began, files = time.monotonic(), self._files
             try:
@@ -112,24 +112,30 @@ class DiskPages:
             except Exception as error:
                 self._warn("list", "its pages cannot be listed (%s); none of an earlier run is found", error)
             else:
-                self._own, self._other_bytes = len(names), sum(size for _, _, size in self._others)
-                own, others = self._own * files.page_bytes / 1e9, self._other_bytes / 1e9
+                self._own_bytes, self._other_bytes = sum(names.values()), sum(size for _, _, size in self._others)
+                own, others = self._own_bytes / 1e9, self._other_bytes / 1e9
                 _log.info(
-                    f"--disk-cache: {files.folder.path} has {self._own} pages of this model, {own:.2f} GB, and {others:.2f} GB of others; "
+                    f"--disk-cache: {files.folder.path} has {len(names)} pages of this model, {own:.2f} GB, and {others:.2f} GB of others; "
                     f"listed in {time.monotonic() - began:.2f} s"
                 )
-            excess = max(0, len(names) - self._max_bytes // files.page_bytes)
-            self._delete(False, names[:excess])
-            names = names[excess:]
+            excess, left = [], self._own_bytes
+            for name, size in names.items():
+                if left > self._max_bytes:
+                    excess.append(name)
+                    left -= size
+            self._delete(False, excess)
+            for name in excess:
+                del names[name]
+            names = {name: -(-size // files.page_bytes) for name, size in names.items()}
             self._make_room(0)
         with self._reported:
             self._names = names
             self._reported.notify()
         self._listed.set()
 
-    def _make_room(self, pages: int) -> None:
-        """Delete pages of other models until there is room for `pages`. The scheduler decides when to drop this model's own pages."""
-        while self._others and (self._own + pages) * self._files.page_bytes + self._other_bytes > self._max_bytes:
+    def _make_room(self, wanted: int) -> None:
+        """Delete pages of other models until `wanted` bytes fit. The scheduler decides when to drop this model's own pages."""
+        while self._others and self._own_bytes + wanted + self._other_bytes > self._max_bytes:
             _, path, size = self._others.pop(0)
             self._other_bytes -= size
             try:
@@ -141,9 +147,8 @@ class DiskPages:
 
     def _write(self, number: int, name: bytes, page: Page) -> None:
         try:
-            self._make_room(1)
-            self._files.write(name, page)
-            self._own += 1
+            self._make_room(bytes_on_disk(sum(array.nbytes for array in page.values())))
+            self._own_bytes += self._files.write(name, page)
             ok = True
         except Exception as error:  # of any kind: the scheduler waits for a report, and serving goes on
             self._warn("write", "a page cannot be written (%s); it is tried again later", error)
@@ -156,9 +161,9 @@ class DiskPages:
         try:
             if everything:
                 self._files.delete_all()
-                self._own = 0
+                self._own_bytes = 0
             for name in names:
-                self._own -= self._files.delete(name)
+                self._own_bytes -= self._files.delete(name)
         except Exception as error:
             self._warn("delete", "a page cannot be deleted (%s); the folder may grow beyond --disk-cache-bytes", error)
 

@@ -1,7 +1,7 @@
 """`DiskTier`: tracks the pages on the disk, and pauses access after failures. docs/cache-tiers.md has the design."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dsjax.engine.contract.backoff import Backoff
@@ -14,8 +14,9 @@ MOST_WRITING = 256
 class DiskCounts(NamedTuple):
     """Counters and sizes of the disk tier, over all ranks. For the first five see `TierCounts`.
 
-    writing: pages being written. not_written: pages dropped because too many were being written or writes were paused. failed_reads,
-    failed_writes: pages. late: requests that continued without pages that took too long. page_bytes: size of one page on the disk.
+    used_pages, usable_pages: room, in context pages; a window page may take the room of several. writing: pages being written.
+    not_written: pages dropped because too many were being written or writes were paused. failed_reads, failed_writes: pages. late: requests
+    that continued without pages that took too long. page_bytes: size of one context page on the disk.
     """
 
     used_pages: int = 0
@@ -48,7 +49,8 @@ class DiskTier:
         self.on_gone: Callable[[Sequence[bytes]], None] = lambda names: None
         self._is_listed = False
         self._names = SegmentedLru(num_pages)
-        self._writing: dict[bytes, int] = {}
+        self._writing: dict[bytes, tuple[int, int]] = {}  # number of the write, and room
+        self._taken = 0  # room of all pages, in context pages
         self._by_number: dict[int, bytes] = {}
         self._dropped: list[bytes] = []
         self._flushed = False
@@ -61,31 +63,37 @@ class DiskTier:
 
     def counts(self) -> DiskCounts:
         """Return the counters and sizes."""
-        now = {"used_pages": len(self._names), "usable_pages": self.num_pages, "page_bytes": self.page_bytes}
+        written = self._taken - sum(room for _, room in self._writing.values())
+        now = {"used_pages": written, "usable_pages": self.num_pages, "page_bytes": self.page_bytes}
         return DiskCounts(**now, **self._counts, writing=len(self._writing))
 
     def begin_step(self, now: float) -> None:
         """Update the pauses for the step planned at time `now`."""
         self.reads_pause, self.writes_pause = self._reads.holds(now), self._writes.holds(now)
 
-    def listed(self, names: Iterable[bytes]) -> None:
-        """Add the pages of an earlier run, least recently used first. Nothing is written before this call."""
+    def listed(self, names: Mapping[bytes, int]) -> None:
+        """Add the pages of an earlier run (`PageReports.listed`). Nothing is written before this call."""
         self._is_listed = True
-        for name in names:
-            if name not in self._names and name not in self._writing:
-                self._names.add(name)
+        for name, room in names.items():
+            if not self.has(name):
+                self._names.add(name, room)
+                self._taken += room
         self._make_room(0)
 
-    def write(self, name: bytes) -> int:
-        """Start writing an evicted page, and return the number of the write; −1 if the page is not to be written."""
+    def write(self, name: bytes, room: int = 1) -> int:
+        """Start writing an evicted page, and return the number of the write; −1 if the page is not to be written.
+
+        room: that the page takes, in context pages.
+        """
         if name in self._names or name in self._writing:
             return NOWHERE
-        if not self._is_listed or self.writes_pause or len(self._writing) >= MOST_WRITING or not self._make_room(1):
+        if not self._is_listed or self.writes_pause or len(self._writing) >= MOST_WRITING or not self._make_room(room):
             self._counts["not_written"] += 1
             return NOWHERE
         number = self._numbers
         self._numbers = (number + 1) % 2**30
-        self._writing[name] = number
+        self._writing[name] = number, room
+        self._taken += room
         self._by_number[number] = name
         return number
 
@@ -106,11 +114,12 @@ class DiskTier:
             self._writes.begin(now)
         if name is None:
             return None
-        del self._writing[name]
+        _, room = self._writing.pop(name)
         if not ok:
+            self._taken -= room
             return name
         self._writes.end()
-        self._names.add(name)
+        self._names.add(name, room)
         self._counts["stored"] += 1
         return name
 
@@ -137,9 +146,11 @@ class DiskTier:
         gone = [name for name in names if self.has(name)]
         for name in gone:
             if name in self._writing:
-                del self._by_number[self._writing.pop(name)]
+                number, room = self._writing.pop(name)
+                del self._by_number[number]
             else:
-                self._names.remove(name)
+                room = self._names.remove(name)
+            self._taken -= room
         self._dropped += gone
         if gone:
             self.on_gone(gone)
@@ -155,7 +166,7 @@ class DiskTier:
 
     def flush(self) -> None:
         """Forget and delete all pages."""
-        self._names = SegmentedLru(self.num_pages)
+        self._names, self._taken = SegmentedLru(self.num_pages), 0
         self._writing, self._by_number, self._dropped = {}, {}, []
         self._flushed = True
 
@@ -165,12 +176,13 @@ class DiskTier:
         flushed, self._flushed = self._flushed, False
         return flushed, dropped
 
-    def _make_room(self, count: int) -> bool:
-        """Evict until `count` more pages fit. Return False if pages being written occupy the space."""
-        while len(self._names) + len(self._writing) + count > self.num_pages:
+    def _make_room(self, room: int) -> bool:
+        """Evict until `room` more context pages fit. Return False if pages being written occupy the space."""
+        while self._taken + room > self.num_pages:
             if not self._names:
                 return False
-            victim, _ = self._names.remove_first()
+            victim, freed = self._names.remove_first()
+            self._taken -= freed
             self._dropped.append(victim)
             self._counts["evicted"] += 1
             self.on_gone([victim])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -30,15 +30,17 @@ class DividedPages:
     execute the same commands in the same order, and executor 0 is the first to execute each of them.
 
     Args:
-        count: number of executors. open_disk: opens the disk for a whole page's arrays, once the parts of all executors are known.
+        count: number of executors. open_disk: opens the disk for the arrays of whole pages and the names of those on window pages, once the
+            parts of all executors are known.
 
     Attributes:
         reporters: the executors' page reporters. They handle their own parts when reports are requested.
     """
 
-    def __init__(self, count: int, open_disk: Callable[[Shapes], DiskPages]):
+    def __init__(self, count: int, open_disk: Callable[[Shapes, Collection[str]], DiskPages]):
         self._count, self._open = count, open_disk
         self._shapes: list[Shapes] = []
+        self._windows: set[str] = set()
         self._disk: DiskPages | None = None
         self.reporters: list[PageReporter] = []
         self._to_write: dict[int, dict[int, Page]] = {}  # by write number, then by executor
@@ -46,12 +48,16 @@ class DividedPages:
         self._drops = [0] * count  # number of `drop` calls, by executor
         self._closed: set[int] = set()
 
-    def part(self, shapes: Shapes) -> SimpleNamespace:
-        """Return the next executor's view of the disk, with the methods of `DiskPages`. shapes: shapes of its part of a page."""
+    def part(self, shapes: Shapes, windows: Collection[str] = ()) -> SimpleNamespace:
+        """Return the next executor's view of the disk, with the methods of `DiskPages`.
+
+        shapes: of its part of a page. windows: names of the arrays on window pages.
+        """
         number = len(self._shapes)
         self._shapes.append(shapes)
+        self._windows |= {*windows}
         if len(self._shapes) == self._count:
-            self._disk = self._open(self._whole_shapes())
+            self._disk = self._open(self._whole_shapes(), self._windows)
         methods = (self.write, self.drop, self.read, self.take, self.forget, self.close)
         # Only whole pages are reported: see `page_reports`.
         part = SimpleNamespace(reports=lambda seconds=0.0: PageReports([], []))
@@ -76,7 +82,8 @@ class DividedPages:
             return
         del self._to_write[number]
         parts = [by_executor[executor] for executor in range(self._count)]
-        whole = {array: np.concatenate([own[array] for own in parts if array in own]) for array in self._whole_shapes()}
+        arrays = {array for own in parts for array in own}
+        whole = {array: np.concatenate([own[array] for own in parts if array in own]) for array in arrays}
         self._disk.write(number, name, whole)
 
     def drop(self, part: int, everything: bool, names: list[bytes]) -> None:
@@ -100,7 +107,8 @@ class DividedPages:
         if len(takers) == self._count:
             del self._read[rank, number]
         own = {}
-        for array, (shape, _) in self._shapes[part].items():
+        for array in self._shapes[part].keys() & page.keys():
+            shape, _ = self._shapes[part][array]
             first = sum(before[array][0][0] for before in self._shapes[:part] if array in before)
             own[array] = page[array][first : first + shape[0]]
         return own

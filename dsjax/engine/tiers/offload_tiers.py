@@ -43,7 +43,7 @@ class Reading(NamedTuple):
 class OffloadTiers(PageSource):
     """Host tier and disk tier, both optional. Lookups try host memory first. A page read from the disk is staged before its load.
 
-    Models with window pages have separate host slots for them and no disk tier.
+    Models with window pages have separate host slots for them. On the disk both kinds share the room.
 
     config: sizes of the tiers, applied at the next `bind`. host, windows: one tier per rank, or empty. disk: None without a disk tier.
     """
@@ -125,7 +125,7 @@ class OffloadTiers(PageSource):
         awaited: set[int] = set()
         wanted: set[bytes] = set()
         is_full = False
-        for name in names:
+        for place, name in enumerate(names, start=1):
             page = landing.get(name)
             if page is not None:
                 if not page.here:
@@ -133,7 +133,7 @@ class OffloadTiers(PageSource):
                         break  # the source that fetches it wakes the waiting requests
                     awaited.add(page.number)
                 continue
-            if self.host and name in self.host[rank]:
+            if any(name in host for host in self._hosts(rank)):
                 continue
             if name not in self.disk:
                 break
@@ -142,7 +142,8 @@ class OffloadTiers(PageSource):
                 if not landing.make_room(1, wanted, now):
                     is_full = True
                     break
-            number = landing.expect(name, self, "disk", now, PATIENCE)
+            window = self.ranks[rank].pool.num_windows > 0 and place == len(names)
+            number = landing.expect(name, self, "disk", now, PATIENCE, window=window)
             landing.requests.append((number, name))
             awaited.add(number)
         if awaited and not ready:
@@ -155,7 +156,7 @@ class OffloadTiers(PageSource):
         hosts = self.windows if self.ranks[rank].pool.is_window(page) else self.host
         stored = hosts[rank].store(name) if hosts else None
         slot = NOWHERE if stored is None else stored[0]
-        number = NOWHERE if self.disk is None else self.disk.write(name)
+        number = NOWHERE if self.disk is None else self._write(rank, page, name)
         if self._events is not None:
             if number != NOWHERE:
                 self._events.holds(name)
@@ -256,11 +257,16 @@ class OffloadTiers(PageSource):
         self.disk.begin_step(now)
         each = -(-min(most, self.disk.writable) // len(self.ranks))
         stores = []
-        for pages in self.ranks:
+        for number, pages in enumerate(self.ranks):
             lacking = [(page, name) for page, name in pages.pool.idle_names() if not self.disk.has(name)][:each]
-            stored = [StoredPage(page, NOWHERE, self.disk.write(name), name) for page, name in lacking]
+            stored = [StoredPage(page, NOWHERE, self._write(number, page, name), name) for page, name in lacking]
             stores.append([one for one in reversed(stored) if one.number != NOWHERE])
         return stores
+
+    def _write(self, rank: int, page: int, name: bytes) -> int:
+        """Start writing a page to the disk, as `DiskTier.write` does."""
+        is_window = self.ranks[rank].pool.is_window(page)
+        return self.disk.write(name, self.config.disk_pages_per_window if is_window else 1)
 
     def _hosts(self, rank: int) -> list[HostTier]:
         """Return the host tiers of a rank, one per page kind."""

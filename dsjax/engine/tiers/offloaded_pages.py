@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from dsjax.engine.contract.commands import WINDOW_NUMBERS, DropPages, StorePages, names_of
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
-from dsjax.engine.device.device_state import PagesOnTheWay
+from dsjax.engine.device.device_state import TransferPages
 from dsjax.engine.device.page_staging import PageStaging, PageStore, RankArrays, StagedPiece, cut, packed
 from dsjax.engine.tiers.disk_pages import Shapes
 from dsjax.engine.tiers.page_folder import Page
@@ -38,20 +38,27 @@ class _Landing(NamedTuple):
 class OffloadedPages(DevicePart, PageStore):
     """Host-memory slots of every DP rank with devices in this process, and an optional disk.
 
-    Window pages have slots of their own; they do not go to the disk.
+    Window pages have slots of their own.
 
     To offload a page, a program gathers it and an asynchronous copy moves it to the host; only a later command that needs the page waits.
     To load it, a transfer runs beside the steps and a program writes it. Programs move ``MOVED_PAGES`` pages of each rank at once.
 
-    disk: makes `DiskPages`, or a part of `DividedPages`, from the unsharded shapes of a page's arrays in this executor.
+    disk: makes `DiskPages`, or a part of `DividedPages`, from the unsharded shapes of pages' arrays in this executor, and the names of
+    those on window pages.
     """
 
-    def __init__(self, device: DeviceAccess, staging: PageStaging, disk: Callable[[Shapes], Any] | None = None):
+    def __init__(
+        self,
+        device: DeviceAccess,
+        staging: PageStaging,
+        disk: Callable[[Shapes, Collection[str]], Any] | None = None,
+    ):
         self._device = device
         limits = device.limits
         self._num_slots = {"context": limits.host_pages_per_rank, "window": limits.host_windows_per_rank}
         self._described = described = {table: device.programs.described_moved(table) for table in TABLES}
-        self._disk = disk and disk({name: (a.shape[2:], a.dtype) for name, a in described["context"].items()})
+        self._shapes = {name: (a.shape[2:], a.dtype) for arrays in described.values() for name, a in arrays.items()}
+        self._disk = disk and disk(self._shapes, described["window"].keys())
         # `np.zeros` commits memory only on first write, so unused slots and the ranks of other processes cost nothing.
         self._memory = {
             name: np.zeros((limits.num_ranks, slots, *a.shape[2:]), a.dtype)
@@ -76,13 +83,16 @@ class OffloadedPages(DevicePart, PageStore):
     def _store(self, _: Pending, command: StorePages) -> Running:
         """Copy pages to slots, and write them to the disk."""
         stored = [np.frombuffer(rank_pages, "<i4").reshape(-1, 3) for rank_pages in command.ranks]
-        names = [iter(names_of(rank_pages)) for rank_pages in command.names]
+        names = [
+            dict(zip(own[own[:, 2] >= 0, 2].tolist(), names_of(rank_names), strict=True))
+            for own, rank_names in zip(stored, command.names, strict=False)  # no names without a disk
+        ]
         pieces, first_window = [], self._device.limits.pages_per_rank
         for table in TABLES:
             first, windows = (first_window, True) if table == "window" else (0, False)
             for piece in cut([own[(own[:, 0] >= first_window) == windows] for own in stored], table):
                 writes = [
-                    (rank, place, int(number), next(names[rank]))
+                    (rank, place, int(number), names[rank][int(number)])
                     for rank, rank_pages in enumerate(piece)
                     for place, number in enumerate(rank_pages[:, 2])
                     if number >= 0
@@ -155,7 +165,7 @@ class OffloadedPages(DevicePart, PageStore):
                 needed = place
         self._land(least=needed)
 
-    def _keep(self, taken: PagesOnTheWay, slots: list[np.ndarray], writes: list[tuple[int, int, int, bytes]]) -> None:
+    def _keep(self, taken: TransferPages, slots: list[np.ndarray], writes: list[tuple[int, int, int, bytes]]) -> None:
         """Copy pages that have left the devices to host memory, and write them to the disk.
 
         slots: int32, per rank; −1: not to host memory. writes: (rank, index among the rank's pages, number, name) of each disk write.
@@ -177,21 +187,21 @@ class OffloadedPages(DevicePart, PageStore):
         """Assemble one page from its shards."""
         page = {}
         for name, name_shards in shards.items():
-            described = self._described["context"][name]
-            page[name] = np.empty(described.shape[2:], described.dtype)
+            page[name] = np.empty(*self._shapes[name])
             for first, rest, values in name_shards:
                 if first <= rank < first + len(values):
                     page[name][rest] = values[rank - first, place]
         return page
 
-    def _sent(self, table: Table, slots: list[np.ndarray]) -> PagesOnTheWay:
+    def _sent(self, table: Table, numbers: list[np.ndarray]) -> TransferPages:
         """Send pages of one kind of all ranks to the devices, sharded as the programs expect."""
-        self._land_slots(slots)
-        slots, num_slots = [rank_slots % WINDOW_NUMBERS for rank_slots in slots], self._num_slots[table]
+        self._land_slots(numbers)
+        slots, num_slots = [rank_numbers % WINDOW_NUMBERS for rank_numbers in numbers], self._num_slots[table]
         read = {
-            (rank, int(number)): self._disk.take(rank, int(number))
+            (rank, int(slot)): self._disk.take(rank, int(number))
             for rank, rank_slots in enumerate(slots)
-            for number in rank_slots[rank_slots >= num_slots]
+            for slot, number in zip(rank_slots, numbers[rank], strict=True)
+            if slot >= num_slots
         }
 
         def part(name: str, index: tuple[slice, ...]) -> np.ndarray:

@@ -15,23 +15,25 @@ if TYPE_CHECKING:
 class TierOptions:
     """Options of an engine that keeps pages outside its devices, or publishes cache events."""
 
-    host_cache_bytes: int = option(0, "Host memory for evicted pages, of all DP ranks; 0: none.", Group.CACHE, least=0)
+    host_cache_bytes: int = option(
+        0, "Host memory for evicted pages of all DP ranks, in bytes; 0: none.", Group.CACHE, least=0
+    )
     disk_cache: str | None = advanced(
         None,
-        "Folder for pages that leave the cache; they survive a restart. Empty, new, or of an earlier run, for one server at a time, and "
-        "writable by nobody else.",
+        "Directory for KV cache pages on disk, which survive a restart. It must be new, empty or from an earlier run, used by one "
+        "server at a time, and writable only by its owner.",
         Group.CACHE,
     )
-    disk_cache_bytes: int = advanced(0, "Most bytes in --disk-cache, other models' included.", Group.CACHE, least=0)
+    disk_cache_bytes: int = advanced(0, "Maximum size of --disk-cache with all models, in bytes.", Group.CACHE, least=0)
     page_source: str | None = advanced(
         None,
-        "Module of a KV connector of yours, such as my_package.kept_pages: a further place that pages come from.",
+        "Python module of a custom KV connector, such as my_package.kept_pages.",
         Group.CACHE,
     )
     kv_events_config: str | dict[str, Any] | None = advanced(
         None,
-        "Publish which pages are stored and removed, as vLLM does: "
-        '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://127.0.0.1:5557"}\'.',
+        """Publish KV cache events in vLLM's format. JSON: '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": """
+        """"tcp://127.0.0.1:5557"}'.""",
         Group.CACHE,
         of_host=True,
     )

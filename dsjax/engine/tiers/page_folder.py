@@ -8,8 +8,9 @@
                                   that determines a page's values; NAME: 64 hex digits, starting with xy
     PATH/SPACE/xy/NAME.writing    a page that is being written
 
-A page's header holds the format, fingerprint, name, content length and CRC-32. The content is the page's arrays sorted by name, in C
-order, little-endian. A file gets its final name once it is complete. Truncated or damaged files and files of other pages are rejected.
+A page's header holds the format, fingerprint, name, content length, CRC-32 and kind (0: context page, 1: window page). The content is the
+page's arrays sorted by name, in C order, little-endian. A file gets its final name once it is complete. Truncated or damaged files and
+files of other pages are rejected.
 
 dsjax does not touch other files in the folder. Anyone who can write a page here controls what the model answers, because an attacker can
 recompute the checksum. The folder is therefore an `OwnedFolder`.
@@ -25,7 +26,7 @@ import stat
 import struct
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,8 +46,10 @@ _DIGITS = re.compile("[0-9a-f]{2}")
 _FILE = re.compile(r"([0-9a-f]{64})\.(page|writing)")
 
 MAGIC = b"dsjaxpg1"
-HEADER = struct.Struct("<8s32s32sQI44x")
-"""Format, fingerprint, name, content length in bytes, CRC-32 of the content."""
+HEADER = struct.Struct("<8s32s32sQIB43x")
+"""Format, fingerprint, name, content length in bytes, CRC-32 of the content, kind."""
+_KIND = struct.calcsize("<8s32s32sQI")
+"""Offset of the kind in the header."""
 BLOCK = 4096
 """Block size in bytes. Files take whole blocks of the disk."""
 
@@ -119,15 +122,16 @@ class PageFolder(OwnedFolder):
         with self.opened(*folders, make=True) as folder:
             write_whole(folder, name, f"{name.removesuffix('.page')}.writing", parts)
 
-    def delete(self, path: str) -> bool:
-        """Delete a page. Return whether it existed. path: relative to the folder."""
+    def delete(self, path: str) -> int:
+        """Delete a page. Return its bytes on the disk, 0 if it did not exist. path: relative to the folder."""
         *folders, name = path.split("/")
         try:
             with self.opened(*folders) as folder:
+                size = os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
                 os.unlink(name, dir_fd=folder)
         except FileNotFoundError:
-            return False
-        return True
+            return 0
+        return in_blocks(size)
 
     def _files(self, space: str, digits: str) -> Iterator[Entry]:
         with self.opened(space, digits) as folder, os.scandir(folder) as entries:
@@ -180,9 +184,12 @@ class PageFileError(Exception):
 
 
 class Listing(NamedTuple):
-    """Pages, least recently used first. names: this fingerprint's. others: (last use, relative path, bytes) of other fingerprints'."""
+    """Pages, least recently used first, with their bytes on the disk.
 
-    names: list[bytes]
+    names: this fingerprint's. others: (last use, relative path, bytes) of other fingerprints'.
+    """
+
+    names: dict[bytes, int]
     others: list[tuple[float, str, int]]
 
 
@@ -191,60 +198,73 @@ class PageFiles:
 
     Args:
         folder: locked by this process. space: everything but the tokens that determines a page's values; JSON-serialisable.
-        shapes: name to shape and dtype of a page's arrays.
+        shapes: name to shape and dtype of the arrays of both kinds of pages. windows: names of those on window pages, if there are any.
 
-    page_bytes: disk space of a page in bytes.
+    page_bytes: disk space of a context page in bytes.
     """
 
     def __init__(
-        self, folder: PageFolder, space: Mapping[str, Any], shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]]
+        self,
+        folder: PageFolder,
+        space: Mapping[str, Any],
+        shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]],
+        windows: Collection[str] = (),
     ):
         arrays = {name: [list(shape), str(dtype)] for name, (shape, dtype) in sorted(shapes.items())}
         described = json.dumps({**space, "arrays": arrays}, sort_keys=True, separators=(",", ":")).encode()
         self._digest = hashlib.sha256(described).digest()
-        self._shapes = dict(sorted(shapes.items()))
-        self._content = sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in shapes.values())
+        by_kind = [{key: one for key, one in sorted(shapes.items()) if (key in windows) == kind} for kind in (0, 1)]
+        self._kinds = [arrays for arrays in by_kind if arrays]
+        self._contents = [
+            sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in arrays.values())
+            for arrays in self._kinds
+        ]
         self.folder = folder
         self.space = self._digest.hex()[:16]
-        self.page_bytes = bytes_on_disk(self._content)
+        self.page_bytes = bytes_on_disk(self._contents[0])
 
-    def write(self, name: bytes, page: Page) -> None:
-        """Write a page.
+    def write(self, name: bytes, page: Page) -> int:
+        """Write a page. Return its bytes on the disk.
 
         Raises:
             OSError: the disk is full or cannot be written.
         """
-        parts = [_bytes(np.ascontiguousarray(page[key])) for key in self._shapes]
-        self.folder.write(self._path(name), [self._header(name, parts), *parts])
+        kind = [arrays.keys() for arrays in self._kinds].index(page.keys())
+        parts = [_bytes(np.ascontiguousarray(page[key])) for key in self._kinds[kind]]
+        self.folder.write(self._path(name), [self._header(name, kind, parts), *parts])
+        return bytes_on_disk(self._contents[kind])
 
     def read(self, name: bytes) -> dict[str, np.ndarray]:
-        """Read a page's arrays.
+        """Read a page's arrays. Its kind is in the file.
 
         Raises:
             OSError: the file cannot be read.
             PageFileError: the file is truncated, damaged or of another page.
         """
-        page = {key: np.empty(shape, dtype) for key, (shape, dtype) in self._shapes.items()}
-        parts = [_bytes(array) for array in page.values()]
         shown = self.folder.path / self._path(name)
         with (
             self.folder.opened(self.space, name.hex()[:2]) as folder,
             os.fdopen(open_file(shown.name, folder), "rb") as file,
         ):
-            if os.fstat(file.fileno()).st_size != HEADER.size + self._content:
+            header = file.read(HEADER.size)
+            content = os.fstat(file.fileno()).st_size - HEADER.size
+            if content not in self._contents:
                 raise PageFileError(f"{shown} is torn")
-            header = bytearray(HEADER.size)
-            for part in (memoryview(header), *parts):
-                if file.readinto(part) < len(part):
-                    raise PageFileError(f"{shown} is torn")
-            if bytes(header) != self._header(name, parts):
+            kind = header[_KIND]
+            if kind >= len(self._kinds):
+                raise PageFileError(f"{shown} is damaged")
+            page = {key: np.empty(shape, dtype) for key, (shape, dtype) in self._kinds[kind].items()}
+            parts = [_bytes(array) for array in page.values()]
+            if content != self._contents[kind] or any(file.readinto(part) < len(part) for part in parts):
+                raise PageFileError(f"{shown} is torn")
+            if header != self._header(name, kind, parts):
                 raise PageFileError(f"{shown} is damaged, or of another page")
             with contextlib.suppress(OSError):  # a disk that became read-only stays readable
                 os.utime(file.fileno())
         return page
 
-    def delete(self, name: bytes) -> bool:
-        """Delete a page. Return whether it existed."""
+    def delete(self, name: bytes) -> int:
+        """Delete a page. Return its bytes on the disk, 0 if it did not exist."""
         return self.folder.delete(self._path(name))
 
     def delete_all(self) -> None:
@@ -255,22 +275,22 @@ class PageFiles:
 
     def list(self) -> Listing:
         """Return all pages of the folder, and delete incomplete files."""
-        named: list[tuple[float, bytes]] = []
+        named: list[tuple[float, bytes, int]] = []
         others: list[tuple[float, str, int]] = []
         for entry in list(self.folder.entries()):
             is_own = entry.path.startswith(self.space)
-            if not entry.is_whole or (is_own and entry.size != HEADER.size + self._content):
+            if not entry.is_whole or (is_own and entry.size - HEADER.size not in self._contents):
                 with contextlib.suppress(OSError):  # a disk that became read-only stays readable
                     self.folder.delete(entry.path)
             elif is_own:
-                named.append((entry.used, bytes.fromhex(entry.name)))
+                named.append((entry.used, bytes.fromhex(entry.name), in_blocks(entry.size)))
             else:
-                others.append((entry.used, entry.path, -(-entry.size // BLOCK) * BLOCK))
-        return Listing([name for _, name in sorted(named)], sorted(others))
+                others.append((entry.used, entry.path, in_blocks(entry.size)))
+        return Listing({name: size for _, name, size in sorted(named)}, sorted(others))
 
-    def _header(self, name: bytes, parts: Iterable[memoryview]) -> bytes:
+    def _header(self, name: bytes, kind: int, parts: Iterable[memoryview]) -> bytes:
         checksum = functools.reduce(lambda before, part: zlib.crc32(part, before), parts, 0)
-        return HEADER.pack(MAGIC, self._digest, name, self._content, checksum)
+        return HEADER.pack(MAGIC, self._digest, name, self._contents[kind], checksum, kind)
 
     def _path(self, name: bytes) -> str:
         digits = name.hex()
@@ -279,7 +299,12 @@ class PageFiles:
 
 def bytes_on_disk(content: int) -> int:
     """Return the disk space of a page in bytes: header and content, rounded up to whole blocks."""
-    return -(-(HEADER.size + content) // BLOCK) * BLOCK
+    return in_blocks(HEADER.size + content)
+
+
+def in_blocks(size: int) -> int:
+    """Return the bytes of the whole blocks that a file of this size takes."""
+    return -(-size // BLOCK) * BLOCK
 
 
 def _bytes(array: np.ndarray) -> memoryview:

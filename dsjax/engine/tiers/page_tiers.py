@@ -128,13 +128,13 @@ class HostTier:
 class PageReports(NamedTuple):
     """Results of disk reads and writes since the last report.
 
-    read: (rank, number, success). written: (number, success). listed: names of the pages that an earlier run left, least recently used
-    first. Only one report has this list; it is None in all others.
+    read: (rank, number, success). written: (number, success). listed: the pages that an earlier run left, least recently used first, with
+    the room that each takes, in context pages. Only one report has them; it is None in all others.
     """
 
     read: list[tuple[int, int, bool]]
     written: list[tuple[int, bool]]
-    listed: list[bytes] | None = None
+    listed: dict[bytes, int] | None = None
 
 
 class PageReporter(Protocol):

@@ -21,12 +21,12 @@ from dsjax.messaging import Endpoint, Peer, Request
 ROLE = "decode"
 """The role with which a decode side's processes connect."""
 _PULL, _DONE = "pull", "done"
-_MOST_DROPPED = _MOST_WAITING = 4096
+_MAX_DROPPED = _MAX_WAITING = 4096
 """Maximum remembered dropped numbers, and maximum pulls that wait for a chunk. Further ones replace the oldest."""
 _PUBLISHERS = 2
 """Publisher threads: while one copies a chunk, the other takes the next."""
 
-Take = Callable[[Chunk | None], object]
+OnChunk = Callable[[Chunk | None], object]
 """Called with a chunk that another process pulls, or with None if the chunk is gone. It only queues the chunk and does not block."""
 
 
@@ -36,7 +36,7 @@ class FollowerSendBuffers:
     def __init__(self):
         self._chunks: dict[int, Chunk] = {}
         self._dropped: OrderedDict[int, None] = OrderedDict()
-        self._waiting: list[tuple[int, Take]] = []
+        self._waiting: list[tuple[int, OnChunk]] = []
         self._lock = threading.Lock()
         self._has_ended = False
 
@@ -46,7 +46,7 @@ class FollowerSendBuffers:
             with self._lock:
                 if not self._has_ended:
                     self._chunks[number] = chunk
-                self._answer()
+                self._serve_waiting()
 
     def drop(self, numbers: Sequence[int]) -> None:
         """Drop chunks."""
@@ -54,35 +54,35 @@ class FollowerSendBuffers:
             for number in numbers:
                 self._chunks.pop(number, None)
                 self._dropped[number] = None
-            while len(self._dropped) > _MOST_DROPPED:
+            while len(self._dropped) > _MAX_DROPPED:
                 self._dropped.popitem(last=False)
-            self._answer()
+            self._serve_waiting()
 
     def end(self) -> None:
         """Drop all chunks, because the generation has ended."""
         with self._lock:
             self._has_ended = True
             self._chunks.clear()
-            self._answer()
+            self._serve_waiting()
 
-    def open(self, number: int, take: Take) -> None:
-        """Call `take` with an offered chunk once it is computed, or with None once it is dropped."""
+    def open(self, number: int, on_chunk: OnChunk) -> None:
+        """Call `on_chunk` with an offered chunk once it is computed, or with None once it is dropped."""
         with self._lock:
-            self._waiting.append((number, take))
-            if len(self._waiting) > _MOST_WAITING:  # a member requests chunks that were never offered
+            self._waiting.append((number, on_chunk))
+            if len(self._waiting) > _MAX_WAITING:  # a member requests chunks that were never offered
                 self._waiting.pop(0)[1](None)
-            self._answer()
+            self._serve_waiting()
 
-    def _answer(self) -> None:
+    def _serve_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for number, take in waiting:
+        for number, on_chunk in waiting:
             if number in self._chunks or number in self._dropped or self._has_ended:
-                take(self._chunks.get(number))
+                on_chunk(self._chunks.get(number))
             else:
-                self._waiting.append((number, take))
+                self._waiting.append((number, on_chunk))
 
 
-class _Published(NamedTuple):
+class _PublishedChunk(NamedTuple):
     peer: Peer
     since: float
     chunk: Chunk
@@ -91,16 +91,16 @@ class _Published(NamedTuple):
 class ChunkServer:
     """Lets processes of a decode side pull this process's chunks.
 
-    open_chunk: `open_chunk(number, take)` calls `take` with a chunk, or with None if the chunk is gone, in any thread.
+    open_chunk: `open_chunk(number, take)` calls `on_chunk` with a chunk, or with None if the chunk is gone, in any thread.
     timeout: seconds after which a published chunk is withdrawn.
     """
 
     def __init__(
-        self, endpoint: Endpoint, open_chunk: Callable[[int, Take], None], transport: Transport, timeout: float
+        self, endpoint: Endpoint, open_chunk: Callable[[int, OnChunk], None], transport: Transport, timeout: float
     ):
         self._endpoint, self._open_chunk, self._transport, self._timeout = endpoint, open_chunk, transport, timeout
         self._numbers = itertools.count(1)
-        self._published: dict[int, _Published] = {}
+        self._published: dict[int, _PublishedChunk] = {}
         self._peers: set[Peer] = set()
         self._tasks = WorkQueue("chunk server", "dsjax-chunk-server", threads=_PUBLISHERS)
         self._tasks.start()
@@ -119,21 +119,21 @@ class ChunkServer:
     def _pull(self, request: Request) -> None:
         if request.peer not in self._peers:
             self._peers.add(request.peer)
-            request.peer.on_lost(partial(self._leave, request.peer))
+            request.peer.on_lost(partial(self._on_disconnect, request.peer))
         self._open_chunk(request.body, lambda chunk: self._tasks.put(partial(self._publish, request, chunk)))
 
     def _done(self, request: Request) -> None:
         self._tasks.put(partial(self._end_pull, request.body.pull, request.peer, pulled=request.body.ok))
 
-    def _leave(self, peer: Peer) -> None:
+    def _on_disconnect(self, peer: Peer) -> None:
         self._peers.discard(peer)
         self._tasks.put(partial(self._withdraw, lambda published: published.peer is peer))
 
     # In the publisher threads, which use the transport.
 
     def _publish(self, request: Request, chunk: Chunk | None) -> None:
-        before = time.monotonic() - self._timeout
-        self._withdraw(lambda published: published.since < before)
+        oldest = time.monotonic() - self._timeout
+        self._withdraw(lambda published: published.since < oldest)
         if chunk is None:
             request.refuse(f"chunk {request.body} is not kept any more")
             return
@@ -144,14 +144,14 @@ class ChunkServer:
             note_failure("chunk server", error, "The other side computes the chunk's pages.")
             request.fail(error)
             return
-        self._published[number] = _Published(request.peer, time.monotonic(), chunk)
+        self._published[number] = _PublishedChunk(request.peer, time.monotonic(), chunk)
         request.reply(PublishedChunk(number, self._transport.address, ticket))
-        if request.peer.lost:  # `_leave` may have withdrawn its chunks before this one was published
+        if request.peer.lost:  # `_on_disconnect` may have withdrawn its chunks before this one was published
             self._end_pull(number, request.peer, pulled=False)
 
-    def _withdraw(self, is_over: Callable[[_Published], bool]) -> None:
+    def _withdraw(self, should_withdraw: Callable[[_PublishedChunk], bool]) -> None:
         for number, published in list(self._published.items()):
-            if is_over(published):
+            if should_withdraw(published):
                 self._end_pull(number, published.peer, pulled=False)
 
     def _end_pull(self, number: int, peer: Peer, *, pulled: bool) -> None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -44,6 +44,13 @@ class Landing:
         return "window" if self.number >= WINDOW_NUMBERS else "context"
 
 
+class _StagedChunk(NamedTuple):
+    """A chunk whose pages a `FetchPages` stages. layout: the index of the command's page at each place of the chunk; −1: none."""
+
+    landing: Landing
+    layout: np.ndarray
+
+
 def move_chunk(chunk: Chunk, device: jax.Device) -> Chunk:
     """Copy a chunk to another device of this process; complete when this returns."""
     return jax.block_until_ready({name: jax.device_put(array, device) for name, array in chunk.items()})
@@ -65,14 +72,14 @@ class PageChunks(DevicePart, PageStore):
             {name: ((1, *a.shape[1:]), np.dtype(a.dtype)) for name, a in described.items()}
             for described in self._described.values()
         )
-        self._devices, self.processes_of_ranks = self._places_of_ranks()
-        unwanted_stay = "Chunks that nobody wants are kept until the mesh changes."
-        self._offers = WorkQueue("chunk offer", "dsjax-chunks", cost=unwanted_stay)
+        self._devices, self.processes_of_ranks = self._devices_of_ranks()
+        cost = "Chunks that nobody wants are kept until the mesh changes."
+        self._offers = WorkQueue("chunk offer", "dsjax-chunks", cost=cost)
         self._pulls = WorkQueue("chunk pull", "dsjax-pull", threads=PULLERS)
         self._landed: dict[tuple[int, int], tuple[Landing, int]] = {}
         self._closed = False
         self._lock = threading.Lock()
-        self._zeros: dict[tuple[str, jax.Device], Array] = {}
+        self._empty_arrays: dict[tuple[str, jax.Device], Array] = {}
         staging.add(self)
 
     def register(self, table: CommandTable) -> None:
@@ -101,20 +108,23 @@ class PageChunks(DevicePart, PageStore):
         launches = []
         for table in TABLES:
             windows, first = table == "window", device.limits.pages_per_rank if table == "window" else 0
-            ranks = [_chunks(own[(own[:, 0] >= WINDOW_NUMBERS) == windows] - [0, first]) for own in pairs]
+            ranks = [
+                _chunks(rank_pairs[(rank_pairs[:, 0] >= WINDOW_NUMBERS) == windows] - [0, first])
+                for rank_pairs in pairs
+            ]
             for rank_chunks in itertools.zip_longest(*ranks):
                 pages = packed([np.zeros(0, np.int32) if chunk is None else chunk[1] for chunk in rank_chunks], table)
                 launches.append((table, rank_chunks, device.send(pages)))
 
         def run() -> Running:
             for table, rank_chunks, pages in launches:
-                taken = device.programs.get("take pages", table)(device.state, pages)
+                gathered = device.programs.get("take pages", table)(device.state, pages)
                 for rank, chunk in enumerate(rank_chunks):
                     if chunk is not None:
-                        kept = self.processes_of_ranks[rank][0] == jax.process_index()
-                        part = self._part(taken, rank if kept else None)
-                        self._offers.put(partial(self._offer_when_computed, chunk[0], part, kept=kept))
-                yield next(iter(taken.values()))
+                        is_kept = self.processes_of_ranks[rank][0] == jax.process_index()
+                        part = self._shard(gathered, rank if is_kept else None)
+                        self._offers.put(partial(self._offer_when_computed, chunk[0], part, is_kept=is_kept))
+                yield next(iter(gathered.values()))
 
         return run()
 
@@ -149,30 +159,33 @@ class PageChunks(DevicePart, PageStore):
     def take(self, wanted: RankArrays, places: RankArrays) -> tuple[list[StagedPiece], RankArrays]:
         """Return pieces of the pages that came in chunks, with one chunk per rank in each piece, and the places of all other pages."""
         rest: RankArrays = []
-        groups: dict[Table, list[list[tuple[Landing, np.ndarray]]]] = {table: [] for table in TABLES}
+        chunks: dict[Table, list[list[_StagedChunk]]] = {table: [] for table in TABLES}  # by rank
         for rank, (numbers, rank_places) in enumerate(zip(wanted, places, strict=True)):
-            by_chunk: dict[int, tuple[Landing, np.ndarray]] = {}
-            others = []
-            for position in rank_places.tolist():
-                with self._lock:
-                    landed = self._landed.pop((rank, int(numbers[position])), None)
-                if landed is None:
-                    others.append(position)
-                    continue
-                landing, place = landed
-                nothing = np.full(moved(landing.table), -1, np.int32)
-                _, positions = by_chunk.setdefault(id(landing), (landing, nothing))
-                positions[place] = position
+            rank_chunks, others = self._take_chunks(rank, numbers, rank_places)
             rest.append(np.array(others, np.int32))
-            for table, of_kind in groups.items():
-                of_kind.append([one for one in by_chunk.values() if one[0].table == table])
+            for table, by_rank in chunks.items():
+                by_rank.append([chunk for chunk in rank_chunks if chunk.landing.table == table])
         pieces = []
-        for table, of_kind in groups.items():
-            for now in itertools.zip_longest(*of_kind):
-                layout = [np.full(moved(table), -1, np.int32) if one is None else one[1] for one in now]
-                stage = partial(self.stage, [one and one[0] for one in now], table)
-                pieces.append(StagedPiece(layout, stage, table))
+        for table, by_rank in chunks.items():
+            for piece in itertools.zip_longest(*by_rank):
+                layout = [np.full(moved(table), -1, np.int32) if chunk is None else chunk.layout for chunk in piece]
+                landings = [None if chunk is None else chunk.landing for chunk in piece]
+                pieces.append(StagedPiece(layout, partial(self.stage, landings, table), table))
         return pieces, rest
+
+    def _take_chunks(self, rank: int, numbers: np.ndarray, places: np.ndarray) -> tuple[list[_StagedChunk], list[int]]:
+        """Take a rank's landed pages. Return their chunks, and the places of the pages that did not come in chunks."""
+        chunks: dict[int, _StagedChunk] = {}
+        others = []
+        for position in places.tolist():
+            with self._lock:
+                landing, place = self._landed.pop((rank, int(numbers[position])), (None, -1))
+            if landing is None:
+                others.append(position)
+                continue
+            empty = np.full(moved(landing.table), -1, np.int32)
+            chunks.setdefault(id(landing), _StagedChunk(landing, empty)).layout[place] = position
+        return list(chunks.values()), others
 
     def forget(self, rank: int, number: int) -> None:
         """Drop a page that was pulled or is being pulled."""
@@ -187,7 +200,7 @@ class PageChunks(DevicePart, PageStore):
             for device, index in described.sharding.addressable_devices_indices_map(described.shape).items():
                 landing = landings[index[0].indices(described.shape[0])[0]]
                 pieces.append(
-                    self._nothing(name, described, device)
+                    self._empty_array(name, described, device)
                     if landing is None
                     else jax.device_put(landing.chunk[name], device)
                 )
@@ -201,57 +214,59 @@ class PageChunks(DevicePart, PageStore):
         self._offers.close()
         self._pulls.close()
 
-    def _places_of_ranks(self) -> tuple[dict[int, jax.Device], list[list[int]]]:
+    def _devices_of_ranks(self) -> tuple[dict[int, jax.Device], list[list[int]]]:
         """Return this process's first device of each local rank, and each rank's processes in the order of its devices."""
         described = next(iter((self._described["context"] or self._described["window"]).values()))
-        here: dict[int, jax.Device] = {}
+        first_devices: dict[int, jax.Device] = {}
         processes: list[list[int]] = [[] for _ in range(described.shape[0])]
         for device, index in described.sharding.devices_indices_map(described.shape).items():
             rank = index[0].indices(described.shape[0])[0]
             if device.process_index not in processes[rank]:
                 processes[rank].append(device.process_index)
             if device.process_index == jax.process_index():
-                here.setdefault(rank, device)
-        return here, processes
+                first_devices.setdefault(rank, device)
+        return first_devices, processes
 
-    def _part(self, taken: dict[str, Array], rank: int | None) -> Chunk:
+    def _shard(self, gathered: dict[str, Array], rank: int | None) -> Chunk:
         """Return a rank's shard of the taken pages. None: the shard of any rank, only to wait for it."""
         device = self._devices[rank] if rank is not None else next(iter(self._devices.values()))
         return {
             name: next(shard.data for shard in array.addressable_shards if shard.device == device)
-            for name, array in taken.items()
+            for name, array in gathered.items()
         }
 
-    def _nothing(self, name: str, described: jax.ShapeDtypeStruct, device: jax.Device) -> Array:
-        if (name, device) not in self._zeros:
-            self._zeros[name, device] = jax.device_put(np.zeros((1, *described.shape[1:]), described.dtype), device)
-        return self._zeros[name, device]
+    def _empty_array(self, name: str, described: jax.ShapeDtypeStruct, device: jax.Device) -> Array:
+        if (name, device) not in self._empty_arrays:
+            self._empty_arrays[name, device] = jax.device_put(
+                np.zeros((1, *described.shape[1:]), described.dtype), device
+            )
+        return self._empty_arrays[name, device]
 
     # Run in the threads.
 
-    def _offer_when_computed(self, number: int, chunk: Chunk, *, kept: bool) -> None:
-        """Wait for a chunk and offer it. kept: whether this process keeps it."""
+    def _offer_when_computed(self, number: int, chunk: Chunk, *, is_kept: bool) -> None:
+        """Wait for a chunk and offer it. is_kept: whether this process keeps it."""
         try:
             jax.block_until_ready(chunk)
-            self._offer(number, chunk if kept else None)
+            self._offer(number, chunk if is_kept else None)
         except Exception as error:  # the step that made it may have failed, which the engine detects by itself
             note_failure("chunk offer", error, "Who wants the chunk is told that it is gone, and computes its pages.")
             with contained("chunk offer"):
                 self._offer(number, None)
-            if kept:  # another process may know of it from process 0 and be waiting for it here
+            if is_kept:  # another process may know of it from process 0 and be waiting for it here
                 self._drop([number])
 
     def _pull_and_report(self, landing: Landing) -> None:
         rank, pages = landing.rank, landing.pages
         with self._lock:
             wanted = any((rank, page) in self._landed for page in pages)
-        landing.chunk = self._pulled(landing) if wanted else None
+        landing.chunk = self._pull_chunk(landing) if wanted else None
         pulled = PulledChunk(rank, landing.source.link, landing.number, pages, landing.chunk is not None)
         with self._lock:
             if not self._closed:
                 self._report(pulled)
 
-    def _pulled(self, landing: Landing) -> Chunk | None:
+    def _pull_chunk(self, landing: Landing) -> Chunk | None:
         try:
             return self._pull(landing.source, landing.number, self._devices[landing.rank])
         except ChunkGoneError:  # its lease has expired, or its transfer was cancelled

@@ -51,7 +51,7 @@ class PrefillServer:
         )  # the form in which the other side sends its own
         self._chunks = chunks
         self._decoders: dict[Peer, Receive] = {}
-        endpoint.serve(_SERVICE, self._take, roles=(ROLE,), kind=Greeting | ToPrefill)
+        endpoint.serve(_SERVICE, self._receive, roles=(ROLE,), kind=Greeting | ToPrefill)
 
     @property
     def address(self) -> str:
@@ -96,17 +96,17 @@ class PrefillServer:
         self._chunks.close()
         self.endpoint.release()
 
-    def _take(self, request: Request) -> None:
+    def _receive(self, request: Request) -> None:
         """Greet a decode engine, or pass its message to the engine."""
         peer, message = request.peer, request.body
         if not isinstance(message, Greeting):
             if peer in self._decoders:
                 self.engine.post(message, self._decoders[peer])
             return
-        mine, theirs = self.space, message.space
-        different = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
+        own, other = self.space, message.space
+        different = sorted(key for key in own.keys() | other.keys() if own.get(key) != other.get(key))
         if different:
-            values = (f"{key} ({mine.get(key)!r} here, {theirs.get(key)!r} there)" for key in different)
+            values = (f"{key} ({own.get(key)!r} here, {other.get(key)!r} there)" for key in different)
             request.refuse(
                 f"pages of the two sides differ in {', '.join(values)}; start both with the same model and options"
             )
@@ -125,8 +125,8 @@ class RemoteLinks:
 
     def __init__(self, chunks: RemoteChunks, space: dict[str, Any]):
         self.chunks, self.space = chunks, space
-        self.of: dict[Peer, RemoteLink] = {}
-        chunks.endpoint.serve(_SERVICE, self._take, roles=(LISTENER,), kind=ToDecode)
+        self.by_peer: dict[Peer, RemoteLink] = {}
+        chunks.endpoint.serve(_SERVICE, self._receive, roles=(LISTENER,), kind=ToDecode)
 
     def link_to(self, address: str) -> RemoteLink:
         """Make the link to a prefill engine; a `UserError` if the address is malformed."""
@@ -137,8 +137,8 @@ class RemoteLinks:
         self.chunks.close()
         self.chunks.endpoint.release()
 
-    def _take(self, request: Request) -> None:
-        link = self.of.get(request.peer)
+    def _receive(self, request: Request) -> None:
+        link = self.by_peer.get(request.peer)
         if link is not None:
             link.receive(request.body)
 
@@ -172,7 +172,9 @@ class RemoteLink(PrefillLink):
                 self._outbox.append(message)
                 if not self._is_connecting:
                     self._is_connecting = True
-                    start_thread("transfer connection", self._connect, name="dsjax-transfer", on_failure=self._fail)
+                    start_thread(
+                        "transfer connection", self._connect, name="dsjax-transfer", on_failure=self._fail_queued
+                    )
 
     def pull(self, number: int, device: Any, address: str = "") -> Chunk:
         """Pull a chunk to a device."""
@@ -188,15 +190,15 @@ class RemoteLink(PrefillLink):
     def _connect(self) -> None:
         try:
             peer = self._links.chunks.peer(self.address)
-            self._links.of[peer] = self
+            self._links.by_peer[peer] = self
             try:
                 peer.request(_SERVICE, Greeting(self._links.space)).result(CONNECT_SECONDS)
             except BaseException:
-                del self._links.of[peer]
+                del self._links.by_peer[peer]
                 peer.close()
                 raise
         except Exception as error:  # any error: requests must not wait for an answer that never comes
-            self._fail(error)
+            self._fail_queued(error)
             return
         with self._lock:
             for message in self._outbox:
@@ -204,9 +206,9 @@ class RemoteLink(PrefillLink):
             self._outbox, self._peer, self._is_connecting = [], peer, False
             if self._is_closed:
                 peer.close()
-        peer.on_lost(lambda: self._lost(peer))
+        peer.on_lost(lambda: self._on_disconnect(peer))
 
-    def _fail(self, error: Exception) -> None:
+    def _fail_queued(self, error: Exception) -> None:
         """Fail all queued requests. The next request tries to connect again."""
         with self._lock:
             # Keep a flush for the next connection: the prefill engine still caches pages that must not be reused.
@@ -216,8 +218,8 @@ class RemoteLink(PrefillLink):
         _log.warning("%s. Prompts are computed where they are decoded.", reason)
         self.receive(TransferFailed("", reason))
 
-    def _lost(self, peer: Peer) -> None:
-        del self._links.of[peer]
+    def _on_disconnect(self, peer: Peer) -> None:
+        del self._links.by_peer[peer]
         with self._lock:
             self._peer = None
         self.receive(TransferFailed("", f"the connection to the prefill engine at {self.address} is lost"))

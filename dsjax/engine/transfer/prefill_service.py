@@ -28,15 +28,15 @@ from dsjax.engine.transfer.messages import (
     TransferFailed,
     TransfersUnderWay,
 )
-from dsjax.engine.transfer.send_buffers import Keeper, PageSend, SendBuffers
+from dsjax.engine.transfer.send_buffers import ChunkOwner, PageSend, SendBuffers
 
 _log = logging.getLogger(__name__)
 
 Receive = Callable[[ToDecode], None]
-Keepers = Callable[[Executor], Sequence[Keeper]]
+ChunkOwners = Callable[[Executor], Sequence[ChunkOwner]]
 
-_MOST_RECENT = 4096
-_LOOK_SECONDS = 0.25
+_MAX_ENDED = 4096
+_CHECK_SECONDS = 0.25
 """Seconds between checks of the buffers, and between reports to decode engines; fewer with a short timeout."""
 
 
@@ -138,7 +138,7 @@ class PrefillService(Attachment):
 
     Args:
         timeout: seconds after which an unpulled chunk is dropped together with its transfer.
-        keepers: returns, for each rank of an executor, the process that keeps its chunks; None: this process keeps all.
+        owners: returns, for each rank of an executor, the process that keeps its chunks; None: this process keeps all.
 
     Attributes:
         buffers: the chunks that wait to be pulled.
@@ -149,19 +149,19 @@ class PrefillService(Attachment):
 
     source: PageSends
 
-    def __init__(self, *, timeout: float, keepers: Keepers | None = None):
-        self._keepers = keepers or (lambda executor: [Keeper()] * executor.limits.num_ranks)
+    def __init__(self, *, timeout: float, owners: ChunkOwners | None = None):
+        self._owners = owners or (lambda executor: [ChunkOwner()] * executor.limits.num_ranks)
         self.buffers = SendBuffers(timeout, self._offer)
         self._sends: dict[str, PageSend] = {}
         self.source = PageSends(self.buffers, self._sends)
         self.counts = PrefillCounts()
         self.flush_core: Callable[[], Any] = lambda: None
         self.reason = "the prefill engine has ended"
-        self._look_seconds = min(_LOOK_SECONDS, timeout / 4)
+        self._check_seconds = min(_CHECK_SECONDS, timeout / 4)
         self._executor: Executor | None = None
         # Ended transfers with the names of their last pages: the request for a prompt can arrive after its transfer has ended.
-        self._recent: OrderedDict[tuple[str, bytes], None] = OrderedDict()
-        self._told_at = 0.0  # time of the last report to decode engines
+        self._ended: OrderedDict[tuple[str, bytes], None] = OrderedDict()
+        self._reported_at = 0.0  # time of the last report to decode engines
 
     @property
     def num_jobs(self) -> int:
@@ -171,12 +171,12 @@ class PrefillService(Attachment):
     @property
     def look_seconds(self) -> float | None:
         """As in `Attachment`: set while there are transfers."""
-        return self._look_seconds if self._sends else None
+        return self._check_seconds if self._sends else None
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
         """Start with empty buffers for the chunks of this executor."""
         self._executor = executor
-        self.buffers.reset(self._keepers(executor))
+        self.buffers.reset(self._owners(executor))
         executor.extension(ChunkPort).send_chunks(self.buffers.ready)
 
     def scheduled(self, scheduler: Scheduler) -> None:
@@ -189,15 +189,15 @@ class PrefillService(Attachment):
         """Drop chunks that were not pulled in time, and tell decode engines which transfers are in progress."""
         for send in self.buffers.expire():
             self._end(send.transfer, "its pages were not pulled in time")
-        gone = self.buffers.take_gone()
-        if gone:
-            self._executor.launch(DropChunks(int32s(gone)))
-        self._tell_under_way(now)
+        dropped = self.buffers.take_dropped()
+        if dropped:
+            self._executor.launch(DropChunks(int32s(dropped)))
+        self._report_unfinished(now)
 
     def after_step(self, seconds: float, plan: StepPlan, updates: list[Update]) -> None:
         """End requests whose pages are all handed over: the decode engine computes the last token."""
-        tokens, before = self.counts
-        self.counts = PrefillCounts(tokens + plan.num_prompt_tokens, before + seconds)
+        tokens, seconds_before = self.counts
+        self.counts = PrefillCounts(tokens + plan.num_prompt_tokens, seconds_before + seconds)
         ended = []
         for update in updates:
             if update.finish_reason is FinishReason.ERROR:
@@ -208,7 +208,7 @@ class PrefillService(Attachment):
             if send.is_complete and send.request.status is not Status.FINISHED:
                 self._abort(send)
                 ended.append(name)
-        self._forget_done(ended)  # decode may already have released the last chunk
+        self._end_completed(ended)  # decode may already have released the last chunk
 
     def close(self, failed: bool) -> None:
         """Fail every transfer."""
@@ -225,9 +225,9 @@ class PrefillService(Attachment):
             self.flush_core()
         else:
             send = self.buffers.transfer_of(message.number)
-            if send is not None and _is_of(send, receive):
+            if send is not None and _may_act_on(send, receive):
                 self.buffers.release([message.number])
-                self._forget_done(list(self._sends))
+                self._end_completed(list(self._sends))
 
     def leave(self, receive: Receive) -> None:
         """Cancel all transfers of a lost decode engine."""
@@ -236,103 +236,105 @@ class PrefillService(Attachment):
 
     def _offer(self, send: PageSend, offer: ChunkReady) -> None:
         if self._sends.get(send.transfer) is send:
-            send.tell(offer)
+            send.notify(offer)
 
-    def _begin(self, ask: PrefillRequest, receive: Receive | None) -> None:
+    def _begin(self, prefill: PrefillRequest, receive: Receive | None) -> None:
         """Start a transfer, or join the transfer of this name."""
-        tokens = [] if len(ask.tokens) % 4 else list(from_int32s(ask.tokens))
-        objection = self._objection(ask, tokens)
-        if objection:
-            self._refuse(ask, receive, objection)
+        tokens = [] if len(prefill.tokens) % 4 else list(from_int32s(prefill.tokens))
+        reason = self._why_invalid(prefill, tokens)
+        if reason:
+            self._refuse(prefill, receive, reason)
             return
         request = Request(
-            ask.transfer,
+            prefill.transfer,
             tokens,
             len(tokens),
             SamplingParams(temperature=0, max_tokens=1),
             max_tokens=1,
             seed=0,
             arrival_time=time.monotonic(),
-            options=RequestOptions(ask.priority, ask.salt, dp_rank=ask.dp_rank),
+            options=RequestOptions(prefill.priority, prefill.salt, dp_rank=prefill.dp_rank),
         )
         names = extend_hashes(request, self.scheduler.config.page_size)
-        if receive is not None and names[ask.end - 1] != ask.page:
-            self._refuse(ask, receive, "its tokens and its salt are not those of the pages that it names")
+        if receive is not None and names[prefill.end - 1] != prefill.page:
+            self._refuse(prefill, receive, "its tokens and its salt are not those of the pages that it names")
             return
-        send = self._sends.get(ask.transfer)
+        send = self._sends.get(prefill.transfer)
         if send is not None:
-            self._join(send, ask, names, receive)
+            self._join(send, prefill, names, receive)
             return
-        if receive is None and (ask.transfer, names[ask.end - 1]) in self._recent:
+        if receive is None and (prefill.transfer, names[prefill.end - 1]) in self._ended:
             return
         windows = int(self.scheduler.config.windows_per_rank > 0)
-        pages = ask.first, ask.first, ask.end, windows
-        send = self._sends[ask.transfer] = PageSend(ask.transfer, request, receive, *pages)
+        pages = prefill.first, prefill.first, prefill.end, windows
+        send = self._sends[prefill.transfer] = PageSend(prefill.transfer, request, receive, *pages)
         try:
             self.scheduler.add(request)
         except (AdmissionError, ValueError) as error:
-            self._end(ask.transfer, str(error))
+            self._end(prefill.transfer, str(error))
 
-    def _join(self, send: PageSend, ask: PrefillRequest, names: Sequence[bytes], receive: Receive | None) -> None:
+    def _join(self, send: PageSend, prefill: PrefillRequest, names: Sequence[bytes], receive: Receive | None) -> None:
         """Assign the transfer of this name to a decode engine, if no other engine has it and it covers the requested pages."""
-        last = min(ask.end, send.end) - 1
+        last = min(prefill.end, send.end) - 1
         if send.request.page_hashes[last] != names[last]:
-            self._refuse(ask, receive, "another prompt is under way under this name")
+            self._refuse(prefill, receive, "another prompt is under way under this name")
         elif receive is None:
             return  # its decode engine has already asked
-        elif send.receive is not None and not _is_of(send, receive):
-            self._refuse(ask, receive, "another engine has asked for it under this name")
-        elif not send.first <= ask.first < ask.end <= send.end or (send.windows and ask.end < send.end):
-            self._refuse(ask, receive, f"pages {send.first} to {send.end} alone are under way under this name")
+        elif send.receive is not None and not _may_act_on(send, receive):
+            self._refuse(prefill, receive, "another engine has asked for it under this name")
+        elif not send.first <= prefill.first < prefill.end <= send.end or (send.windows and prefill.end < send.end):
+            self._refuse(prefill, receive, f"pages {send.first} to {send.end} alone are under way under this name")
         else:
             send.receive = receive
-            for buffer in self.buffers.of(send).values():
+            for buffer in self.buffers.buffers_of(send).values():
                 if buffer.is_ready:
                     receive(buffer.offer)
 
-    def _refuse(self, ask: PrefillRequest, receive: Receive | None, reason: str) -> None:
+    def _refuse(self, prefill: PrefillRequest, receive: Receive | None, reason: str) -> None:
         """Refuse a request and say why. The decode engine then computes the prompt itself."""
-        _log.warning("The prompt of transfer %r is not computed here: %s.", ask.transfer, reason)
+        _log.warning("The prompt of transfer %r is not computed here: %s.", prefill.transfer, reason)
         if receive is not None:
-            receive(TransferFailed(ask.transfer, reason))
+            receive(TransferFailed(prefill.transfer, reason))
 
     def _cancel(self, message: CancelTransfer, receive: Receive | None) -> None:
         """End a transfer for its owner: this process, its decode engine, or, before it has one, a sender that names its last page."""
         send = self._sends.get(message.transfer)
         if send is None:
             self._remember(message.transfer, message.page)
-        elif _is_of(send, receive) or (send.receive is None and message.page == _last_page(send)):
+        elif _may_act_on(send, receive) or (send.receive is None and message.page == _last_page(send)):
             self._end(message.transfer)
 
-    def _objection(self, ask: PrefillRequest, tokens: list[int]) -> str:
+    def _why_invalid(self, prefill: PrefillRequest, tokens: list[int]) -> str:
         """Return why a request cannot be computed, or "". Requests from other processes are not trusted."""
         page_size, vocabulary = self.scheduler.config.page_size, self._executor.limits.vocab_size
-        if not 0 <= ask.first < ask.end or len(tokens) != ask.end * page_size + 1:
-            return f"pages {ask.first} to {ask.end} of {page_size} tokens are asked for with {len(tokens)} tokens"
+        if not 0 <= prefill.first < prefill.end or len(tokens) != prefill.end * page_size + 1:
+            return (
+                f"pages {prefill.first} to {prefill.end} of {page_size} tokens are asked for with {len(tokens)} tokens"
+            )
         if min(tokens) < 0 or max(tokens) >= vocabulary:
             return f"a token is outside the vocabulary, 0 to {vocabulary - 1}"
         return ""
 
-    def _tell_under_way(self, now: float) -> None:
+    def _report_unfinished(self, now: float) -> None:
         """Tell decode engines which transfers are queued, computed or waiting, so that a long queue does not look like a dead engine."""
-        if now - self._told_at < self._look_seconds:
+        if now - self._reported_at < self._check_seconds:
             return
-        self._told_at = now
+        self._reported_at = now
         waiting = self.source.transfers_waiting()
-        under_way: dict[Receive, list[str]] = {}
+        unfinished: dict[Receive, list[str]] = {}
         for name, send in self._sends.items():
             if send.receive is not None and (not send.is_complete or name in waiting):
-                under_way.setdefault(send.receive, []).append(name)
-        for receive, names in under_way.items():
+                unfinished.setdefault(send.receive, []).append(name)
+        for receive, names in unfinished.items():
             receive(TransfersUnderWay(names))
 
-    def _forget_done(self, names: Iterable[str]) -> None:
+    def _end_completed(self, names: Iterable[str]) -> None:
         """Forget the named transfers whose pages are all computed, sent and released."""
         waiting = self.source.transfers_waiting()
         for name in names:
             send = self._sends.get(name)
             is_sent = send is not None and send.request.status is Status.FINISHED and name not in waiting
-            if is_sent and not self.buffers.of(send):
+            if is_sent and not self.buffers.buffers_of(send):
                 self._forget(name)
 
     def _end(self, name: str, reason: str = "", aborts: bool = True) -> None:
@@ -343,9 +345,9 @@ class PrefillService(Attachment):
         if aborts:
             self._abort(send)
             self.source.drop(send)
-        self.buffers.release(self.buffers.of(send))
+        self.buffers.release(self.buffers.buffers_of(send))
         if reason:
-            send.tell(TransferFailed(name, reason))
+            send.notify(TransferFailed(name, reason))
 
     def _abort(self, send: PageSend) -> None:
         if send.request.status is not Status.FINISHED:
@@ -358,12 +360,12 @@ class PrefillService(Attachment):
         return send
 
     def _remember(self, name: str, page: bytes) -> None:
-        self._recent[name, page] = None
-        if len(self._recent) > _MOST_RECENT:
-            self._recent.popitem(last=False)
+        self._ended[name, page] = None
+        if len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)
 
 
-def _is_of(send: PageSend, receive: Receive | None) -> bool:
+def _may_act_on(send: PageSend, receive: Receive | None) -> bool:
     """Whether a receiver may act on a transfer: its decode engine, or this process (None)."""
     return receive is None or send.receive == receive
 

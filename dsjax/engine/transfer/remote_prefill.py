@@ -61,8 +61,8 @@ class Transfer:
         pulling: names of the pages being pulled, by landing number.
         owner: the request that started it. requests: all requests that wait for it; without any, it is cancelled. waiters: requests
             that the scheduler skips until something arrives.
-        since: time of the last message about it. began: time at which it was requested.
-        cached: tokens cached on the prefill side. seen: chunks that were offered, because an offer may arrive twice.
+        last_message_time: time of the last message about it. request_time: time at which it was requested.
+        cached: tokens cached on the prefill side. offered_chunks: chunks that were offered, because an offer may arrive twice.
     """
 
     name: str
@@ -70,8 +70,8 @@ class Transfer:
     rank: int
     first: int
     names: list[bytes]
-    began: float
-    since: float
+    request_time: float
+    last_message_time: float
     awaited: set[bytes]
     owner: Request
     requests: set[Request] = field(default_factory=set)
@@ -79,15 +79,15 @@ class Transfer:
     offers: deque[ChunkReady] = field(default_factory=deque)
     pulling: dict[int, bytes] = field(default_factory=dict)
     cached: int = 0
-    seen: set[int] = field(default_factory=set)
+    offered_chunks: set[int] = field(default_factory=set)
 
-    def is_offered(self, offer: ChunkReady) -> bool:
+    def matches(self, offer: ChunkReady) -> bool:
         """Whether an offer's numbers are valid and its pages have the names that were asked for.
 
         Invalid numbers would crash the threads of the engine or the executor, which do not check them.
         """
-        is_valid = 0 <= offer.number < 2**31 and offer.count <= CHUNK_PAGES
-        if not is_valid or len(offer.names) != NAME_BYTES * offer.count:
+        has_valid_numbers = 0 <= offer.number < 2**31 and offer.count <= CHUNK_PAGES
+        if not has_valid_numbers or len(offer.names) != NAME_BYTES * offer.count:
             return False
         offered = enumerate(names_of(offer.names), offer.first - self.first)
         return all(self.names[page] == name for page, name in offered if 0 <= page < len(self.names))
@@ -126,30 +126,30 @@ class RemotePrefills(PageSource):
         self.connect: Callable[[str], int] | None = None
         self._counts: Counter[str] = Counter()
         self._transfers: dict[str, Transfer] = {}
-        self._expected: dict[tuple[int, bytes], Transfer] = {}
-        self._pulling: dict[tuple[int, int], Transfer] = {}
-        self._of: dict[Request, Transfer] = {}
-        self._links_of: dict[Request, int] = {}  # for requests that name a prefill engine
+        self._transfer_by_page: dict[tuple[int, bytes], Transfer] = {}
+        self._transfer_by_landing: dict[tuple[int, int], Transfer] = {}
+        self._transfer_by_request: dict[Request, Transfer] = {}
+        self._named_links: dict[Request, int] = {}  # for requests that name a prefill engine
         # For these requests, the name of the transfer that computes the prompt, until it is asked for.
-        self._names_of: dict[Request, str] = {}
-        self._computed_here: set[Request] = set()  # because a transfer for them was given up
-        self._any = range(num_links)
+        self._named_transfers: dict[Request, str] = {}
+        self._computed_locally: set[Request] = set()  # because a transfer for them was given up
+        self._default_links = range(num_links)
         self._link_numbers = itertools.count()
         self.awaited: dict[int, int] = {}
         self._backoffs: dict[int, Backoff] = {}
-        for _ in self._any:
+        for _ in self._default_links:
             self.add_link()
         self._messages: list[tuple[int, ToPrefill]] = []
-        self._pulls: list[list[_PulledPage]] = []  # for the next command, by rank
+        self._pending_pulls: list[list[_PulledPage]] = []  # for the next command, by rank
         self._prefix, self._numbers = os.urandom(6).hex(), itertools.count()
 
     def bind(self, ranks: Sequence[RankPages]) -> None:
         """Start with these ranks. All transfers are given up; requests may ask again."""
         for transfer in list(self._transfers.values()):
             self._give_up(transfer)
-        self._of.clear()
-        self._computed_here.clear()
-        self.ranks, self._pulls = ranks, [[] for _ in ranks]
+        self._transfer_by_request.clear()
+        self._computed_locally.clear()
+        self.ranks, self._pending_pulls = ranks, [[] for _ in ranks]
 
     def add_link(self) -> int:
         """Add a prefill engine for requests that name it, and return its number."""
@@ -160,9 +160,9 @@ class RemotePrefills(PageSource):
     def forget_link(self, link: int, now: float) -> bool:
         """Forget a prefill engine that is gone, unless a request names it. Return whether it is forgotten."""
         if (
-            link in self._any
+            link in self._default_links
             or self._backoffs[link].holds(now)
-            or link in self._links_of.values()
+            or link in self._named_links.values()
             or any(transfer.link == link for transfer in self._transfers.values())
         ):
             return False
@@ -189,12 +189,14 @@ class RemotePrefills(PageSource):
         """Note the prefill engine that already computes a request's prompt, and the transfer's name."""
         prefill = request.options.prefill
         if prefill is not None and self.connect is not None:
-            self._links_of[request] = self.connect(prefill["address"])
-            self._names_of[request] = prefill["transfer"]
+            self._named_links[request] = self.connect(prefill["address"])
+            self._named_transfers[request] = prefill["transfer"]
 
     def begin_step(self, now: float) -> None:
         """Give up transfers that have had no message for too long."""
-        for transfer in [one for one in self._transfers.values() if now - one.since > self.timeout]:
+        for transfer in [
+            transfer for transfer in self._transfers.values() if now - transfer.last_message_time > self.timeout
+        ]:
             # If offered pages found no room here, the link is not at fault.
             if transfer.pulling or not transfer.offers:
                 self._backoffs[transfer.link].begin(now)
@@ -202,7 +204,9 @@ class RemotePrefills(PageSource):
 
     def begin_rank(self, rank: int, now: float) -> None:
         """Pull the pages offered to a rank while there is room for them to land."""
-        for transfer in [one for one in self._transfers.values() if one.rank == rank and one.offers]:
+        for transfer in [
+            transfer for transfer in self._transfers.values() if transfer.rank == rank and transfer.offers
+        ]:
             while transfer.offers and self._pull(transfer, transfer.offers[0], now):
                 transfer.offers.popleft()
             if not transfer.awaited:
@@ -210,7 +214,7 @@ class RemotePrefills(PageSource):
 
     def awaits(self, rank: int, request: Request, name: bytes) -> bool:
         """Whether a page is on its way to a rank; then the request waits for it."""
-        transfer = self._expected.get((rank, name))
+        transfer = self._transfer_by_page.get((rank, name))
         if transfer is None:
             return False
         self._join(request, transfer)
@@ -222,22 +226,22 @@ class RemotePrefills(PageSource):
         self, rank: int, request: Request, names: Sequence[bytes], cached: Sequence[int], free_slots: int, now: float
     ) -> Lookup:
         """Ask a prefill engine for the pages after the `cached` ones, if the request fits in addition to the waiting ones."""
-        joined = self._of.get(request)
-        if len(cached) >= len(names) or request in self._computed_here:
+        joined = self._transfer_by_request.get(request)
+        if len(cached) >= len(names) or request in self._computed_locally:
             return Lookup.ABSENT
         if joined is not None and joined.owner is request:
             return Lookup.ABSENT
         pool = self.ranks[rank].pool
-        lacking = len(request.token_ids) - pool.usable(names, len(cached)) * pool.page_size
-        if lacking < self.local_tokens or not self._links(request, now):
+        num_missing_tokens = len(request.token_ids) - pool.usable(names, len(cached)) * pool.page_size
+        if num_missing_tokens < self.local_tokens or not self._available_links(request, now):
             return Lookup.ABSENT
-        requests, pages = self._reserved(rank)
-        missing = pool.pages_for(len(request.token_ids)) - len(cached)
-        windows = requests + 1 if pool.num_windows else 0
-        if requests >= free_slots or not pool.can_hold(cached, missing + pages, windows):
+        num_waiting, num_reserved = self._reserved(rank)
+        num_missing_pages = pool.pages_for(len(request.token_ids)) - len(cached)
+        windows = num_waiting + 1 if pool.num_windows else 0
+        if num_waiting >= free_slots or not pool.can_hold(cached, num_missing_pages + num_reserved, windows):
             # Without other requests, waiting would not free any room.
-            return Lookup.FULL if requests else Lookup.ABSENT
-        self._ask(rank, request, len(cached), names, now)
+            return Lookup.FULL if num_waiting else Lookup.ABSENT
+        self._request_prefill(rank, request, len(cached), names, now)
         return Lookup.WAIT
 
     def receive(self, link: int, message: ToDecode, now: float) -> None:
@@ -247,22 +251,22 @@ class RemotePrefills(PageSource):
                 self._backoffs[link].begin(now)
             for transfer in list(self._transfers.values()):
                 if transfer.link == link and message.transfer in ("", transfer.name):
-                    self._give_up(transfer, tells=False)
+                    self._give_up(transfer, notifies=False)
             return
         if isinstance(message, TransfersUnderWay):
             for name in message.transfers:
-                transfer = self._of_link(link, name)
+                transfer = self._transfer_of_link(link, name)
                 # Otherwise the transfer waits for this side.
                 if transfer is not None and not transfer.offers and not transfer.pulling:
-                    transfer.since = now
+                    transfer.last_message_time = now
             return
-        transfer = self._of_link(link, message.transfer)
+        transfer = self._transfer_of_link(link, message.transfer)
         if transfer is None:
             self._messages.append((link, ReleaseChunk(message.number)))
             return
-        if message.number in transfer.seen:
+        if message.number in transfer.offered_chunks:
             return
-        if not transfer.is_offered(message):
+        if not transfer.matches(message):
             self._counts["refused"] += 1
             _log.error(
                 "Prefill engine %d offers pages under the name %r that are not those asked for; the prompt is computed here.",
@@ -273,23 +277,23 @@ class RemotePrefills(PageSource):
             self._give_up(transfer)
             return
         self._backoffs[link].end()
-        transfer.since = now
+        transfer.last_message_time = now
         transfer.cached = message.cached
-        transfer.seen.add(message.number)
+        transfer.offered_chunks.add(message.number)
         transfer.offers.append(message)
 
     def landed(self, rank: int, number: int, ok: bool, now: float) -> None:
         """Record that a page was pulled (`ok`) or that its pull failed."""
-        transfer = self._pulling.pop((rank, number), None)
+        transfer = self._transfer_by_landing.pop((rank, number), None)
         if transfer is None:
             return
         name = transfer.pulling.pop(number)
         if not ok:
             self._give_up(transfer)
             return
-        self._arrived(transfer, name)
+        self._mark_arrived(transfer, name)
         self._counts["pages"] += 1
-        transfer.since = now
+        transfer.last_message_time = now
         transfer.wake()
         if not transfer.awaited:
             self._complete(transfer, now)
@@ -300,28 +304,28 @@ class RemotePrefills(PageSource):
 
     def release(self, rank: int, request: Request) -> None:
         """Stop waiting for a request. A transfer without waiting requests is cancelled."""
-        name = self._names_of.pop(request, None)
+        name = self._named_transfers.pop(request, None)
         if name is not None:  # the prompt that is computed elsewhere is no longer needed
             page_size = self.ranks[rank].pool.page_size
             pages = (request.num_prompt_tokens - 1) // page_size
             if pages:
                 page = extend_hashes(request, page_size)[pages - 1]
-                self._messages.append((self._links_of[request], CancelTransfer(name, page)))
+                self._messages.append((self._named_links[request], CancelTransfer(name, page)))
         self._leave(request)
 
     def preempted(self, request: Request) -> None:
         """Allow a request that waits again to have its prompt computed elsewhere."""
-        self._computed_here.discard(request)
+        self._computed_locally.discard(request)
 
     def ended(self, request: Request) -> None:
         """Forget a request."""
-        self._computed_here.discard(request)
-        self._links_of.pop(request, None)
-        self._names_of.pop(request, None)
+        self._computed_locally.discard(request)
+        self._named_links.pop(request, None)
+        self._named_transfers.pop(request, None)
 
     def num_computed(self, request: Request, loaded: Mapping[str, int]) -> int:
         """Return how many of a request's transferred pages its prefill engine computed, that is, had not cached."""
-        pages, transfer = loaded.get(TIER, 0), self._of.get(request)
+        pages, transfer = loaded.get(TIER, 0), self._transfer_by_request.get(request)
         if transfer is None:
             return pages
         page_size = self.ranks[transfer.rank].pool.page_size
@@ -329,12 +333,12 @@ class RemotePrefills(PageSource):
 
     def cancel(self, rank: int) -> None:
         """Give up all transfers to a rank."""
-        for transfer in [one for one in self._transfers.values() if one.rank == rank]:
+        for transfer in [transfer for transfer in self._transfers.values() if transfer.rank == rank]:
             self._give_up(transfer)
 
     def commands(self) -> Iterable[tuple[CommandTurn, Command]]:
         """Yield the command that pulls the offered pages that have room to land."""
-        pulls, self._pulls = self._pulls, [[] for _ in self.ranks]
+        pulls, self._pending_pulls = self._pending_pulls, [[] for _ in self.ranks]
         if not any(pulls):
             return
         sources = list(dict.fromkeys(page.source for pages in pulls for page in pages))
@@ -343,7 +347,7 @@ class RemotePrefills(PageSource):
         ]
         yield CommandTurn.REQUEST, PullPages(ranks, [tuple(source) for source in sources])
 
-    def _of_link(self, link: int, name: str) -> Transfer | None:
+    def _transfer_of_link(self, link: int, name: str) -> Transfer | None:
         """Return the transfer of this name if this prefill engine was asked for it, else None."""
         transfer = self._transfers.get(name)
         return transfer if transfer is not None and transfer.link == link else None
@@ -354,44 +358,46 @@ class RemotePrefills(PageSource):
         requests = sum(len(transfer.requests) for transfer in of_rank)
         return requests, sum(len(transfer.awaited) for transfer in of_rank) + requests
 
-    def _ask(self, rank: int, request: Request, num_cached: int, names: Sequence[bytes], now: float) -> None:
-        link = min(self._links(request, now), key=lambda link: self.awaited[link])
+    def _request_prefill(
+        self, rank: int, request: Request, num_cached: int, names: Sequence[bytes], now: float
+    ) -> None:
+        link = min(self._available_links(request, now), key=lambda link: self.awaited[link])
         pool = self.ranks[rank].pool
         end = len(names) - (pool.num_windows > 0)
         first = min(num_cached, end - 1)  # if only the window page is missing, it comes with the last page
-        rest = list(names[first:])
-        handed = self._names_of.pop(request, None)
-        if handed in self._transfers:  # in use by another request: the name would hide its messages
-            handed = None
-        name = handed or f"{self._prefix}-{next(self._numbers)}"
-        transfer = Transfer(name, link, rank, first, rest, now, now, set(rest), request)
+        missing_names = list(names[first:])
+        given_name = self._named_transfers.pop(request, None)
+        if given_name in self._transfers:  # in use by another request: the name would hide its messages
+            given_name = None
+        name = given_name or f"{self._prefix}-{next(self._numbers)}"
+        transfer = Transfer(name, link, rank, first, missing_names, now, now, set(missing_names), request)
         self._transfers[name] = transfer
         self.awaited[link] += len(transfer.awaited)
-        for page_name in rest:
-            self._expected.setdefault((rank, page_name), transfer)
+        for page_name in missing_names:
+            self._transfer_by_page.setdefault((rank, page_name), transfer)
         tokens = request.token_ids[: end * pool.page_size + 1]
         salt, priority = request.options.cache_salt, request.options.priority
-        ask = PrefillRequest(name, int32s(tokens), first, end, salt, priority, names[end - 1])
-        self._messages.append((link, ask))
+        message = PrefillRequest(name, int32s(tokens), first, end, salt, priority, names[end - 1])
+        self._messages.append((link, message))
         self._counts["asked"] += 1
         self.awaits(rank, request, names[num_cached])
 
-    def _links(self, request: Request, now: float) -> list[int]:
+    def _available_links(self, request: Request, now: float) -> list[int]:
         """Return the prefill engines that may be asked for a request now."""
-        named = self._links_of.get(request)
-        links = self._any if named is None else (named,)
+        named = self._named_links.get(request)
+        links = self._default_links if named is None else (named,)
         return [link for link in links if not self._backoffs[link].holds(now)]
 
     def _join(self, request: Request, transfer: Transfer) -> None:
-        before = self._of.get(request)
-        if before is not transfer:
-            if before is not None:
+        previous = self._transfer_by_request.get(request)
+        if previous is not transfer:
+            if previous is not None:
                 self._leave(request)
-            self._of[request] = transfer
+            self._transfer_by_request[request] = transfer
             transfer.requests.add(request)
 
     def _leave(self, request: Request) -> None:
-        transfer = self._of.pop(request, None)
+        transfer = self._transfer_by_request.pop(request, None)
         if transfer is None:
             return
         transfer.requests.discard(request)
@@ -409,64 +415,64 @@ class RemotePrefills(PageSource):
                 continue
             name = transfer.names[page]
             if pool.find((name,)) or name in landing:  # it has arrived by another path
-                self._arrived(transfer, name)
+                self._mark_arrived(transfer, name)
                 transfer.wake()
             else:
                 wanted.append((place, name))
         if not wanted:
             self._messages.append((transfer.link, ReleaseChunk(offer.number)))
             return True
-        if not landing.make_room(CHUNK_PAGES, self._names_wanted(rank), now):
+        if not landing.make_room(CHUNK_PAGES, self._wanted_names(rank), now):
             return False
         source, buffer = Source(transfer.link, offer.address), LandingBuffer(CHUNK_PAGES)  # the room of a full chunk
         for place, name in wanted:
             window = pool.num_windows > 0 and name == transfer.names[-1]
             number = landing.expect(name, self, TIER, now, buffer=buffer, window=window)
             transfer.pulling[number] = name
-            self._pulling[rank, number] = transfer
-            self._pulls[rank].append(_PulledPage(source, offer.number, place, number))
+            self._transfer_by_landing[rank, number] = transfer
+            self._pending_pulls[rank].append(_PulledPage(source, offer.number, place, number))
         return True
 
-    def _names_wanted(self, rank: int) -> set[bytes]:
+    def _wanted_names(self, rank: int) -> set[bytes]:
         """Return the names of pages that are in transit, or that have arrived but are not yet used by a request."""
-        transfers = {*self._transfers.values(), *self._of.values()}
+        transfers = {*self._transfers.values(), *self._transfer_by_request.values()}
         return {name for transfer in transfers if transfer.rank == rank for name in transfer.names}
 
-    def _arrived(self, transfer: Transfer, name: bytes) -> None:
+    def _mark_arrived(self, transfer: Transfer, name: bytes) -> None:
         if name in transfer.awaited:
             transfer.awaited.remove(name)
             self.awaited[transfer.link] -= 1
-        if self._expected.get((transfer.rank, name)) is not transfer:
+        if self._transfer_by_page.get((transfer.rank, name)) is not transfer:
             return
-        del self._expected[transfer.rank, name]
+        del self._transfer_by_page[transfer.rank, name]
         for other in self._transfers.values():
             if other.rank == transfer.rank and name in other.awaited:
-                self._expected[transfer.rank, name] = other
+                self._transfer_by_page[transfer.rank, name] = other
                 return
 
     def _complete(self, transfer: Transfer, now: float) -> None:
         self._counts["completed"] += 1
-        self.ranks[transfer.rank].landing.waits.append((TIER, now - transfer.began))
+        self.ranks[transfer.rank].landing.waits.append((TIER, now - transfer.request_time))
         for offer in transfer.offers:
             self._messages.append((transfer.link, ReleaseChunk(offer.number)))
         del self._transfers[transfer.name]
         transfer.wake()
 
-    def _give_up(self, transfer: Transfer, tells: bool = True) -> None:
+    def _give_up(self, transfer: Transfer, notifies: bool = True) -> None:
         """End a transfer early: its requests compute the missing pages themselves."""
         self._counts["given_up"] += 1
         for request in transfer.requests:
-            self._computed_here.add(request)
-        self._end(transfer, tells)
+            self._computed_locally.add(request)
+        self._end(transfer, notifies)
 
-    def _end(self, transfer: Transfer, tells: bool = True) -> None:
+    def _end(self, transfer: Transfer, notifies: bool = True) -> None:
         del self._transfers[transfer.name]
         for name in list(transfer.awaited):
-            self._arrived(transfer, name)
+            self._mark_arrived(transfer, name)
         for number in transfer.pulling:
-            del self._pulling[transfer.rank, number]
+            del self._transfer_by_landing[transfer.rank, number]
         self.ranks[transfer.rank].landing.give_up(transfer.pulling)
         transfer.pulling = {}
-        if tells:
+        if notifies:
             self._messages.append((transfer.link, CancelTransfer(transfer.name)))
         transfer.wake()

@@ -13,7 +13,7 @@ from dsjax.engine.schedule.pages import window_name
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.transfer.messages import CHUNK_PAGES, MOST_KEPT, Chunk, ChunkReady, ToDecode
 
-_NUMBERS = WINDOW_NUMBERS
+_NUM_NUMBERS = WINDOW_NUMBERS
 
 
 @dataclass(eq=False)
@@ -41,17 +41,17 @@ class PageSend:
         """Whether every page is sent, or about to be."""
         return self.next >= self.end + self.windows
 
-    def tell(self, message: ToDecode) -> None:
+    def notify(self, message: ToDecode) -> None:
         """Tell the decode engine, if one has asked."""
         if self.receive is not None:
             self.receive(message)
 
 
-class Keeper(NamedTuple):
+class ChunkOwner(NamedTuple):
     """The process that keeps a rank's chunks: its address (empty if there is one process), and whether it is another process."""
 
     address: str = ""
-    elsewhere: bool = False
+    is_remote: bool = False
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class SendBuffer:
     rank: int
     send: PageSend
     offer: ChunkReady
-    until: float
+    deadline: float
     chunk: Chunk | None = None
     is_ready: bool = False
 
@@ -77,20 +77,20 @@ class SendBuffers:
 
     def __init__(self, timeout: float, offer: Callable[[PageSend, ChunkReady], None]):
         self.timeout, self._offer = timeout, offer
-        self._gone: list[int] = []
+        self._dropped_elsewhere: list[int] = []
         self._buffers: dict[int, SendBuffer] = {}
         # Random, so that numbers change after a restart and cannot be guessed.
-        self._numbers = itertools.count(secrets.randbelow(_NUMBERS))
+        self._numbers = itertools.count(secrets.randbelow(_NUM_NUMBERS))
         self._lock = threading.Lock()
         self.pages_sent = self.expired = 0
         self.reset([])
 
-    def reset(self, keepers: Sequence[Keeper]) -> None:
-        """Forget all chunks and start with a new executor. keepers: of the executor's ranks."""
+    def reset(self, owners: Sequence[ChunkOwner]) -> None:
+        """Forget all chunks and start with a new executor. owners: of the executor's ranks."""
         with self._lock:
-            self._keepers, self._room = list(keepers), [MOST_KEPT // CHUNK_PAGES] * len(keepers)
+            self._owners, self._room = list(owners), [MOST_KEPT // CHUNK_PAGES] * len(owners)
             self._buffers.clear()
-            self._gone.clear()
+            self._dropped_elsewhere.clear()
 
     @property
     def num_kept(self) -> int:
@@ -110,9 +110,9 @@ class SendBuffers:
     def begin(self, rank: int, send: PageSend, first: int, count: int) -> int:
         """Begin a chunk for `count` pages from `first` on, and return its number."""
         with self._lock:
-            number = next(self._numbers) % _NUMBERS
+            number = next(self._numbers) % _NUM_NUMBERS
             self._room[rank] -= 1
-            address, hashes = self._keepers[rank].address, send.request.page_hashes
+            address, hashes = self._owners[rank].address, send.request.page_hashes
             names = b"".join(hashes[first : first + count])
             if first == send.end:
                 number, names = number + WINDOW_NUMBERS, window_name(hashes[first - 1])
@@ -126,7 +126,7 @@ class SendBuffers:
             buffer = self._buffers.get(number)
             if buffer is None:
                 return
-            buffer.chunk, buffer.is_ready, buffer.until = chunk, True, time.monotonic() + self.timeout
+            buffer.chunk, buffer.is_ready, buffer.deadline = chunk, True, time.monotonic() + self.timeout
             self.pages_sent += buffer.offer.count
         self._offer(buffer.send, buffer.offer)
 
@@ -140,7 +140,7 @@ class SendBuffers:
         buffer = self._buffers.get(number)
         return None if buffer is None else buffer.send
 
-    def of(self, send: PageSend) -> dict[int, SendBuffer]:
+    def buffers_of(self, send: PageSend) -> dict[int, SendBuffer]:
         """Return the chunks of a transfer, by their numbers."""
         with self._lock:
             return {number: buffer for number, buffer in self._buffers.items() if buffer.send is send}
@@ -152,19 +152,19 @@ class SendBuffers:
                 buffer = self._buffers.pop(number, None)
                 if buffer is not None:
                     self._room[buffer.rank] += 1
-                    if self._keepers[buffer.rank].elsewhere:
-                        self._gone.append(number)
+                    if self._owners[buffer.rank].is_remote:
+                        self._dropped_elsewhere.append(number)
 
     def expire(self) -> list[PageSend]:
         """Return the transfers with a chunk that was not pulled in time, for the caller to cancel."""
         now = time.monotonic()
         with self._lock:
-            late = [buffer for buffer in self._buffers.values() if buffer.until < now]
+            late = [buffer for buffer in self._buffers.values() if buffer.deadline < now]
             self.expired += len(late)
         return list(dict.fromkeys(buffer.send for buffer in late))
 
-    def take_gone(self) -> list[int]:
+    def take_dropped(self) -> list[int]:
         """Return the numbers of dropped chunks that other processes keep, each number once."""
         with self._lock:
-            gone, self._gone = self._gone, []
-            return gone
+            dropped, self._dropped_elsewhere = self._dropped_elsewhere, []
+            return dropped

@@ -26,7 +26,7 @@ class Collectives:
     def __init__(self):
         self.endpoint: Endpoint | None = None
         self._others: set[Endpoint] = set()
-        self._generation, self._order = -1, ()
+        self._epoch, self._order = -1, ()
         self._seen: set[int] = set()  # inodes of connections of earlier mesh epochs
         self._of: dict[tuple[int, ...], set[int]] = {}  # inodes by the device order that opened them
         self._beside: dict[int, Callable[[], None]] = {}  # by mesh epoch
@@ -41,7 +41,7 @@ class Collectives:
             self.endpoint = new_listeners.pop()
         return made
 
-    def begin(self, generation: int, order: Iterable[int], endpoints: Iterable[Sequence | None]) -> None:
+    def begin(self, epoch: int, order: Iterable[int], endpoints: Iterable[Sequence | None]) -> None:
         """Begin a mesh epoch, which has no connections yet.
 
         order: its devices. endpoints: of its processes. gloo keeps a group with a given device order, and its connections, for ever.
@@ -51,24 +51,24 @@ class Collectives:
             now = {inode for inode, _ in self._connections()}
             self._of.setdefault(self._order, set()).update(now - self._seen)
             self._seen |= now
-            self._generation, self._order = generation, tuple(order)
+            self._epoch, self._order = epoch, tuple(order)
 
-    def cut_with(self, generation: int, cut: Callable[[], None]) -> None:
+    def cut_with(self, epoch: int, cut: Callable[[], None]) -> None:
         """Also call `cut` when a mesh epoch is cut, for waits on other processes outside collectives."""
         with self._lock:
-            self._beside = {generation: cut}
+            self._beside = {epoch: cut}
 
-    def cut(self, generation: int) -> int:
+    def cut(self, epoch: int) -> int:
         """Close the connections of a mesh epoch, if it is the current one, so that its collectives fail. Return how many were closed.
 
         Connections of other device orders stay open, because those groups can be used again.
         """
         with self._lock:
-            beside = self._beside.pop(generation, None)
+            beside = self._beside.pop(epoch, None)
         if beside is not None:
             beside()
         with self._lock:
-            if generation != self._generation:
+            if epoch != self._epoch:
                 return 0
             count, again = 0, self._of.get(self._order, set())
             for inode, connection in self._connections():

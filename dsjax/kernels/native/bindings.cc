@@ -294,7 +294,7 @@ XLA_FFI_Error* index_choice(Call call) {
   kernel.positions = call.values<int32_t>(5);
   kernel.tables = call.values<int32_t>(6);
   kernel.filled = call.array(7).rank() == 2 ? call.values<uint8_t>(7) : nullptr;
-  kernel.bytes = call.bytes_of(2);
+  kernel.bytes = call.setting<bool>("packed") ? 0 : call.bytes_of(2);
   kernel.layer = *call.values<int32_t>(4), kernel.pages = pages[1], kernel.G = pages[2];
   kernel.R = shape[0], kernel.C = shape[1], kernel.I = shape[2], kernel.A = shape[3];
   kernel.Pr = call.shape(6)[1], kernel.k = call.result(0).shape()[2];
@@ -304,15 +304,16 @@ XLA_FFI_Error* index_choice(Call call) {
   return call.run(kernel);
 }
 
-// query [R, C, H, M], sink [H], window [L, W, G, M], entries [L', P, E, M] (or one value), their layers [] and [], positions [R, C], ring
+// query [R, C, H, M], sink [H], window [L, W, G, *], entries [L', P, E, *] (or one value), their layers [] and [], positions [R, C], ring
 // [R, Pw], tables [R, Pr], filled [W, G] of one byte (or one value, where all is), chosen [R, C, k] (or one value, for the first), their count
-// [R, C] -> [R, C, H, M]. span: tokens of a window. scale: of the scores.
+// [R, C] -> [R, C, H, M]. span: tokens of a window. scale: of the scores. rotated: values of an FP8 entry that are bfloat16; 0: vectors are float32.
 XLA_FFI_Error* compressed_attention(Call call) {
   auto shape = call.shape(0), window = call.shape(2), entries = call.shape(3);
   CompressedAttention kernel;
   kernel.query = call.values<float>(0), kernel.sink = call.values<float>(1);
-  kernel.window = {call.values<float>(2), *call.values<int32_t>(4), window[1], window[2]};
-  kernel.entries = {call.values<float>(3), *call.values<int32_t>(5), 0, 1};
+  const long rotated = call.setting<int64_t>("rotated");
+  kernel.window = {rotated ? call.data(2) : call.values<float>(2), *call.values<int32_t>(4), window[1], window[2], rotated};
+  kernel.entries = {rotated ? call.data(3) : call.values<float>(3), *call.values<int32_t>(5), 0, 1, rotated};
   if (call.array(3).rank() == 4) kernel.entries.pages = entries[1], kernel.entries.G = entries[2];
   kernel.R = shape[0], kernel.C = shape[1], kernel.H = shape[2], kernel.M = shape[3];
   kernel.positions = call.values<int32_t>(6);
@@ -509,9 +510,9 @@ extern "C" int64_t dsjax_index_choice_scratch(int64_t R, int64_t C, int64_t I, i
   kernel.R = R, kernel.C = C, kernel.I = I, kernel.A = A, kernel.Pr = Pr, kernel.G = G, kernel.threads = static_cast<int>(threads);
   return static_cast<int64_t>(kernel.scratch_bytes());
 }
-extern "C" int64_t dsjax_compressed_attention_scratch(int64_t H, int64_t M, int64_t threads) {
+extern "C" int64_t dsjax_compressed_attention_scratch(int64_t H, int64_t M, int64_t rotated, int64_t threads) {
   dsjax::CompressedAttention kernel{};
-  kernel.H = H, kernel.M = M, kernel.threads = static_cast<int>(threads);
+  kernel.H = H, kernel.M = M, kernel.window.rotated = rotated, kernel.threads = static_cast<int>(threads);
   return static_cast<int64_t>(kernel.scratch_bytes());
 }
 extern "C" int64_t dsjax_streams_scratch(int64_t n, int64_t D, int64_t w, int64_t threads) {

@@ -8,12 +8,32 @@
 
 namespace dsjax {
 
-// Vectors of one layer on their pages, [layers, pages, G, M].
+// Vectors of one layer on their pages, [layers, pages, G, *]: M values of float32, or the bytes of an FP8 entry
+// (dsjax/model/compressed/precision.py): unrotated values in e4m3, a power-of-two scale of one byte for each kEntryScaled of them, padded to
+// whole eights, and rotated values in bfloat16.
 struct Pages {
-  const float* data;
+  const void* data;
   long layer, pages, G;
+  long rotated = 0;  // how many values are rotated in FP8 entries; 0: float32
 
-  const float* at(long page, long slot, long M) const { return data + ((layer * pages + page) * G + slot) * M; }
+  static constexpr long kEntryScaled = 64;
+
+  // A vector as float32: where it lies, or widened into `copy`.
+  const float* at(long page, long slot, long M, float* copy) const {
+    const long number = (layer * pages + page) * G + slot, plain = M - rotated;
+    if (rotated == 0) return static_cast<const float*>(data) + number * M;
+    const long scales = ((plain + kEntryScaled - 1) / kEntryScaled + 7) / 8 * 8;
+    const uint8_t* from = static_cast<const uint8_t*>(data) + number * (plain + scales + 2 * rotated);
+    const uint8_t *scale = from + plain, *last = scale + scales;
+    for (long m = 0; m < plain; scale++) {
+      const long end = std::min(m + kEntryScaled, plain);
+      const float factor = bits<float>(static_cast<uint32_t>(*scale) << 23);
+      for (; m + kLanes <= end; m += kLanes) store(copy + m, Float8::widen(from + m) * factor);
+      for (; m < end; m++) copy[m] = Float8::widen_one(from[m]) * factor;
+    }
+    for (long m = 0; m < rotated; m++) copy[plain + m] = BFloat16::widen_one(load_as<uint16_t>(last + 2 * m));
+    return copy;
+  }
 };
 
 // Letters as in docs/glossary.md: R rows, C queries of each, H heads of width M. Each query is computed by itself, and its context is taken
@@ -50,7 +70,7 @@ struct CompressedAttention : ByBlocks {
 
  private:
   struct Own {  // a worker's
-    float *query, *scores, *maximum, *total;
+    float *query, *scores, *maximum, *total, *copies;
     const float **context, **weights;
     float** results;
     size_t bytes;
@@ -64,6 +84,7 @@ struct CompressedAttention : ByBlocks {
     o.scores = floats(base, used, kBlock * lanes);
     o.maximum = floats(base, used, lanes);
     o.total = floats(base, used, lanes);
+    o.copies = floats(base, used, window.rotated ? kBlock * M : 0);
     o.context = pointers(base, used, kBlock);
     o.weights = pointers(base, used, std::max(lanes, kBlock));
     o.results = const_cast<float**>(pointers(base, used, std::max(lanes, kBlock)));
@@ -84,18 +105,19 @@ struct CompressedAttention : ByBlocks {
     std::copy(sink + first, sink + first + heads, o.maximum);
     std::fill(o.total, o.total + lanes, 1.0f);
     long found = 0;
-    auto see = [&](const float* vector) {
+    auto see = [&](const Pages& pages, long page, long slot) {
+      const float* vector = pages.at(page, slot, M, o.copies + found * M);
       fetch(vector, M);
       o.context[found++] = vector;
       if (found == kBlock) fold(found, heads, lanes, out + at, o), found = 0;
     };
     for (long p = std::max(position - span + 1, 0l); p <= position; p++) {
       const long page = ring[row * Pw + p / window.G % Pw], slot = p % window.G;
-      if (!filled || p == position || filled[page * window.G + slot]) see(window.at(page, slot, M));
+      if (!filled || p == position || filled[page * window.G + slot]) see(window, page, slot);
     }
     for (long i = 0; i < count[item]; i++) {
       const long entry = chosen ? chosen[item * k + i] : i;
-      see(entries.at(tables[row * Pr + entry / entries.G], entry % entries.G, M));
+      see(entries, tables[row * Pr + entry / entries.G], entry % entries.G);
     }
     if (found) fold(found, heads, lanes, out + at, o);
     for (long h = 0; h < heads; h++) multiply(out + at + h * M, M, 1.0f / o.total[h]);

@@ -123,23 +123,32 @@ struct Norm {
 
   size_t scratch_bytes() const { return 64; }
 
-  void run(char*, const Schedule&) const {
-    for (long n = 0; n < N; n++) {
-      const float* row = bias ? centred(x + n * width, out + n * width) : x + n * width;
-      Vec squares{};
-      long i = 0;
-      for (; i + kLanes <= width; i += kLanes) squares += load(row + i) * load(row + i);
-      float total = sum(squares);
-      for (; i < width; i++) total = __builtin_fmaf(row[i], row[i], total);
-      const float inverse = 1.0f / __builtin_sqrtf(total / static_cast<float>(width) + eps);
-      float* to = out + n * width;
-      for (i = 0; i + kLanes <= width; i += kLanes) store(to + i, load(scale + i) * (load(row + i) * inverse));
-      for (; i < width; i++) to[i] = scale[i] * (row[i] * inverse);
-      for (i = 0; bias && i < width; i++) to[i] += bias[i];
-    }
+  void run(char*, const Schedule& schedule) const {
+    Phases::run(
+        1, [&](int) { return (N + kTogether - 1) / kTogether; },
+        [&](int, long item, int) {
+          for (long n = item * kTogether; n < std::min(N, (item + 1) * kTogether); n++) normalise(n);
+        },
+        N * width < kLeastWork ? 1 : threads, schedule);
   }
 
  private:
+  static constexpr long kTogether = 16;  // rows of an item
+
+  void normalise(long n) const {
+    const float* row = bias ? centred(x + n * width, out + n * width) : x + n * width;
+    Vec squares{};
+    long i = 0;
+    for (; i + kLanes <= width; i += kLanes) squares += load(row + i) * load(row + i);
+    float total = sum(squares);
+    for (; i < width; i++) total = __builtin_fmaf(row[i], row[i], total);
+    const float inverse = 1.0f / __builtin_sqrtf(total / static_cast<float>(width) + eps);
+    float* to = out + n * width;
+    for (i = 0; i + kLanes <= width; i += kLanes) store(to + i, load(scale + i) * (load(row + i) * inverse));
+    for (; i < width; i++) to[i] = scale[i] * (row[i] * inverse);
+    for (i = 0; bias && i < width; i++) to[i] += bias[i];
+  }
+
   const float* centred(const float* row, float* to) const {
     float total = 0;
     for (long i = 0; i < width; i++) total += row[i];

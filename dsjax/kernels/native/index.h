@@ -15,19 +15,19 @@ namespace dsjax {
 struct IndexChoice {
   const float* query;        // [R, C, I, A]
   const float* weight;       // [R, C, I]
-  const void* keys;          // [layers, pages, G, A]: float32, bfloat16, or e4m3 with a scale for each kIndexScaled values
+  const void* keys;          // [layers, pages, G, A]: float32, bfloat16, e4m3 with a scale for each kIndexScaled values, or packed (`widened`)
   const float* key_scale;    // [layers, pages, G, ceil(A / kIndexScaled)]
   const int32_t* positions;  // [R, C]
   const int32_t* tables;     // [R, Pr]
   const uint8_t* filled;     // [pages, G]: 0 where a cache slot holds nothing, which only the query at that position sees; null: all do
-  int bytes;                 // of a value of a key
+  int bytes;                 // of a value of a key; 0: packed
   long layer, pages, G, R, C, I, A, Pr, k;
   int32_t* chosen;  // [R, C, k]: positions in ascending order, then zeros
   int32_t* count;   // [R, C]: how many they are
   uint32_t* words;  // [R, C, ceil(S / 32)]: one bit for each position
   int threads;
 
-  static constexpr long kIndexScaled = 128;
+  static constexpr long kIndexScaled = 128, kPackedScaled = 32;
   static constexpr long kPart = 512;  // positions that a thread scores at once
 
   size_t scratch_bytes() const { return layout(nullptr).total; }
@@ -73,10 +73,20 @@ struct IndexChoice {
   const float* key(long slot, float* own) const {
     const long at = slot * A;
     if (bytes == 4) return static_cast<const float*>(keys) + at;
+    if (bytes == 0) return widened(slot, own);
     const float* scale = key_scale + slot * ((A + kIndexScaled - 1) / kIndexScaled);
     for (long w = 0; w < A; w++)
       own[w] = bytes == 2 ? BFloat16::widen_one(static_cast<const uint16_t*>(keys)[at + w])
                           : Float8::widen_one(static_cast<const uint8_t*>(keys)[at + w]) * scale[w / kIndexScaled];
+    return own;
+  }
+
+  // A key of A / 2 bytes with two e2m1 values each, the lower bits first, then a power-of-two scale of one byte for each kPackedScaled values.
+  const float* widened(long slot, float* own) const {
+    static constexpr float kValues[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+    const uint8_t* from = static_cast<const uint8_t*>(keys) + slot * (A / 2 + (A + kPackedScaled - 1) / kPackedScaled);
+    for (long w = 0; w < A; w++)
+      own[w] = kValues[from[w / 2] >> w % 2 * 4 & 15] * bits<float>(static_cast<uint32_t>(from[A / 2 + w / kPackedScaled]) << 23);
     return own;
   }
 

@@ -241,7 +241,7 @@ void row_tile(const float* const* a, long a_step, const B& b, long first, long c
         pairs_tile<rows, wide>(a, a_step, b, column, depth, c, column + c_shift, sums, piece);
   for (; column + wide * kLanes <= columns; column += wide * kLanes)
     tile<rows, wide>(a, a_step, b, column, depth, c, column + c_shift, sums, piece);
-  if constexpr (wide == 4 && rows <= 3)  // more rows are enough sums at once with one vector
+  if constexpr (wide == 4)  // six sums at once, of six rows and one vector, would not keep the units busy
     for (; column + 2 * kLanes <= columns; column += 2 * kLanes)
       tile<rows, 2>(a, a_step, b, column, depth, c, column + c_shift, sums, piece);
   for (; column + kLanes <= columns; column += kLanes) tile<rows, 1>(a, a_step, b, column, depth, c, column + c_shift, sums, piece);

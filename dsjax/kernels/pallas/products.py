@@ -7,8 +7,9 @@ of weights comes from memory once and from the device's cache for every further 
 keep a device busy, its depth is split, and the partial sums are added afterwards.
 
 FP8 weights are widened, exactly, in registers; each product over at most 128 of the depth is multiplied by its block's scale before it
-is added to the float32 sum. If the rows are FP8 too (``fp8.Quantised``), weights are not widened: tensor cores multiply e4m3 by e4m3,
-and each such product is also multiplied by its row's scale (``dsjax/model/fp8_product.py`` is the definition).
+is added to the float32 sum. If the rows are FP8 too (``fp8.Quantised``), tensor cores multiply e4m3 by e4m3
+(Hopper's only in tiles of at least 64 rows), and each such product is also multiplied by its row's scale
+(``dsjax/model/fp8_product.py`` is the definition).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from dsjax.kernels.pallas.order import MESH, ROWS, KernelOrder
 from dsjax.kernels.pallas.shared_memory import Cores, ProductBytes, first_that_fits, shallower
 from dsjax.kernels.pallas.tile_table import Product, TileTable
 from sharding import fp8
+from sharding.jax_internals import multiply_e4m3_on_tensor_cores
 
 BLOCK = 128
 """Side of the blocks that share an FP8 scale."""
@@ -112,6 +114,7 @@ def gate_up(
     dtype: np.dtype | None = None,
     powers: bool = False,
     limit: float | None = None,
+    depth_last: bool = False,
     interpret: bool = False,
     tiles: ProductTiles | TileTable | None = None,
     cores: Cores = Cores(),
@@ -121,11 +124,12 @@ def gate_up(
     Rows that belong to no expert are not written and are undefined. For quantised rows, the result is rounded to ``dtype`` and
     quantised as well, for ``down``; ``powers``: with scales that are powers of two.
 
-    weight: ``[L, X, D, 2, F]``, as bits of ``weight_dtype``; scale: ``[L, X, D / 128, 2, F / 128]`` float32 for FP8.
+    weight: ``[L, X, D, 2, F]``, or ``[L, X, 2, F, D]`` if ``depth_last``, as bits of ``weight_dtype``; scale:
+    ``[L, X, D / 128, 2, F / 128]`` float32 for FP8.
     """
     return _product(
         weight, scale, weight_dtype, layer, x_PD, groups, fused=True, dtype=dtype, powers=powers, limit=limit, interpret=interpret,
-        tiles=tiles, cores=cores,
+        tiles=tiles, cores=cores, depth_last=depth_last,
     )  # fmt: skip
 
 
@@ -138,13 +142,14 @@ def down(
     groups: Groups,
     *,
     dtype: np.dtype | None = None,
+    depth_last: bool = False,
     interpret: bool = False,
     tiles: ProductTiles | TileTable | None = None,
     cores: Cores = Cores(),
 ) -> Float[Array, "P D"]:
     """Return ``hidden · down`` of each sorted pair, as in ``gate_up``. ``dtype``: of the result, if rows are quantised.
 
-    weight: ``[L, X, F, D]``; scale: ``[L, X, F / 128, D / 128]``.
+    weight: ``[L, X, F, D]``, or ``[L, X, D, F]`` if ``depth_last``; scale: ``[L, X, F / 128, D / 128]``.
     """
     return _product(
         weight,
@@ -158,6 +163,7 @@ def down(
         interpret=interpret,
         tiles=tiles,
         cores=cores,
+        depth_last=depth_last,
     )
 
 
@@ -169,36 +175,39 @@ def dense(
     x_TK: Float[Array, "T K"] | fp8.Quantised,
     *,
     dtype: np.dtype | None = None,
+    depth_last: bool = False,
     interpret: bool = False,
     tiles: ProductTiles | TileTable | None = None,
     cores: Cores = Cores(),
 ) -> Float[Array, "T *n"]:
     """Return ``x · weight[layer]`` in the dtype of ``x_TK``, or for quantised rows in ``dtype``.
 
-    weight: ``[L, K, N]``, or ``[L, K, 2, F]`` with products ``[T, 2, F]``. scale: as for the experts; for a fused matrix only if
-    128 divides F (``takes``).
+    weight: ``[L, K, N]``, or ``[L, K, 2, F]`` with products ``[T, 2, F]``; ``[L, N, K]`` or ``[L, 2, F, K]`` if ``depth_last``.
+    scale: as for the experts; for a fused matrix only if 128 divides F (``takes``).
     """
     quantised = isinstance(x_TK, fp8.Quantised)
-    (T, _), K = x_TK.values.shape if quantised else x_TK.shape, weight.shape[1]
-    flat = weight.reshape(weight.shape[0], 1, K, -1)
+    T, L = (x_TK.values if quantised else x_TK).shape[0], weight.shape[0]
+    K, columns = (weight.shape[-1], weight.shape[1:-1]) if depth_last else (weight.shape[1], weight.shape[2:])
+    N = math.prod(columns)
+    flat = weight.reshape(L, 1, *((N, K) if depth_last else (K, N)))
     scales = None if scale is None else scale.reshape(scale.shape[0], 1, scale.shape[1], -1)
     if not isinstance(tiles, ProductTiles):
-        kind = Product("dense" + "_fp8" * quantised, K, flat.shape[-1], np.dtype(weight_dtype).name, T)
-        default = ProductTiles.dense(T, K, flat.shape[-1], cores.count)
+        kind = Product("dense" + "_fp8" * quantised, K, N, np.dtype(weight_dtype).name, T)
+        default = ProductTiles.dense(T, K, N, cores.count)
         tiles = default.chosen(tiles, kind, _taken(False, x_TK, weight_dtype), cores)
     x = jax.tree.map(lambda array: jnp.pad(array, ((0, -T % tiles.rows), (0, 0))), x_TK)
     dtype = dtype if quantised else x.dtype
     one = Groups(jnp.zeros((1,), jnp.int32), jnp.full((1,), T, jnp.int32), T)
     out = _product(
         flat, scales, weight_dtype, layer, x, one, fused=False, dtype=dtype, interpret=interpret, tiles=tiles, name="dense",
-        cores=cores,
+        cores=cores, depth_last=depth_last,
     )  # fmt: skip
     if tiles.splits > 1:
         with jax.named_scope("dense_splits"):
             out = out[:, :T].sum(axis=0).astype(dtype)
     else:
         out = out[:T]
-    return out.reshape(T, *weight.shape[2:])
+    return out.reshape(T, *columns)
 
 
 def widened(ref, at: tuple, mask: Array | None, stored: np.dtype, dtype) -> Array:
@@ -218,30 +227,33 @@ def takes(weight: Array, scale: Array | None) -> bool:
 
 def _product(
     weight, scale, weight_dtype, layer, x, groups: Groups, *, fused: bool, dtype, interpret: bool, tiles, name="", powers=False,
-    limit=None, cores=Cores(),
+    limit=None, cores=Cores(), depth_last=False,
 ):  # fmt: skip
     quantised = isinstance(x, fp8.Quantised)
     name = (name or ("experts_gate_up" if fused else "experts_down")) + "_fp8" * quantised
+    X, rest = weight.shape[1], weight.shape[2:]
+    depth, N = (rest[-1], rest[-2]) if depth_last else (rest[0], rest[-1])
     if not isinstance(tiles, ProductTiles):
-        kind = Product(name, weight.shape[2], weight.shape[-1], np.dtype(weight_dtype).name, groups.mean_load)
+        kind = Product(name, depth, N, np.dtype(weight_dtype).name, groups.mean_load)
         default = ProductTiles.for_load(groups.mean_load)
         default = replace(default, columns=BLOCK) if quantised and fused else default
         tiles = default.chosen(tiles, kind, _taken(fused, x, weight_dtype), cores)
     if quantised:
+        multiply_e4m3_on_tensor_cores()
         # Pad the depth to whole blocks, so that nothing is masked: the weights' last row, times 0, stands for the missing rows.
         x = fp8.Quantised(jnp.pad(x.values, ((0, 0), (0, -x.values.shape[1] % BLOCK))), x.scales)
         tiles = replace(tiles, columns=BLOCK) if fused else tiles
     rows_in = [*x] if quantised else [x]
     dtype = dtype if quantised else x.dtype
-    X, rows, N = weight.shape[1], rows_in[0].shape[0], weight.shape[-1]
+    rows = rows_in[0].shape[0]
     kernel = partial(
         _kernel, fused=fused, weight_dtype=weight_dtype, tiles=tiles, scaled=scale is not None, quantised=quantised,
         dtype=dtype if quantised else x.dtype,
-        powers=powers, limit=limit,
+        powers=powers, limit=limit, shape=(depth, N), depth_last=depth_last,
     )  # fmt: skip
     scalars = [array.astype(jnp.int32) for array in (jnp.reshape(layer, 1), groups.start_X, groups.count_X)]
     arrays = [*scalars, *rows_in, weight, *([] if scale is None else [scale])]
-    cost = _cost(rows_in[0], weight, groups.mean_load, tiles, dtype)
+    cost = _cost(rows_in[0], weight, (depth, N), groups.mean_load, tiles, dtype)
     shapes = [jax.ShapeDtypeStruct((rows, N), dtype)]
     if quantised and fused:
         blocks = fp8.num_scales(N)
@@ -266,7 +278,8 @@ def _product(
 
 
 def _kernel(
-    layer_ref, start_ref, count_ref, *refs, fused, weight_dtype, tiles, scaled, quantised, dtype, powers, limit
+    layer_ref, start_ref, count_ref, *refs, fused, weight_dtype, tiles, scaled, quantised, dtype, powers, limit, shape,
+    depth_last,
 ):  # fmt: skip
     x_ref, *refs = refs
     x_scale_ref, *refs = refs if quantised else (None, *refs)
@@ -276,20 +289,24 @@ def _kernel(
     spread, column, place = (pl.program_id(axis) for axis in range(3))
     expert, part = place // tiles.splits, place % tiles.splits
     layer, start, count = layer_ref[0], start_ref[expert], count_ref[expert]
-    K, N = x_ref.shape[1], weight_ref.shape[-1]
+    K, (depth, N) = x_ref.shape[1], shape
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 and not quantised else lax.Precision.DEFAULT
     n = column * tiles.columns + jnp.arange(tiles.columns)
     halves = (0, 1) if fused else (None,)
 
     def weights(k, half):
         middle = () if half is None else (half,)
+
+        def index(k, n):
+            k, n = k[:, None], n[None, :]
+            return (layer, expert, *middle, n, k) if depth_last else (layer, expert, k, *middle, n)
+
         if quantised:
-            depth = weight_ref.shape[2]
             rows = k if depth == K else jnp.minimum(k, depth - 1)
             columns = n if N % tiles.columns == 0 else jnp.minimum(n, N - 1)
-            values = weight_ref[(layer, expert, rows[:, None], *middle, columns[None, :])]
+            values = weight_ref[index(rows, columns)]
             return values if values.dtype == weight_dtype else lax.bitcast_convert_type(values, weight_dtype)
-        at = (layer, expert, k[:, None], *middle, n[None, :])
+        at = index(k, n)
         whole = K % tiles.depth == 0 and N % tiles.columns == 0
         return widened(weight_ref, at, None if whole else (k[:, None] < K) & (n[None, :] < N), weight_dtype, dtype)
 
@@ -345,18 +362,20 @@ def _taken(fused: bool, x: Array | fp8.Quantised, weight_dtype: np.dtype) -> Pro
     return ProductBytes(1 + fused, rows, rows, np.dtype(weight_dtype).itemsize)
 
 
-def _cost(x: Array, weight: Array, mean_load: float, tiles: ProductTiles, dtype: np.dtype) -> KernelCost:
+def _cost(
+    x: Array, weight: Array, shape: tuple[int, int], mean_load: float, tiles: ProductTiles, dtype: np.dtype
+) -> KernelCost:
     """Return the cost under even routing: rows of all started tiles, weights of every expert with a pair once. A dense matrix has one
     "expert", whose rows are known. For e4m3 rows, results of gate and up are e4m3 as well, and others have ``dtype``."""
-    X, K, N = weight.shape[1], weight.shape[2], math.prod(weight.shape[3:])
+    X, (K, width), fused = weight.shape[1], shape, weight.ndim == 5
+    N = width * (1 + fused)
     known = X == 1 and isinstance(mean_load, int)
     rows = X * tiles.rows * (-(-mean_load // tiles.rows) if known else expected_tiles(mean_load, tiles.rows))
     flops = 2.0 * rows * K * N
     scales = 4 / BLOCK**2 if weight.dtype.itemsize == 1 else 0
     read = (1 if known else X * (1 - math.exp(-mean_load))) * K * N * (weight.dtype.itemsize + scales)
-    quantised, fused = x.dtype == fp8.E4M3, weight.ndim == 5
+    quantised = x.dtype == fp8.E4M3
     row = fp8.row_bytes(K) if quantised else K * x.dtype.itemsize
-    width = weight.shape[-1]
     result = fp8.row_bytes(width) if quantised and fused else width * np.dtype(dtype).itemsize
     if tiles.splits > 1:
         result = width * 4 * tiles.splits

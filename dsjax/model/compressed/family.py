@@ -29,16 +29,18 @@ from dsjax.model.cache_groups import CacheGroup
 from dsjax.model.compressed.attention import CompressedAttention, CompressedProjections, entries
 from dsjax.model.compressed.fold import empty, fold_row
 from dsjax.model.compressed.groups import compressed_groups
+from dsjax.model.compressed.precision import Format
 from dsjax.model.compressed.rotations import Rotations, rotate_back
 from dsjax.model.forms import Form
 from dsjax.model.layer_values import Tokens
 from dsjax.model.norm import Normalise, normalise, unweighted
 from dsjax.model.paging import Cache, Rows
-from dsjax.model.parameters import Multiply, reinterpret, store, value_of
+from dsjax.model.parameters import Multiply, value_of
 from dsjax.model.rows import GroupShape
 from dsjax.model.softmax import fold
 from dsjax.model.sparse.attend import ACCELERATOR_BYTES, CPU_BYTES
 from dsjax.model.sparse.choose import choose, index_scores, positions_of
+from dsjax.model.sparse.precision import IndexScores
 from sharding import Rules
 from sharding.indices import take
 from sharding.on_ranks import constrain, on_ranks
@@ -63,18 +65,25 @@ class Compressed:
     cache_dtype: np.dtype
     drafts: int = 0
     kernels: Kernels = Kernels()
+    index_scores: IndexScores = IndexScores()
 
     @property
     def native(self) -> bool:
-        """Whether the native kernels attend; they need a float32 cache."""
-        return self.kernels.name("decode attention") == "native" and np.dtype(self.cache_dtype) == np.float32
+        """Whether the native kernels attend; they need a float32 or FP8 cache."""
+        stored = np.dtype(self.cache_dtype)
+        return self.kernels.name("decode attention") == "native" and (stored == np.float32 or self.format.fp8)
+
+    @property
+    def format(self) -> Format:
+        """The format of entries and index keys."""
+        return Format(self.config, np.dtype(self.cache_dtype), self.index_scores.fp4)
 
     @property
     def in_place(self) -> bool:
-        """Whether native or Pallas kernels attend, which read the cache in place. Those of Pallas are for GPUs and a cache not in FP8."""
-        own, stored = self.kernels.pallas, np.dtype(self.cache_dtype)
+        """Whether native or Pallas kernels attend, which read the cache in place. Those of Pallas are for GPUs and unquantised caches."""
+        own = self.kernels.pallas
         is_pallas = own is not None and own.platform == "gpu" and self.kernels.name("decode attention") == "pallas"
-        return self.native or (is_pallas and stored.itemsize > 1)
+        return self.native or (is_pallas and not self.format.fp8 and not self.format.fp4_keys)
 
     @property
     def batch(self) -> tuple[str, ...] | None:
@@ -88,12 +97,16 @@ class Compressed:
 
     def groups(self, layers: Iterable[int], entries: int = 1) -> tuple[CacheGroup, ...]:
         """Return the cache groups of these layers, with ``entries`` tokens on a page."""
-        return compressed_groups(self.config, layers, np.dtype(self.cache_dtype), entries, drafts=self.drafts)
+        fp4_keys = self.index_scores.fp4
+        return compressed_groups(
+            self.config, layers, np.dtype(self.cache_dtype), entries, drafts=self.drafts, fp4_keys=fp4_keys
+        )
 
     @property
     def form_of_pages(self) -> dict[str, Any]:
-        """The compression rates, and the number of states on a window page."""
-        return {"rates": list(self.config.v4.rates), "states": self.drafts + 1}
+        """The compression rates, the number of states on a window page, and the index keys' format if it is not the cache's."""
+        index = {"index_scores": "fp4"} if self.index_scores.fp4 else {}
+        return {"rates": list(self.config.v4.rates), "states": self.drafts + 1} | index
 
     def turns(self, groups: Sequence[GroupShape], context: int, page_size: int) -> dict[str, int]:
         """Return trip counts for one token: window pages (at most two), and blocks of entries to score and to attend to."""
@@ -149,7 +162,7 @@ class Compressed:
             own = {name: cache[name] for name in names}
 
             def local(own, at, slots, rows, made, norms):
-                own["window"] = self._write(own["window"], at["window"], slots[0], made[0][0])
+                own["window"] = self._write("window", own, at, slots[0], made[0][0])
                 first = 0
                 for shape, group in zip(groups, rows, strict=True):
                     part = [array[0, first : first + shape.tokens] for array in made[1:]]
@@ -218,7 +231,7 @@ class Compressed:
         slot = jnp.where(closes < end, page * (T // rate) + window % (T // rate), -1).reshape(-1)
         for name, key in ((entry_name, "entry"), (index_name, "index")):
             if name is not None:
-                found[name] = self._write(own[name], at[name], slot, made[key])
+                found[name] = self._write(name, own, at, slot, made[key])
         return found
 
     # Reading
@@ -242,7 +255,7 @@ class Compressed:
                     rows = positions[0], tables[0], ring[0], filled
                     return self._attend_in_place(kind, own, at, sink, *rows, *(array[0] for array in queries))[None]
                 where = np.repeat(np.arange(R), C)
-                one = _Attended(self.config, self.cache_dtype, kind, own, at, sink, tables[0], ring[0], filled)
+                one = _Attended(self.config, self.format, kind, own, at, sink, tables[0], ring[0], filled)
                 flat = (array[0].reshape(R * C, *array.shape[3:]) for array in queries)
                 out = self._each(one, jnp.asarray(where), positions[0].reshape(-1), *flat)
                 return out.reshape(1, R, C, *out.shape[1:])
@@ -275,14 +288,13 @@ class Compressed:
             together = (CPU_BYTES if self.native else ACCELERATOR_BYTES) // scores
             chosen, found = _in_blocks(choose_by, max(1, together), count - 1, *index)
             count = jnp.minimum(count, found)
-        pallas = self.kernels.pallas
-        attend = (
-            self.kernels.native.compressed_attention
-            if self.native
-            else partial(
-                compressed_attention, stored=np.dtype(self.cache_dtype), interpret=pallas.interpret, cores=pallas.cores
-            )
-        )
+        native, pallas = self.kernels.native, self.kernels.pallas
+        if self.native:
+            rotated = config.v4.qk_rope_head_dim if self.format.fp8 else 0
+            attend = partial(native.compressed_attention, rotated=rotated)
+        else:
+            settings = {"interpret": pallas.interpret, "cores": pallas.cores}
+            attend = partial(compressed_attention, stored=np.dtype(self.cache_dtype), **settings)
         return attend(
             query,
             sink,
@@ -304,7 +316,8 @@ class Compressed:
         query: Float[Array, "R C I A"], weight: Float[Array, "R C I"],
     ) -> tuple[Int[Array, "R C k"], Int[Array, "R C"]]:  # fmt: skip
         """Return the entries that queries attend to among entries 0 to ``last``, ascending, and their number."""
-        where, topk = ({"index": keys}, layer, last, tables), self.config.v4.indexer.topk
+        topk, query = self.config.v4.indexer.topk, self.format.index_query(query)
+        where = {"index_packed" if self.format.fp4_keys else "index": keys}, layer, last, tables
         if self.native:
             return self.kernels.native.index_choice(query, weight, *where, None, topk)[:2]
         stored, interpret = np.dtype(self.cache_dtype), self.kernels.pallas.interpret
@@ -336,8 +349,9 @@ class Compressed:
         found = jax.lax.map(lambda row: function(*row), tuple(arrays))
         return jax.tree.map(lambda array: array[:count], found)
 
-    def _write(self, array: Array, layer, slots: Int[Array, "T"], values: Array) -> Array:
-        return paging.write(array, layer, slots, store(values, self.cache_dtype, array.dtype))
+    def _write(self, name: str, own: Cache, at, slots: Int[Array, "T"], values: Array) -> Array:
+        """Return the array of a group with these entries or index keys written."""
+        return paging.write(own[name], at[name], slots, self.format.pack(name, values, own[name].dtype))
 
 
 @dataclass(frozen=True)
@@ -345,7 +359,7 @@ class _Attended:
     """Attention of one token on one rank. at: the layer's number in each group. tables, ring: page tables of all rows."""
 
     config: ModelConfig
-    cache_dtype: np.dtype
+    format: Format
     kind: str
     cache: Cache
     at: dict[str, Int[Array, ""]]
@@ -398,7 +412,7 @@ class _Attended:
         entries = len(table) * self.cache[GROUPS[self.kind][0]].shape[2]
         if self.kind == "hca" or entries <= topk:
             return None, visible
-        query, weight = index
+        query, weight = self.format.index_query(index[0]), index[1]
         blocks = -(-entries // BLOCK)
 
         def score(number, scores):
@@ -419,7 +433,7 @@ class _Attended:
         """Return the entries at positions ``at`` of a page table; positions past its end give arbitrary entries."""
         array = self.cache[name]
         found = paging.read_tokens(array, self.at[name], table[None], at[None])[0]
-        return reinterpret(found, self.cache_dtype).astype(dtype)
+        return self.format.unpack(name, found).astype(dtype)
 
 
 def _in_blocks(run: Callable, most: int, *queries: Shaped[Array, "R C ..."]) -> tuple[Array, ...]:

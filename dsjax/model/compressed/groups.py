@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import ml_dtypes
 import numpy as np
 
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError
-from dsjax.model.cache_groups import BF16, Arrays, CacheGroup
+from dsjax.fp4.formats import MXFP4
+from dsjax.model.cache_groups import CacheGroup
 from sharding import fp8
 
-FLOAT32 = np.dtype(np.float32)
+FLOAT32, BYTE = np.dtype(np.float32), np.dtype(np.uint8)
 FP8_BLOCK = 64
 """Number of unrotated values of an entry that share a one-byte scale in an FP8 cache."""
 
 
 def compressed_groups(
-    config: ModelConfig, layers: Iterable[int], dtype: np.dtype, tokens: int, *, drafts: int = 0
+    config: ModelConfig, layers: Iterable[int], dtype: np.dtype, tokens: int, *, drafts: int = 0, fp4_keys: bool = False
 ) -> tuple[CacheGroup, ...]:
     """Return the cache groups of these layers, with ``tokens`` tokens on a page. Groups without layers are left out.
 
@@ -26,8 +26,11 @@ def compressed_groups(
     and ``state128`` hold a compressor's state after a position, at place ``position mod (drafts + 1)`` of its page: the gates' maximum,
     the sum of weights and the weighted sum of each value; two accumulators in ``state4``, one in ``state128`` (``fold``).
 
+    dtype: of entries and index keys. With ``fp8.E4M3`` entries are bytes (``precision.pack_entries``), and index keys are FP4. fp4_keys:
+    keep index keys in FP4 (``precision.pack_keys``) in any case.
+
     Raises:
-        UserError: A page does not hold whole windows.
+        UserError: a page does not hold whole windows, or FP4 for index keys that no Hadamard matrix rotates.
     """
     if tokens % config.page_tokens:
         raise UserError(
@@ -37,32 +40,31 @@ def compressed_groups(
     of = {name: tuple(layer for layer in layers if kinds.get(layer) == name) for name in ("csa", "hca")}
     first, second = (tokens // rate for rate in config.v4.rates)
     width, index = config.v4.head_dim, config.v4.indexer.head_dim
+    in_fp8 = dtype == fp8.E4M3
+    if in_fp8 and index & (index - 1):
+        raise UserError(
+            f"--kv-cache-dtype fp8 rotates index keys by a Hadamard matrix, which wants a power of two, and this model's index_head_dim is "
+            f"{index}; leave it out"
+        )
+    entry = ((_entry_bytes(config),), BYTE) if in_fp8 else ((width,), dtype)
+    key = ((index // 2 + -(-index // MXFP4.block),), BYTE) if in_fp8 or fp4_keys else ((index,), dtype)
     groups = (
-        CacheGroup("c4", of["csa"], first, _entry("c4", config, dtype)),
-        CacheGroup("c4_index", of["csa"], first, _index(index, dtype)),
-        CacheGroup("c128", of["hca"], second, _entry("c128", config, dtype)),
-        CacheGroup("window", layers, tokens, _entry("window", config, dtype), "window"),
+        CacheGroup("c4", of["csa"], first, {"c4": entry}),
+        CacheGroup("c4_index", of["csa"], first, {"c4_index": key}),
+        CacheGroup("c128", of["hca"], second, {"c128": entry}),
+        CacheGroup("window", layers, tokens, {"window": entry}, "window"),
         CacheGroup("state4", of["csa"], drafts + 1, {"state4": ((6, width + index), FLOAT32)}, "window"),
         CacheGroup("state128", of["hca"], drafts + 1, {"state128": ((3, width), FLOAT32)}, "window"),
     )
     return tuple(group for group in groups if group.layers)
 
 
-def _entry(name: str, config: ModelConfig, dtype: np.dtype) -> Arrays:
-    """Return an entry's arrays. FP8: unrotated values, one-byte scales padded to a multiple of 8, bfloat16 rotated values (584 bytes)."""
-    if dtype != fp8.E4M3:
-        return {name: ((config.v4.head_dim,), dtype)}
-    scales = -(-config.v4.qk_nope_head_dim // FP8_BLOCK // 8) * 8
-    return {
-        name: ((config.v4.qk_nope_head_dim,), dtype),
-        f"{name}_scale": ((scales,), np.dtype(ml_dtypes.float8_e8m0fnu)),
-        f"{name}_rope": ((config.v4.qk_rope_head_dim,), BF16),
-    }
+def num_scales(width: int) -> int:
+    """Return the scale bytes of an FP8 entry with ``width`` unrotated values: one per block, padded to a multiple of 8."""
+    return -(-width // FP8_BLOCK // 8) * 8
 
 
-def _index(width: int, dtype: np.dtype) -> Arrays:
-    """Return an index key's arrays. With FP8 entries the key is FP4: two values per byte, one scale per 32 values (68 bytes)."""
-    if dtype != fp8.E4M3:
-        return {"c4_index": ((width,), dtype)}
-    byte = np.dtype(np.uint8)
-    return {"c4_index": ((width // 2,), byte), "c4_index_scale": ((width // 32,), byte)}
+def _entry_bytes(config: ModelConfig) -> int:
+    """Return the bytes of an FP8 entry: unrotated values, scales, and two for each rotated value (584 in the published models)."""
+    plain = config.v4.qk_nope_head_dim
+    return plain + num_scales(plain) + 2 * config.v4.qk_rope_head_dim

@@ -47,5 +47,11 @@ def rotate_back(rotation: Rotation, x: Float[Array, "*n M"]) -> Float[Array, "*n
     """Invert ``rotate``, and interleave the pairs again."""
     pairs = rotation.cos.shape[-1]
     back = Rotation(rotation.cos, -rotation.sin, interleave=False)(x[..., -2 * pairs :])
-    joined = jnp.stack([back[..., :pairs], back[..., pairs:]], axis=-1).reshape(back.shape)
-    return jnp.concatenate([x[..., : -2 * pairs], joined], axis=-1)
+    return interleave(jnp.concatenate([x[..., : -2 * pairs], back], axis=-1), 2 * pairs)
+
+
+def interleave(x: Float[Array, "*n M"], rotated: int) -> Float[Array, "*n M"]:
+    """Return ``x`` with both values of each pair side by side again, in its last ``rotated`` values."""
+    pairs, last = rotated // 2, x[..., -rotated:]
+    joined = jnp.stack([last[..., :pairs], last[..., pairs:]], axis=-1).reshape(last.shape)
+    return jnp.concatenate([x[..., :-rotated], joined], axis=-1)

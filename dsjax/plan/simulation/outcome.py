@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dsjax.plan.calibration import LEVEL, RATE, TPOT, TTFT, TTFT_MEDIAN, TTFT_P99, calibration, distance_of, ends
-from dsjax.plan.candidate import Candidate, moved, with_intervals
+from dsjax.plan.candidate import Candidate, recompute, with_intervals
 from dsjax.plan.figure import as_json, assumption
 from dsjax.plan.simulation.deployment import Service
 from dsjax.plan.simulation.service import OfferedLoad, Served, requests
@@ -165,12 +165,12 @@ def mean_value(candidate: Candidate, load: OfferedLoad) -> Candidate:
     """Return the mean-value answer for a load: bisect the batch at which the candidate's throughput equals the offered load."""
     if load.rate is None:
         batch = min(load.concurrency / (candidate.decode.replicas * candidate.count), candidate.batch)
-        return with_intervals(moved(candidate, batch=batch, concurrency=float(load.concurrency)))
+        return with_intervals(recompute(candidate, batch=batch, concurrency=float(load.concurrency)))
     low, high, wanted = 0.0, candidate.batch, load.rate * candidate.decode.workload.output.mean
     for _ in range(12):
         middle = (low + high) / 2
-        low, high = (middle, high) if moved(candidate, batch=middle).throughput < wanted else (low, middle)
-    return with_intervals(moved(candidate, batch=high))
+        low, high = (middle, high) if recompute(candidate, batch=middle).throughput < wanted else (low, middle)
+    return with_intervals(recompute(candidate, batch=high))
 
 
 def reported(seen: SimulationOutcome, requests_a_user: float, cold: float) -> dict[str, float]:

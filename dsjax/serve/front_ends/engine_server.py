@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dsjax.engine.elastic.generations import Generations
 
 
-MOST_ADDRESS_BYTES = 103
+MAX_ADDRESS_BYTES = 103
 """Longest path of a Unix socket in bytes: Linux allows 107, macOS 103."""
 
 
@@ -36,7 +36,7 @@ def private_listener() -> socket.socket:
     Raises:
         UserError: no temporary folder is writable with a path short enough for a socket.
     """
-    failures: dict[str, str] = {}  # reason by folder; empty: not tried yet
+    failures: dict[str, str] = {}  # folder → reason; empty: not tried yet
     with contextlib.suppress(FileNotFoundError):  # the error below lists all folders
         failures[tempfile.gettempdir()] = ""
     for parent in (*failures, os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", "/dev/shm"):
@@ -46,7 +46,7 @@ def private_listener() -> socket.socket:
         try:
             folder = tempfile.mkdtemp(prefix="dsjax-", dir=parent)
             address = str(Path(folder, "engine"))
-            if len(os.fsencode(address)) > MOST_ADDRESS_BYTES:
+            if len(os.fsencode(address)) > MAX_ADDRESS_BYTES:
                 raise OSError(errno.ENAMETOOLONG, "its path is too long for a socket")
             listener = socket.socket(socket.AF_UNIX)
             try:
@@ -61,8 +61,7 @@ def private_listener() -> socket.socket:
                 shutil.rmtree(folder, ignore_errors=True)
     reasons = "; ".join(f"{parent}: {reason}" for parent, reason in failures.items())
     raise UserError(
-        f"front ends reach the engine by a socket in a temporary folder, and none can be made ({reasons}); set TMPDIR to a folder that "
-        "can be written and whose path is short"
+        f"cannot create a socket for the front ends in a temporary folder ({reasons}); set TMPDIR to a writable folder with a short path"
     )
 
 
@@ -93,7 +92,7 @@ class EngineServer(Server):
         super().__init__(serving, **options)
 
     @classmethod
-    def over(
+    def create(
         cls,
         serving: Serving,
         parts: EngineParts,
@@ -102,10 +101,10 @@ class EngineServer(Server):
         **options: Any,
     ) -> EngineServer:
         """Create a server for a `SharedEngine` with one front end per listener. options: arguments of `Server`."""
-        create_welcome = _welcome(serving, parts, len(listeners), options.get("log_level", "info"), log_json)
+        create_welcome = _welcome_factory(serving, parts, len(listeners), options.get("log_level", "info"), log_json)
         front_ends = FrontEnds(serving.engine, listeners, create_welcome)
         if serving.metrics is not None:
-            serving.metrics.elsewhere = front_ends.families
+            serving.metrics.add_front_ends = front_ends.families
 
         def resize(generations: Generations) -> None:
             front_ends.send_all(Resized(parts.inputs.config, serving.max_model_len, generations.facts.dp_ranks))
@@ -113,7 +112,7 @@ class EngineServer(Server):
         serving.engine.on_change.append(resize)
         return cls(serving, front_ends, **options)
 
-    def serve_behind(self) -> int:
+    def serve_privately(self) -> int:
         """Serve on a private socket until shutdown; return the exit code.
 
         Raises:
@@ -144,32 +143,32 @@ class EngineServer(Server):
         super()._exit()
 
 
-def _welcome(
-    serving: Serving, parts: EngineParts, front_ends: int, log_level: str, log_json: bool
+def _welcome_factory(
+    serving: Serving, parts: EngineParts, num_front_ends: int, log_level: str, log_json: bool
 ) -> Callable[[int, str], Welcome]:
     """Return a function that creates the `Welcome` of a front end."""
     inputs, tokenizer = parts.inputs, parts.tokenizer
     options = serving.options
     # The engine process limits the queue, watches for hung steps and profiles, for all front ends. The operating system spreads
     # connections over the front ends, so each gets an equal share of `max_connections`.
-    options_of_front_end = dataclasses.replace(
+    front_end_options = dataclasses.replace(
         options,
         max_queued_requests=0,
         max_queued_tokens=0,
-        max_connections=math.ceil(options.max_connections / front_ends),
+        max_connections=math.ceil(options.max_connections / num_front_ends),
         step_timeout=0.0,
         profile_dir=None,
     )
-    starts = itertools.count()
+    num_starts = itertools.count()
 
     def create(index: int, address: str) -> Welcome:
         return Welcome(
-            options=options_of_front_end,
+            options=front_end_options,
             scheduler=inputs.config,
             tokenizer=None if tokenizer is None else tokenizer.to_texts(),
             vocab_size=inputs.vocab_size,
             eos_token_ids=list(inputs.eos_token_ids),
-            seed=inputs.draw_seed() + next(starts),
+            seed=inputs.draw_seed() + next(num_starts),
             stream_interval=parts.outputs.stream_interval,
             model_names=list(serving.model_names),
             model_root=serving.model_root,

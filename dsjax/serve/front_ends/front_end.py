@@ -31,28 +31,7 @@ from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.connections import error_response
 from dsjax.serve.errors import ApiError
-from dsjax.serve.front_ends.messages import (
-    Abort,
-    AbortById,
-    Add,
-    AddResponse,
-    Channel,
-    Count,
-    EndProcess,
-    EndStreams,
-    Failed,
-    FromEngine,
-    Gather,
-    Hello,
-    NewRequest,
-    PhaseIs,
-    Resized,
-    Snapshot,
-    StepUpdates,
-    UpdateEntry,
-    Welcome,
-    read_first,
-)
+from dsjax.serve.front_ends import messages
 from dsjax.serve.guards import ADMIN_PATHS, Guard
 from dsjax.serve.logs import configure_logging
 from dsjax.serve.metrics import Metrics
@@ -61,9 +40,11 @@ from dsjax.serve.serving import QUEUE_FULL, Phase, Serving, queue_full
 
 logger = logging.getLogger(__name__)
 
-FORWARDED = ADMIN_PATHS | {"/metrics", "/history", "/server_info", "/get_load", "/ready"}
+FORWARDED_PATHS = ADMIN_PATHS | {"/metrics", "/history", "/server_info", "/get_load", "/ready"}
 """Paths that are forwarded to the engine's server."""
 _HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"upgrade", b"te"})
+_NOT_SENT = _HOP_BY_HOP | {b"x-request-id"}
+_NOT_RETURNED = _HOP_BY_HOP | {b"content-encoding", b"date", b"server"}
 
 
 class RemoteEngine(RequestStreams):
@@ -75,7 +56,7 @@ class RemoteEngine(RequestStreams):
         num_ranks: DP ranks of the mesh.
     """
 
-    channel: Channel
+    channel: messages.Channel
     waiting = (0, 0)
     """Requests and tokens in the queue: always 0, because the engine's process admits requests for all front ends."""
     change_under_way = None
@@ -83,7 +64,7 @@ class RemoteEngine(RequestStreams):
     running = False
     """False: no thread of this process runs a step."""
 
-    def __init__(self, welcome: Welcome, tokenizer: Tokenizer | None):
+    def __init__(self, welcome: messages.Welcome, tokenizer: Tokenizer | None):
         inputs = InputProcessor(
             tokenizer,
             welcome.scheduler,
@@ -100,8 +81,8 @@ class RemoteEngine(RequestStreams):
         self.num_ranks = welcome.num_ranks
         self._handles = itertools.count(1)
         self._by_handle: dict[int, Request] = {}
-        self._handle_of: dict[str, int] = {}
-        self._gone = False
+        self._handles_by_id: dict[str, int] = {}
+        self._is_closed = False
 
     def start(self) -> None:
         """Do nothing: the engine's process starts its own thread."""
@@ -112,20 +93,20 @@ class RemoteEngine(RequestStreams):
 
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End the remaining streams."""
-        self.closing = self._gone = True
+        self.closing = self._is_closed = True
         self.abort_all()
         self.channel.fail(EngineClosingError("the server is shutting down"))
         self.channel.close()
 
     async def _admit(self, prepared: Sequence[PreparedRequest]) -> None:
-        sent = []
+        new_requests = []
         for request in prepared:
             handles = [next(self._handles) for _ in request.completions]
             for handle, completion in zip(handles, request.completions, strict=True):
                 self._by_handle[handle] = completion
-                self._handle_of[completion.request_id] = handle
-            sent.append(NewRequest.of(request, handles[0]))
-        response = await self.channel.ask(lambda number: Add(number, sent))
+                self._handles_by_id[completion.request_id] = handle
+            new_requests.append(messages.NewRequest.from_prepared(request, handles[0]))
+        response = await self.channel.ask(lambda number: messages.Add(number, new_requests))
         if response.refusal is None:
             return
         for request in prepared:
@@ -142,41 +123,41 @@ class RemoteEngine(RequestStreams):
         self.num_ranks = num_ranks
         self._inputs.change(scheduler)
 
-    def receive(self, entries: Sequence[UpdateEntry]) -> None:
+    def receive(self, entries: Sequence[messages.UpdateEntry]) -> None:
         """Deliver the updates of a step, as the engine's thread does within one process."""
         updates = []
-        for handle, result, reason, progress in entries:
+        for handle, result, finish_reason, progress in entries:
             request = self._by_handle.get(handle)
             if request is None:
                 continue
             if progress is not None:
-                progress.enter(request)
+                progress.copy_to(request)
             if result is not None:
                 request.token_ids.extend(result.token_ids)
-            if reason is not None:
-                request.finish_reason = reason
+            if finish_reason is not None:
+                request.finish_reason = finish_reason
                 self._forget_handles([request.request_id])
-            updates.append(Update(request, result, reason))
+            updates.append(Update(request, result, finish_reason))
         self.deliver(updates, None)
 
     def mark_dead(self) -> None:
         """End all streams and the server, because the engine has failed or its process has ended."""
-        if not self._gone:
-            self._gone = True
+        if not self._is_closed:
+            self._is_closed = True
             self.channel.fail(EngineDeadError("the engine has failed"))
             self.fail_requests(EngineDeadError("the engine has failed"))
             if self.on_death is not None:
                 self.on_death()
 
     def _end(self, completion_ids: Sequence[str]) -> None:
-        handles = [self._handle_of[i] for i in completion_ids if i in self._handle_of]
+        handles = [self._handles_by_id[name] for name in completion_ids if name in self._handles_by_id]
         if handles:
-            self.channel.send(Abort(handles))
+            self.channel.send(messages.Abort(handles))
         self._forget_handles(completion_ids)
 
     def _forget_handles(self, completion_ids: Any) -> None:
         for completion_id in completion_ids:
-            handle = self._handle_of.pop(completion_id, None)
+            handle = self._handles_by_id.pop(completion_id, None)
             self._by_handle.pop(handle, None)
 
 
@@ -190,40 +171,39 @@ class Forwarding(Guard):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request to the application or to the engine's server."""
-        if (scope["path"].rstrip("/") or "/") not in FORWARDED:
+        if (scope["path"].rstrip("/") or "/") not in FORWARDED_PATHS:
             await self._app(scope, receive, send)
             return
         message = await receive()  # one message, because `BodyLimits` has read the whole body
         state = scope["state"]
         state["forwarded"] = True
-        headers = [(n, v) for n, v in scope["headers"] if n not in _HOP_BY_HOP and n != b"x-request-id"]
+        headers = [(name, value) for name, value in scope["headers"] if name not in _NOT_SENT]
         headers.append((b"x-request-id", state["request_id"].encode()))
         query = scope["query_string"].decode("latin-1")
         path = scope["path"] + (f"?{query}" if query else "")
         try:
-            answer = await self._client.request(scope["method"], path, headers=headers, content=message["body"])
+            response = await self._client.request(scope["method"], path, headers=headers, content=message["body"])
         except httpx.HTTPError:
-            error = ApiError(503, "the engine's process does not answer", type="server_error", code="not_ready")
+            error = ApiError(503, "the engine process does not respond", type="server_error", code="not_ready")
             await error_response(scope, error)(scope, receive, send)
             return
-        kept = [(name, value) for name, value in answer.headers.raw if name.lower() not in _HOP_BY_HOP]
-        kept = [(name, value) for name, value in kept if name.lower() not in (b"content-encoding", b"date", b"server")]
-        kept.append((b"content-length", str(len(answer.content)).encode()))
-        await send({"type": "http.response.start", "status": answer.status_code, "headers": kept})
-        await send({"type": "http.response.body", "body": answer.content})
+        headers = [(name, value) for name, value in response.headers.raw if name.lower() not in _NOT_RETURNED]
+        headers.append((b"content-length", str(len(response.content)).encode()))
+        await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+        await send({"type": "http.response.body", "body": response.content})
 
 
 class FrontEndServer(Server):
     """A `Server` that the engine's process starts and ends. It ignores signals, which a terminal sends to both processes."""
 
-    def __init__(self, serving: Serving, engine: RemoteEngine, end: socket.socket, **options: Any):
+    def __init__(self, serving: Serving, engine: RemoteEngine, channel_socket: socket.socket, **options: Any):
         super().__init__(serving, **options)
-        self._remote, self._socket = engine, end
+        self._remote, self._channel_socket = engine, channel_socket
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Connect to the engine's process, then listen for clients."""
-        reader, writer = await asyncio.open_connection(sock=self._socket)
-        self._channel = self._remote.channel = Channel(reader, writer, FromEngine)
+        reader, writer = await asyncio.open_connection(sock=self._channel_socket)
+        self._channel = self._remote.channel = messages.Channel(reader, writer, messages.FromEngine)
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -232,7 +212,7 @@ class FrontEndServer(Server):
     async def _become_ready(self) -> None:
         tune_interpreter()
         self._remote.start()
-        self._channel.send(Hello())
+        self._channel.send(messages.Hello())
         async for message in self._channel.messages():
             with contained("front end requests", "A message of the engine's process is lost."):
                 self._receive(message)
@@ -240,25 +220,25 @@ class FrontEndServer(Server):
 
     def _receive(self, message: Any) -> None:
         match message:
-            case StepUpdates():
+            case messages.StepUpdates():
                 self._remote.receive(message.updates)
-            case AddResponse():
+            case messages.AddResponse():
                 self._channel.resolve(message.number, message)
-            case PhaseIs():
+            case messages.PhaseIs():
                 self._serving.phase = Phase(message.phase)
-            case Resized():
+            case messages.Resized():
                 self._remote.resize(message.scheduler, message.num_ranks)
                 self._serving.max_model_len = message.max_model_len
                 self._serving.metrics.on_change(message.num_ranks, 0)
-            case Gather():
-                self._channel.send(Snapshot(message.number, self._samples()))
-            case AbortById():
-                self._channel.send(Count(message.number, self._serving.abort(message.request_id)))
-            case EndStreams():
+            case messages.Gather():
+                self._channel.send(messages.Snapshot(message.number, self._samples()))
+            case messages.AbortById():
+                self._channel.send(messages.Count(message.number, self._serving.abort(message.request_id)))
+            case messages.EndStreams():
                 self._remote.abort_all()
-            case EndProcess():
+            case messages.EndProcess():
                 self.should_exit = True
-            case Failed():
+            case messages.Failed():
                 self._remote.mark_dead()
 
     def _samples(self) -> list[tuple[str, str, tuple[str, ...], float]]:
@@ -274,10 +254,10 @@ class FrontEndServer(Server):
 def run(channel_fd: int, listener_fd: int) -> int:
     """Serve on an inherited listening socket for the engine at the other end of an inherited channel; return the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # until uvicorn installs its handler
-    end = socket.socket(fileno=channel_fd)
+    channel_socket = socket.socket(fileno=channel_fd)
     listener = socket.socket(fileno=listener_fd)
     try:
-        welcome = read_first(end)
+        welcome = messages.read_welcome(channel_socket)
     except EOFError:
         return 1
     configure_logging(welcome.log_level, as_json=welcome.log_json)
@@ -298,7 +278,7 @@ def run(channel_fd: int, listener_fd: int) -> int:
     server = FrontEndServer(
         serving,
         engine,
-        end,
+        channel_socket,
         shutdown_timeout=0.0,
         log_level=welcome.log_level,
         before_routes=functools.partial(

@@ -8,7 +8,7 @@ import subprocess
 from typing import Any, Protocol
 
 from dsjax.engine.schedule.request import Request
-from dsjax.serve.front_ends.messages import MOST_UNSENT_BYTES, Channel
+from dsjax.serve.front_ends.messages import MAX_UNSENT_BYTES, Channel
 
 logger = logging.getLogger(__name__)
 
@@ -25,15 +25,15 @@ class FrontEnd:
         self.index, self.process, self.channel = index, process, channel
         self.requests: dict[int, Request] = {}
         self.samples: list = []
-        self.listens = asyncio.Event()
-        self.preparing: set[int] = set()
-        """Handles whose logit rules are being compiled and that have not been aborted."""
+        self.is_listening = asyncio.Event()
+        self.compiling: set[int] = set()
+        """Handles whose grammars are being compiled and that have not been aborted."""
 
     def send(self, message: Any) -> None:
         """Send a message. Kill the process if too many bytes are unread; `FrontEnds` then replaces it as after any exit."""
         self.channel.send(message)
-        if self.channel.unsent > MOST_UNSENT_BYTES:
-            logger.error("front end %d does not read what it is told; it is ended", self.index)
+        if self.channel.unsent > MAX_UNSENT_BYTES:
+            logger.error("front end %d does not read its messages; killing it", self.index)
             self.process.kill()
 
 

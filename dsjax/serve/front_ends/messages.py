@@ -19,8 +19,8 @@ from dsjax.engine.text.input_processor import PreparedRequest
 from dsjax.errors import UserError
 from dsjax.serve.options import ServeOptions
 
-_LENGTH = 4
-MOST_UNSENT_BYTES = 64 << 20
+_LENGTH_BYTES = 4
+MAX_UNSENT_BYTES = 64 << 20
 """Most unread bytes of messages to a front end. A front end with more is considered hung and killed."""
 
 
@@ -50,11 +50,14 @@ class NewRequest(msgspec.Struct, array_like=True):
     page_hashes: list[bytes]
 
     @classmethod
-    def of(cls, prepared: PreparedRequest, first_handle: int) -> NewRequest:
+    def from_prepared(cls, prepared: PreparedRequest, first_handle: int) -> NewRequest:
         """Create the message for a validated request; its completions get consecutive handles."""
         first = prepared.completions[0]
         return cls(
-            [(first_handle + k, r.request_id, r.seed) for k, r in enumerate(prepared.completions)],
+            [
+                (first_handle + index, request.request_id, request.seed)
+                for index, request in enumerate(prepared.completions)
+            ],
             prepared.prompt_token_ids,
             first.max_tokens,
             dataclasses.replace(prepared.params, stop=()),
@@ -67,7 +70,7 @@ class NewRequest(msgspec.Struct, array_like=True):
             first.page_hashes,
         )
 
-    def requests(self, rules: list) -> list[Request]:
+    def to_requests(self, rules: list) -> list[Request]:
         """Create the core's requests. rules: the logit rules of each completion."""
         stop_ids = frozenset(self.stop_ids)
         options = RequestOptions(self.priority, _to_text(self.cache_salt), _to_text(self.session), self.dp_rank)
@@ -82,10 +85,10 @@ class NewRequest(msgspec.Struct, array_like=True):
                 stop_ids,
                 self.arrival_time,
                 options=options,
-                rules=rules[k],
+                rules=rules[index],
                 page_hashes=list(self.page_hashes),
             )
-            for k, (_, request_id, seed) in enumerate(self.completions)
+            for index, (_, request_id, seed) in enumerate(self.completions)
         ]
 
 
@@ -100,11 +103,11 @@ class RequestProgress(msgspec.Struct, array_like=True):
     finish_time: float | None
 
     @classmethod
-    def of(cls, request: Request) -> RequestProgress:
+    def from_request(cls, request: Request) -> RequestProgress:
         """Copy the fields of a request."""
         return cls(*(getattr(request, name) for name in cls.__struct_fields__))
 
-    def enter(self, request: Request) -> None:
+    def copy_to(self, request: Request) -> None:
         """Copy the fields to the front end's request."""
         for name in self.__struct_fields__:
             setattr(request, name, getattr(self, name))
@@ -238,12 +241,12 @@ FromEngine = (
 class Channel:
     """One end of the socket pair. Messages arrive whole and in order. An answer repeats the number of its question."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receives: Any):
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message_type: Any):
         self._reader, self._writer = reader, writer
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(receives)
+        self._decoder = msgspec.msgpack.Decoder(message_type)
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future] = {}
+        self._pending: dict[int, asyncio.Future] = {}
 
     @property
     def unsent(self) -> int:
@@ -261,25 +264,25 @@ class Channel:
         try:
             body = self._encoder.encode(message)
         except UnicodeEncodeError as error:
-            raise UserError("a string of the request holds half a surrogate pair, which is no text") from error
-        self._writer.write(len(body).to_bytes(_LENGTH, "little") + body)
+            raise UserError("the request has a string with a lone surrogate; send valid Unicode") from error
+        self._writer.write(len(body).to_bytes(_LENGTH_BYTES, "little") + body)
 
     def ask(self, question: Callable[[int], _Message]) -> asyncio.Future:
         """Send the message `question(number)`; return a future for the answer, which `resolve` completes."""
         number = next(self._numbers)
         self.send(question(number))
-        self._waiting[number] = asyncio.get_running_loop().create_future()
-        return self._waiting[number]
+        self._pending[number] = asyncio.get_running_loop().create_future()
+        return self._pending[number]
 
     def resolve(self, number: int, answer: Any) -> None:
         """Complete the future of the question with this number."""
-        future = self._waiting.pop(number, None)
+        future = self._pending.pop(number, None)
         if future is not None and not future.done():
             future.set_result(answer)
 
     def fail(self, error: Exception) -> None:
         """Fail all pending questions with this error."""
-        for future in self._waiting.values():
+        for future in self._pending.values():
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # mark the exception as retrieved: the future may have no waiter
@@ -288,7 +291,7 @@ class Channel:
         """Yield the other end's messages until it closes."""
         try:
             while True:
-                length = int.from_bytes(await self._reader.readexactly(_LENGTH), "little")
+                length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "little")
                 yield self._decoder.decode(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError):
             return
@@ -298,17 +301,18 @@ class Channel:
         self._writer.close()
 
 
-def read_first(end: socket.socket) -> Any:
+def read_welcome(channel_socket: socket.socket) -> Welcome:
     """Read the engine's first message, before the event loop starts.
 
     Raises:
         EOFError: the engine's process has ended.
     """
-    return msgspec.msgpack.decode(_exactly(end, int.from_bytes(_exactly(end, _LENGTH), "little")), type=FromEngine)
+    length = int.from_bytes(_read_exactly(channel_socket, _LENGTH_BYTES), "little")
+    return msgspec.msgpack.decode(_read_exactly(channel_socket, length), type=Welcome)
 
 
-def _exactly(end: socket.socket, count: int) -> bytes:
-    data = end.recv(count, socket.MSG_WAITALL)
+def _read_exactly(channel_socket: socket.socket, count: int) -> bytes:
+    data = channel_socket.recv(count, socket.MSG_WAITALL)
     if len(data) < count:
         raise EOFError
     return data

@@ -16,25 +16,10 @@ from dsjax.background import contained, note_failure
 from dsjax.engine.contract.sampling_params import SamplingError
 from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.errors import UserError
+from dsjax.serve.front_ends import messages
 from dsjax.serve.front_ends.link import FrontEnd
-from dsjax.serve.front_ends.messages import (
-    Abort,
-    AbortById,
-    Add,
-    AddResponse,
-    Channel,
-    Count,
-    EndProcess,
-    Failed,
-    FromFrontEnd,
-    Gather,
-    Hello,
-    PhaseIs,
-    Snapshot,
-    Welcome,
-)
 from dsjax.serve.front_ends.shared_engine import SharedEngine
-from dsjax.serve.metrics_families import Family, summed
+from dsjax.serve.metrics_families import Family, sum_over_processes
 from dsjax.serve.serving import Phase, QueueGate
 
 logger = logging.getLogger(__name__)
@@ -42,7 +27,7 @@ logger = logging.getLogger(__name__)
 _ANSWER_SECONDS = 1.0
 _GATHER_SECONDS = 2.0
 _END_SECONDS = 8.0
-_MOST_FAILED_STARTS = 3
+_MAX_FAILED_STARTS = 3
 _RESTART_SECONDS = 0.5
 
 
@@ -54,11 +39,11 @@ class FrontEnds:
     """
 
     def __init__(
-        self, engine: SharedEngine, listeners: Sequence[socket.socket], welcome: Callable[[int, str], Welcome]
+        self, engine: SharedEngine, listeners: Sequence[socket.socket], welcome: Callable[[int, str], messages.Welcome]
     ):
         self.engine, self._listeners, self._welcome = engine, list(listeners), welcome
         self._links: dict[int, FrontEnd] = {}
-        self._departed: dict[tuple[str, str, tuple[str, ...]], float] = {}
+        self._ended_samples: dict[tuple[str, str, tuple[str, ...]], float] = {}
         self._phase = Phase.WARMING_UP
         self._ending = False
         self._tasks: set[asyncio.Task] = set()
@@ -80,14 +65,17 @@ class FrontEnds:
         """
         self.address = address
         for index in range(len(self._listeners)):
-            self._spawn(self._keep(index))
-        while not all(k in self._links and self._links[k].listens.is_set() for k in range(len(self._listeners))):
+            self._spawn(self._keep_running(index))
+        while not self._all_listen():
             if self.failure is not None:
                 raise UserError(self.failure)
             if self._ending:
                 return
             await asyncio.sleep(0.02)
-        self._spawn(self._gather_often())
+        self._spawn(self._gather_periodically())
+
+    def _all_listen(self) -> bool:
+        return len(self._links) == len(self._listeners) and all(link.is_listening.is_set() for link in self.links)
 
     def send_all(self, message: Any) -> None:
         """Send a message to every front end."""
@@ -97,31 +85,31 @@ class FrontEnds:
     def fail(self) -> None:
         """Report an engine failure; each front end fails its requests and exits."""
         self._ending = True
-        self.send_all(Failed())
+        self.send_all(messages.Failed())
 
     def send_phase(self, phase: Phase) -> None:
         """Send the server's phase to every front end."""
         self._phase = phase
-        self.send_all(PhaseIs(phase.value))
+        self.send_all(messages.PhaseIs(phase.value))
 
     async def abort(self, request_id: str | None) -> int:
         """Abort the requests with an id, or all, in every front end; return their number."""
-        counts = await self._ask(lambda number: AbortById(number, request_id))
+        counts = await self._ask(lambda number: messages.AbortById(number, request_id))
         return sum(counts)
 
     async def gather(self) -> None:
         """Collect the counters of all front ends."""
-        await self._ask(Gather)
+        await self._ask(messages.Gather)
 
     def families(self, families: Sequence[Family]) -> list[Family]:
         """Return the engine's metric families plus the counts of all front ends, ended ones included."""
-        snapshots = [[(*key, value) for key, value in self._departed.items()]]
-        return summed(families, snapshots + [link.samples for link in self.links])
+        snapshots = [[(*key, value) for key, value in self._ended_samples.items()]]
+        return sum_over_processes(families, snapshots + [link.samples for link in self.links])
 
     async def end(self) -> None:
         """Make all front ends stop listening and exit; kill any that take too long."""
         self._ending = True
-        self.send_all(EndProcess())
+        self.send_all(messages.EndProcess())
         deadline = time.monotonic() + _END_SECONDS
         links = self.links
         while any(link.process.poll() is None for link in links) and time.monotonic() < deadline:
@@ -144,32 +132,32 @@ class FrontEnds:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _keep(self, index: int) -> None:
+    async def _keep_running(self, index: int) -> None:
         """Restart a front end whenever it dies, unless it repeatedly dies before it listens."""
-        failed = 0
+        num_failed_starts = 0
         while not self._ending:
             link = None
             try:
                 link = await self._launch(index)
                 await self._serve(link)
             except OSError as error:
-                note_failure("front end", error, "It is started again.")
-                how = f"it cannot be started: {error.strerror or error}" if link is None else _how(link.process)
+                note_failure("front end", error, "It is restarted.")
+                reason = f"cannot be started: {error.strerror or error}" if link is None else _exit_reason(link.process)
             except Exception as error:  # it sent an invalid message
-                note_failure("front end", error, "Another takes its place.")
-                how = f"{type(error).__name__}: {error}"
+                note_failure("front end", error, "It is restarted.")
+                reason = f"{type(error).__name__}: {error}"
             else:
-                how = _how(link.process)
+                reason = _exit_reason(link.process)
             if self._ending:
                 return
-            if link is not None and link.listens.is_set():
-                failed = 0
+            if link is not None and link.is_listening.is_set():
+                num_failed_starts = 0
             elif link is not None or self._phase is Phase.WARMING_UP:  # the other front ends serve meanwhile
-                failed += 1
-            logger.error("front end %d has ended (%s); another takes its place", index, how)
-            if failed == _MOST_FAILED_STARTS:
+                num_failed_starts += 1
+            logger.error("front end %d has ended (%s); restarting it", index, reason)
+            if num_failed_starts == _MAX_FAILED_STARTS:
                 self.failure = (
-                    f"front end {index} ended {failed} times before it listened ({how}); its own messages say why"
+                    f"front end {index} failed to start {num_failed_starts} times ({reason}); see its log messages"
                 )
                 if self.engine.on_death is not None and self._phase is not Phase.WARMING_UP:
                     self.engine.fail(UserError(self.failure))
@@ -177,30 +165,30 @@ class FrontEnds:
             await asyncio.sleep(_RESTART_SECONDS)
 
     async def _launch(self, index: int) -> FrontEnd:
-        here, there = socket.socketpair()
+        own_socket, child_socket = socket.socketpair()
         listener = self._listeners[index]
-        passed = (there.fileno(), listener.fileno())
+        inherited = (child_socket.fileno(), listener.fileno())
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "dsjax.serve.front_ends.front_end", *map(str, passed)],
-                pass_fds=passed,
+                [sys.executable, "-m", "dsjax.serve.front_ends.front_end", *map(str, inherited)],
+                pass_fds=inherited,
                 stdin=subprocess.DEVNULL,
             )
         except OSError:
-            here.close()
+            own_socket.close()
             raise
         finally:
-            there.close()
+            child_socket.close()
         try:
-            reader, writer = await asyncio.open_connection(sock=here)
+            reader, writer = await asyncio.open_connection(sock=own_socket)
         except OSError:
             process.kill()
-            here.close()
+            own_socket.close()
             await asyncio.to_thread(process.wait)
             raise
-        link = self._links[index] = FrontEnd(index, process, Channel(reader, writer, FromFrontEnd))
+        link = self._links[index] = FrontEnd(index, process, messages.Channel(reader, writer, messages.FromFrontEnd))
         link.send(self._welcome(index, self.address))
-        link.send(PhaseIs(self._phase.value))
+        link.send(messages.PhaseIs(self._phase.value))
         return link
 
     async def _serve(self, link: FrontEnd) -> None:
@@ -210,87 +198,87 @@ class FrontEnds:
                 try:
                     self._receive(link, message)
                 except Exception as error:
-                    if isinstance(message, Add):
+                    if isinstance(message, messages.Add):
                         self._refuse(link, message, error)
                     else:
                         note_failure("front end requests", error)
         finally:
             link.channel.close()
-            ended = self.engine.drop(link, list(link.requests))
-            link.channel.fail(ConnectionError("the front end has gone"))
+            aborted = self.engine.drop(link, list(link.requests))
+            link.channel.fail(ConnectionError("the front end has ended"))
             for name, suffix, labels, value in link.samples:
                 key = (name, suffix, tuple(labels))
-                self._departed[key] = self._departed.get(key, 0) + value
+                self._ended_samples[key] = self._ended_samples.get(key, 0) + value
             link.samples = []
             if not self._ending:
-                for observer in self.engine.observers if ended else ():
-                    observer.on_ended(ended, FinishReason.ABORT)
+                for observer in self.engine.observers if aborted else ():
+                    observer.on_ended(aborted, FinishReason.ABORT)
                 link.process.kill()
             await asyncio.to_thread(link.process.wait)
 
     def _receive(self, link: FrontEnd, message: Any) -> None:
         match message:
-            case Add():
+            case messages.Add():
                 self._add(link, message)
-            case Abort():
-                link.preparing.difference_update(message.handles)
+            case messages.Abort():
+                link.compiling.difference_update(message.handles)
                 self.engine.drop(link, message.handles)
-            case Snapshot():
+            case messages.Snapshot():
                 link.samples = message.samples
                 link.channel.resolve(message.number, len(message.samples))
-            case Count():
+            case messages.Count():
                 link.channel.resolve(message.number, message.count)
-            case Hello():
-                link.listens.set()
+            case messages.Hello():
+                link.is_listening.set()
 
-    def _add(self, link: FrontEnd, message: Add) -> None:
-        refusal = self._refusal(message)
+    def _add(self, link: FrontEnd, message: messages.Add) -> None:
+        refusal = self._queue_refusal(message)
         if refusal is not None:
-            link.send(AddResponse(message.number, refusal))
+            link.send(messages.AddResponse(message.number, refusal))
         elif any(request.params.structured_outputs is not None for request in message.requests):
-            self._spawn(self._add_slowly(link, message))
+            self._spawn(self._add_with_grammars(link, message))
         else:
-            self._admit(link, message, self._requests(message))
+            self._admit(link, message, self._build_requests(message))
 
-    async def _add_slowly(self, link: FrontEnd, message: Add) -> None:
+    async def _add_with_grammars(self, link: FrontEnd, message: messages.Add) -> None:
         handles = {handle for request in message.requests for handle, _, _ in request.completions}
-        link.preparing |= handles
+        link.compiling |= handles
         try:
-            made = await asyncio.to_thread(self._requests, message)
+            requests = await asyncio.to_thread(self._build_requests, message)
             if self._links.get(link.index) is link and link.process.poll() is None:
-                self._admit(link, message, made)
-                self.engine.drop(link, handles - link.preparing)
+                self._admit(link, message, requests)
+                self.engine.drop(link, handles - link.compiling)
         except Exception as error:
             self._refuse(link, message, error)
         finally:
-            link.preparing -= handles
+            link.compiling -= handles
 
-    def _requests(self, message: Add) -> list[list[Request]]:
+    def _build_requests(self, message: messages.Add) -> list[list[Request]]:
         """Create the core's requests. This is slow if a grammar has to be compiled."""
         make_rules = self.engine.make_rules
         return [
-            request.requests(make_rules(request.params, frozenset(request.stop_ids), request.token_ids))
+            request.to_requests(make_rules(request.params, frozenset(request.stop_ids), request.token_ids))
             for request in message.requests
         ]
 
-    def _admit(self, link: FrontEnd, message: Add, made: list[list[Request]]) -> None:
-        for request, completions in zip(message.requests, made, strict=True):
+    def _admit(self, link: FrontEnd, message: messages.Add, requests: list[list[Request]]) -> None:
+        for request, completions in zip(message.requests, requests, strict=True):
             self.engine.admit(link, request, completions)
-        link.send(AddResponse(message.number))
+        link.send(messages.AddResponse(message.number))
 
-    def _refuse(self, link: FrontEnd, message: Add, error: Exception) -> None:
+    def _refuse(self, link: FrontEnd, message: messages.Add, error: Exception) -> None:
         """Tell a front end why its requests were not admitted."""
         if isinstance(error, SamplingError):
-            link.send(AddResponse(message.number, error.reason, error.param))
+            link.send(messages.AddResponse(message.number, error.reason, error.param))
             return
-        note_failure("front end requests", error, "The requests of one message get an error.")
+        note_failure("front end requests", error, "Its requests end with an error.")
         self.engine.drop(link, [handle for request in message.requests for handle, _, _ in request.completions])
-        link.send(AddResponse(message.number, "the engine's process could not take the request over", failed=True))
+        link.send(messages.AddResponse(message.number, "the engine process failed to add the request", failed=True))
 
-    def _refusal(self, message: Add) -> str | None:
-        requests = sum(len(request.completions) for request in message.requests)
-        tokens = sum(len(request.completions) * len(request.token_ids) for request in message.requests)
-        return self.gate and self.gate.full(requests, tokens)
+    def _queue_refusal(self, message: messages.Add) -> str | None:
+        num_completions = sum(len(request.completions) for request in message.requests)
+        num_tokens = sum(len(request.completions) * len(request.token_ids) for request in message.requests)
+        return self.gate and self.gate.why_full(num_completions, num_tokens)
 
     async def _ask(self, question: Callable[[int], Any]) -> list[Any]:
         """Ask all front ends; return the answers that arrive in time."""
@@ -299,7 +287,7 @@ class FrontEnds:
             await asyncio.wait(futures, timeout=_ANSWER_SECONDS)
         return [future.result() for future in futures if future.done() and future.exception() is None]
 
-    async def _gather_often(self) -> None:
+    async def _gather_periodically(self) -> None:
         """Collect counters every two seconds for the history, and so that few are lost when a front end dies."""
         while True:
             await asyncio.sleep(_GATHER_SECONDS)
@@ -307,8 +295,8 @@ class FrontEnds:
                 await self.gather()
 
 
-def _how(process: subprocess.Popen) -> str:
+def _exit_reason(process: subprocess.Popen) -> str:
     code = process.poll()
     if code is None:
-        return "its channel has closed"
+        return "closed its channel"
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -66,7 +66,7 @@ class SharedEngine(ThreadedEngine):
             owner = self._owners.get(update.request.request_id)
             if owner is None:
                 continue
-            entries_by_link.setdefault(owner.link, []).append(owner.entry(update))
+            entries_by_link.setdefault(owner.link, []).append(owner.to_entry(update))
             if update.finish_reason is not None:
                 del self._owners[update.request.request_id]
                 owner.link.requests.pop(owner.handle, None)
@@ -86,14 +86,14 @@ class SharedEngine(ThreadedEngine):
 class _Owner:
     """The front end of a completion, its handle there, and whether its first token was sent."""
 
-    __slots__ = ("first_sent", "handle", "link")
+    __slots__ = ("handle", "is_first_token_sent", "link")
 
     def __init__(self, link: FrontEnd, handle: int):
-        self.link, self.handle, self.first_sent = link, handle, False
+        self.link, self.handle, self.is_first_token_sent = link, handle, False
 
-    def entry(self, update: Update) -> UpdateEntry:
+    def to_entry(self, update: Update) -> UpdateEntry:
         """Return an update in the form that the front end receives."""
-        request, result, reason = update
-        progress = None if self.first_sent and reason is None else RequestProgress.of(request)
-        self.first_sent |= result is not None and bool(result.token_ids)
-        return self.handle, result, reason, progress
+        request, result, finish_reason = update
+        progress = None if self.is_first_token_sent and finish_reason is None else RequestProgress.from_request(request)
+        self.is_first_token_sent |= result is not None and bool(result.token_ids)
+        return self.handle, result, finish_reason, progress

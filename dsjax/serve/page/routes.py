@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from dsjax.serve.page.reference import reference
+from dsjax.serve.page.reference import render_reference
 
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -35,17 +35,17 @@ def create_page_routes(app: FastAPI) -> None:
     """Add the page's routes. The page itself uses the API."""
     for path, (name, content_type) in _FILES.items():
         content = (importlib.resources.files(__package__) / name).read_bytes()
-        app.add_api_route(path, _answer_with(content, content_type), methods=["GET", "HEAD"], include_in_schema=False)
-    written = functools.cache(lambda: reference(app.openapi()).encode())  # after all routes have been added
+        app.add_api_route(path, _serve_file(content, content_type), methods=["GET", "HEAD"], include_in_schema=False)
+    render_docs = functools.cache(lambda: render_reference(app.openapi()).encode())  # after all routes have been added
 
     async def docs() -> Response:
-        return Response(written(), headers={"Content-Type": "text/html; charset=utf-8", **_HEADERS})
+        return Response(render_docs(), headers={"Content-Type": "text/html; charset=utf-8", **_HEADERS})
 
     app.add_api_route("/docs", docs, methods=["GET", "HEAD"], include_in_schema=False)
 
 
-def _answer_with(content: bytes, content_type: str) -> Any:
-    async def answer() -> Response:
+def _serve_file(content: bytes, content_type: str) -> Any:
+    async def serve() -> Response:
         return Response(content, headers={"Content-Type": content_type, **_HEADERS})
 
-    return answer
+    return serve

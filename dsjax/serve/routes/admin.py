@@ -12,9 +12,9 @@ from dsjax.engine.text.outputs import EngineDeadError
 from dsjax.errors import ChangeUnderWayError
 from dsjax.serve.bounds import MAX_REQUEST_ID_CHARACTERS
 from dsjax.serve.errors import ApiError
-from dsjax.serve.guards import StrictRoute
 from dsjax.serve.profiler import Profiler, device_time
 from dsjax.serve.routes.status import expert_load
+from dsjax.serve.routing import StrictRoute
 from dsjax.serve.sampling_fields import StrictModel
 from dsjax.serve.schemas import Aborted, ExpertLoad, Profiled, Rebalance, Scaled, State, errors
 from dsjax.serve.serving import Serving
@@ -58,8 +58,8 @@ def admin_routes(serving: Serving) -> APIRouter:
         """Abort requests; their clients get an error."""
         if (body.request_id is None) != body.abort_all:
             raise ApiError(400, "found both or none, expected request_id or abort_all: true", param="request_id")
-        elsewhere = await serving.front_ends.abort(body.request_id) if serving.front_ends is not None else 0
-        return {"aborted": serving.abort(body.request_id) + elsewhere}
+        num_in_front_ends = await serving.front_ends.abort(body.request_id) if serving.front_ends is not None else 0
+        return {"aborted": serving.abort(body.request_id) + num_in_front_ends}
 
     @router.post("/start_profile", responses=documented)
     async def start_profile() -> State:
@@ -72,7 +72,7 @@ def admin_routes(serving: Serving) -> APIRouter:
         folder = await serving.ask(lambda core: profiler.stop())
         spent = await asyncio.to_thread(device_time, folder)
         if serving.metrics is not None:
-            serving.metrics.show_exchange_share(spent.exchange_share)
+            serving.metrics.set_exchange_share(spent.exchange_share)
         return {"status": "written", "exchange_share": spent.exchange_share}
 
     @router.post("/start_expert_distribution_record", responses=documented)
@@ -93,9 +93,8 @@ def admin_routes(serving: Serving) -> APIRouter:
         """Return the counts since the record began."""
         await read_record()
         if serving.expert_counts is None:
-            raise ApiError(
-                400, "nothing was recorded; post to /start_expert_distribution_record first", code="no_record"
-            )
+            reason = "nothing was recorded; post to /start_expert_distribution_record first"
+            raise ApiError(400, reason, code="no_record")
         return expert_load(serving.expert_counts, serving.model_root)
 
     @router.post("/rebalance_experts", responses=errors(403, 409, 503))
@@ -106,9 +105,8 @@ def admin_routes(serving: Serving) -> APIRouter:
         except RebalanceUnderWayError as error:
             raise ApiError(409, str(error), code="rebalance_under_way") from error
         if moves is None:
-            raise ApiError(
-                400, "this server does not move experts; it was started without --enable-eplb", code="no_eplb"
-            )
+            reason = "this server does not move experts; it was started without --enable-eplb"
+            raise ApiError(400, reason, code="no_eplb")
         return moves
 
     @router.post("/scale", responses=errors(403, 409, 503))

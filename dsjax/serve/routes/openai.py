@@ -14,10 +14,11 @@ from dsjax.serve.bounds import MAX_NAME_CHARACTERS
 from dsjax.serve.chat import ChatAnswer
 from dsjax.serve.chat_fields import ChatRequest
 from dsjax.serve.chat_prompt import render_prompt
-from dsjax.serve.connections import EventStream, JsonResponse, unless_client_leaves
-from dsjax.serve.guards import StrictRoute, request_id_of
+from dsjax.serve.connections import EventStream, JsonResponse, cancel_if_client_leaves
+from dsjax.serve.guards import request_id_of
 from dsjax.serve.responses_answer import NamedEvents, ResponsesAnswer
 from dsjax.serve.responses_request import ResponsesRequest
+from dsjax.serve.routing import StrictRoute
 from dsjax.serve.sampling_fields import CompletionRequest, warning_headers
 from dsjax.serve.schemas import ChatResponse, CompletionResponse, ModelCard, ModelList, errors
 from dsjax.serve.serving import Serving
@@ -28,31 +29,27 @@ Session = Annotated[
         alias="X-Session-Affinity",
         min_length=1,
         max_length=MAX_NAME_CHARACTERS,
-        description="requests of one session go to one DP rank",
+        description="session id: requests with the same id go to the same DP rank",
     ),
 ]
 Rank = Annotated[
     int | None,
-    Header(
-        alias="X-Data-Parallel-Rank",
-        ge=0,
-        description="number of the DP rank that the request is to run on, for a router that knows what is cached where",
-    ),
+    Header(alias="X-Data-Parallel-Rank", ge=0, description="DP rank to run the request on, for cache-aware routers"),
 ]
 
 
-async def place_of(session: Session = None, dp_rank: Rank = None) -> RequestOptions:
+async def read_request_options(session: Session = None, dp_rank: Rank = None) -> RequestOptions:
     """Read session and DP rank from the headers. It is a coroutine because FastAPI runs plain functions in a thread."""
     return RequestOptions(session=session, dp_rank=dp_rank)
 
 
-Wanted = Annotated[RequestOptions, Depends(place_of)]
+Options = Annotated[RequestOptions, Depends(read_request_options)]
 
 
 def openai_routes(serving: Serving) -> APIRouter:
     """Return the router of the endpoints under `/v1`."""
     router = APIRouter(prefix="/v1", route_class=StrictRoute)
-    stream = {"description": "the answer, or its events", "content": {"text/event-stream": {}}}
+    stream = {"description": "the response, or a stream of events", "content": {"text/event-stream": {}}}
     generating = {200: stream, **errors(429, 500, 503)}
 
     @router.get("/models", responses=errors())
@@ -66,31 +63,31 @@ def openai_routes(serving: Serving) -> APIRouter:
         return _card(serving, serving.check_model(name))
 
     @router.post("/completions", response_model=CompletionResponse, responses=generating)
-    async def completions(body: CompletionRequest, request: Request, place: Wanted) -> Response:
+    async def completions(body: CompletionRequest, request: Request, options: Options) -> Response:
         """Complete one or more prompts."""
         answer = CompletionAnswer(serving, body, request_id_of(request, body.request_id))
-        return await _answer(serving, answer, body.stream, request, place)
+        return await _answer(serving, answer, body.stream, request, options)
 
     @router.post("/chat/completions", response_model=ChatResponse, responses=generating)
-    async def chat_completions(body: ChatRequest, request: Request, place: Wanted) -> Response:
+    async def chat_completions(body: ChatRequest, request: Request, options: Options) -> Response:
         """Generate the next message of a conversation."""
         answer = ChatAnswer(serving, body, request_id_of(request, body.request_id))
-        return await _answer(serving, answer, body.stream, request, place)
+        return await _answer(serving, answer, body.stream, request, options)
 
     @router.post("/responses", responses=generating)
-    async def responses(body: ResponsesRequest, request: Request, place: Wanted) -> Response:
+    async def responses(body: ResponsesRequest, request: Request, options: Options) -> Response:
         """Generate a response in the format of OpenAI's Responses API (items, named events). Nothing is stored."""
         answer = ResponsesAnswer(serving, body, request_id_of(request, body.request_id))
-        return await _answer(serving, answer, body.stream, request, place, NamedEvents)
+        return await _answer(serving, answer, body.stream, request, options, NamedEvents)
 
     @router.post("/messages", responses=generating)
-    async def messages(body: MessagesRequest, request: Request, place: Wanted) -> Response:
+    async def messages(body: MessagesRequest, request: Request, options: Options) -> Response:
         """Generate the next message in the format of Anthropic's Messages API."""
         answer = MessagesAnswer(serving, body, request_id_of(request, None))
-        return await _answer(serving, answer, body.stream, request, place, NamedEvents)
+        return await _answer(serving, answer, body.stream, request, options, NamedEvents)
 
     @router.post("/messages/count_tokens", responses=errors())
-    async def count_tokens(body: TokenCountRequest, request: Request, place: Wanted) -> Response:
+    async def count_tokens(body: TokenCountRequest, request: Request, options: Options) -> Response:
         """Count the tokens of a prompt, as in Anthropic's API."""
         chat = body.to_chat()
         chat.check()
@@ -107,17 +104,17 @@ async def _answer(
     answer: CompletionAnswer | ChatAnswer | ResponsesAnswer | MessagesAnswer,
     stream: bool | None,
     request: Request,
-    place: RequestOptions,
+    options: RequestOptions,
     events: type[EventStream] = EventStream,
 ) -> Response:
-    outputs = await answer.start(place)
+    outputs = await answer.start(options)
     warnings = warning_headers(answer.without_effect())
     request.scope["state"]["completions"] = outputs.completions
     resources = serving.followed(answer.id, outputs)
     if stream:
         return events(answer, outputs, resources, warnings)
     with resources:
-        return JsonResponse(await unless_client_leaves(request, answer.whole(outputs)), headers=warnings)
+        return JsonResponse(await cancel_if_client_leaves(request, answer.whole(outputs)), headers=warnings)
 
 
 def _card(serving: Serving, name: str) -> ModelCard:

@@ -107,7 +107,7 @@ async def _refresh_loads(serving: Any) -> None:
         call = serving.engine.call(lambda core: (core.loads(), core.statistics()))
         async with asyncio.timeout(_LOADS_SECONDS):
             loads, parts = await call
-        serving.metrics.show(loads, parts)  # experts may have moved since the last step
+        serving.metrics.set_loads(loads, parts)  # experts may have moved since the last step
 
 
 def load_bodies(loads: list[RankLoad]) -> list[RankLoadBody]:

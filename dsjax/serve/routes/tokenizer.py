@@ -11,7 +11,7 @@ from dsjax.serve.answers import token_name
 from dsjax.serve.chat_fields import PromptFields
 from dsjax.serve.chat_prompt import render_prompt
 from dsjax.serve.errors import ApiError
-from dsjax.serve.guards import StrictRoute
+from dsjax.serve.routing import StrictRoute
 from dsjax.serve.sampling_fields import Name, StrictModel
 from dsjax.serve.schemas import Text, TokenizerInfo, Tokens, errors
 from dsjax.serve.serving import Serving
@@ -30,7 +30,7 @@ class TokenizeMessages(PromptFields):
     """Conversation to tokenize, as `/v1/chat/completions` does."""
 
     model: Name | None = None
-    add_special_tokens: bool | None = Field(False, description="beside those that the template writes")
+    add_special_tokens: bool | None = Field(False, description="add special tokens besides the chat template's")
     return_token_strs: bool | None = False
 
 

@@ -176,7 +176,7 @@ def test_what_was_timed_before_the_run_ended_is_written(what, monkeypatch, tmp_p
     monkeypatch.setattr("dsjax.bench.network.run.sample", lambda loop, repeats, agree: (agree("samples", 4.0)[0],))
     members = [SimpleNamespace(process_id=number, host=host) for number, host in enumerate("ab")]
     run = lambda *asked: pytest.fail("the others do not wait for it any more")  # noqa: E731
-    agreement = SimpleNamespace(ask=agree, run=run)
+    agreement = SimpleNamespace(all_gather=agree, run=run)
     processes = Processes(SimpleNamespace(is_leader=True, members=members, agreement=agreement))
     monkeypatch.setattr(processes, "check_shares", lambda spec, mesh: None)
     file, spec = tmp_path / "network.json", MeshSpec.parse("dp=2")

@@ -75,6 +75,6 @@ def test_the_others_say_why_process_0_has_ended_and_process_0_who_is_gone():
     assert str(found) == "process 0 (a, pid 7) has ended: it was interrupted"
     assert _explained(follower(), failed) is failed, "nobody has ended: it is an error of the program"
     gone = GroupError("process 1 (b, pid 8) has gone away")
-    assert _explained(SimpleNamespace(is_leader=True, lost_by=lambda error: gone), RuntimeError()) is gone
+    assert _explained(SimpleNamespace(is_leader=True, find_loss=lambda: gone), RuntimeError()) is gone
     failed = RuntimeError("a collective failed")
-    assert _explained(SimpleNamespace(is_leader=True, lost_by=lambda error: None), failed) is failed
+    assert _explained(SimpleNamespace(is_leader=True, find_loss=lambda: None), failed) is failed

@@ -7,7 +7,7 @@ import pytest
 
 from dsjax.bench.modules.timing import (
     CALL_RESOLUTION,
-    LEAST_SAMPLES,
+    MIN_SAMPLES,
     Budget,
     PreparedCase,
     TimedCalls,
@@ -21,10 +21,10 @@ def test_the_call_and_what_it_costs_once_are_taken_off_and_noise_makes_no_negati
     # An empty call of 2, applications of 3 each, and 7 once: short 2 + 7 + 5 × 3, long 2 + 7 + 700 × 3.
     times = Times((TimedCalls(2.0, 24.0, 2109.0),) * 3, few=5, many=700)
     assert times.median == pytest.approx(3.0, rel=0.01)  # the 7 are not taken off the long call: 7 / 700 of a percent
-    assert times.once == pytest.approx(7.0, rel=0.01)
-    assert Times((TimedCalls(1.0, 1.5, 101.0),), few=1, many=100).once == 0
+    assert times.setup == pytest.approx(7.0, rel=0.01)
+    assert Times((TimedCalls(1.0, 1.5, 101.0),), few=1, many=100).setup == 0
     times = Times((TimedCalls(2.0, 0.0, 2.0 - 5e-5),) * 3, few=0, many=100)
-    assert times.stand_out
+    assert times.is_above_noise
     assert times.median == CALL_RESOLUTION
 
 
@@ -38,7 +38,7 @@ def test_a_loop_that_cannot_be_told_from_an_empty_one_is_made_longer(monkeypatch
     few, many = prepared.few, prepared.many
     times = prepared.take(Budget(seconds=0.0))
     assert times.many - few == 256 * (many - few)
-    assert len(times.samples) == LEAST_SAMPLES, "none of the shorter loops"
+    assert len(times.samples) == MIN_SAMPLES, "none of the shorter loops"
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
@@ -65,7 +65,7 @@ def test_every_application_is_done_with_its_own_layer():
     """Layers are added up with the number of their turn: a loop that skipped, repeated or hoisted one would differ."""
     weights = jnp.asarray([1.0, 10.0, 100.0])
     prepared = device_loop(
-        lambda inputs, layer, total: total * 2 + inputs[layer], weights, jnp.float32(0), depth=3, in_call=2
+        lambda inputs, layer, total: total * 2 + inputs[layer], weights, jnp.float32(0), depth=3, in_step=2
     )
     prepared.run(4)
     expected = 0.0
@@ -78,12 +78,12 @@ def test_every_application_is_done_with_its_own_layer():
 
 def test_slow_work_is_one_sample_a_call_and_a_short_call_has_what_a_step_has():
     calls = []
-    prepared = PreparedCase(calls.append, in_call=6)
+    prepared = PreparedCase(calls.append, in_step=6)
     prepared.warm_up(Budget(seconds=0.0))
     prepared.take(Budget(seconds=0.0, samples=5))
     assert (prepared.few, prepared.many) == (0, 1)
     assert len(prepared.samples) == 3, "the least number of samples, whatever the budget"
-    prepared = PreparedCase(lambda n: None, in_call=61)
+    prepared = PreparedCase(lambda n: None, in_step=61)
     prepared.warm_up()
     assert prepared.few == 61
     assert prepared.many > 10 * prepared.few
@@ -93,7 +93,7 @@ def test_of_processes_that_apply_it_together_the_slowest_decides():
     """All apply it as often as the slowest says, or they would wait for each other for ever; its samples are everybody's."""
     calls = []
     told = {"seconds": lambda own: [own, 0.005], "sample": lambda own: [own, [0.0, 0.0, 9.0]]}
-    prepared = PreparedCase(calls.append, in_call=2, agree=lambda what, own: told[what](own))
+    prepared = PreparedCase(calls.append, in_step=2, agree=lambda what, own: told[what](own))
     prepared.warm_up()
     assert (prepared.few, prepared.many) == (2, 2 + 16), (
         "0.02 s are four calls of 5 ms, which are four applications each"

@@ -127,7 +127,7 @@ def test_of_a_model_with_a_vision_part_the_text_part_is_read_and_converted(
     source = make_checkpoint(tmp_path / "source", tiny_config, whole)
     nested = {"model_type": "kimi_k25", "text_config": tiny_config.to_dict(), "vision_config": {}}
     (source / "config.json").write_text(json.dumps(nested))
-    with pytest.warns(CheckpointWarning, match=r"2 tensors of its vision part \(mm_projector, vision_tower\).*images"):
+    with pytest.warns(CheckpointWarning, match=r"2 tensors of the vision part \(mm_projector, vision_tower\).*images"):
         text = convert_checkpoint(source, tmp_path / "text", to="hf")
     assert json.loads((text / "config.json").read_text()) == tiny_config.to_dict()
     with warnings.catch_warnings():
@@ -252,7 +252,7 @@ def test_damaged_values_are_not_converted(tiny_config, checkpoints, tmp_path, ma
 
 
 @pytest.mark.parametrize(
-    ("to", "stage"), [("orbax", "write_params"), ("orbax", "write_manifest"), ("hf", "_config_for")]
+    ("to", "stage"), [("orbax", "write_params"), ("orbax", "write_manifest"), ("hf", "_build_config")]
 )
 def test_a_conversion_that_fails_leaves_nothing(checkpoints, tmp_path, monkeypatch, to, stage):
     monkeypatch.setattr(convert_module, stage, Mock(side_effect=KeyboardInterrupt))

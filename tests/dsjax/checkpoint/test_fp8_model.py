@@ -5,6 +5,8 @@ import pytest
 from fp8_checkpoints import RAGGED, WHOLE, dequantised, fp8_tensors, write_fp8_model
 
 from dsjax import LLM
+from dsjax.checkpoint.load import from_hf_tensors, to_hf_tensors
+from dsjax.model import parameters
 from sharding import MeshError
 
 pytestmark = pytest.mark.slow  # all together
@@ -53,6 +55,40 @@ def test_dequantised_at_load_or_kept_fp8_the_logits_are_those_of_the_dequantised
         assert "moe_layers.moe.experts.down.weight" in quantised
     finally:
         llm.shutdown()
+
+
+def test_fp8_matrices_that_lie_with_their_depth_last_answer_alike(directories, monkeypatch, no_programs_on_disk):
+    """As on GPUs, with their kernels in Pallas's interpreter."""
+
+    def run():
+        options = {"weights": "fp8", "kernels": "pallas", "activation_scheme": "dynamic", "dtype": "float32"}
+        llm = LLM(str(directories["whole", "fp8"]), mesh="tp=2,ep=1", max_num_seqs=2, prefill_chunk=16, page_size=4, **options)  # fmt: skip
+        try:
+            return llm.logits([TOKENS])[0], {p for p, i in llm.executor.model.table.infos.items() if i.depth_last}
+        finally:
+            llm.shutdown()
+
+    expected, none = run()
+    monkeypatch.setattr(parameters, "DEPTH_LAST", ("cpu",))
+    found, moved = run()
+    assert not none
+    assert {"moe_layers.moe.experts.gate_up.weight", "dense_layers.mlp.down.weight", "moe_layers.attn.o.weight"} < moved
+    assert "moe_layers.attn.kv_b.weight" not in moved, "its kernel reads it by heads"
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_gpus_keep_fp8_matrices_as_the_checkpoint_has_them_and_give_them_back():
+    tensors = fp8_tensors(RAGGED)
+    cpu, gpu = (from_hf_tensors(RAGGED, tensors, weights="fp8", platform=platform) for platform in ("cpu", "gpu"))
+    name, gate_up = "model.layers.1.mlp.experts.3", gpu["moe_layers.moe.experts.gate_up.weight"]
+    np.testing.assert_array_equal(gate_up[0, 3, 1].view(np.uint8), tensors[f"{name}.up_proj.weight"].view(np.uint8))
+    np.testing.assert_array_equal(cpu["moe_layers.moe.experts.gate_up.scale"], gpu["moe_layers.moe.experts.gate_up.scale"])  # fmt: skip
+    for params in (cpu, gpu):
+        back = to_hf_tensors(RAGGED, params)
+        assert back.keys() == tensors.keys()
+        for name, value in tensors.items():
+            if value.itemsize == 1:
+                np.testing.assert_array_equal(back[name].view(np.uint8), value.view(np.uint8))
 
 
 def test_parts_that_are_never_quantised_are_kept_in_bf16_beside_fp8_weights(tmp_path):

@@ -166,7 +166,7 @@ def test_a_tied_head_that_differs_from_the_embedding_is_used_as_transformers_use
 ):
     tied, tensors = dataclasses.replace(tiny_config, tie_word_embeddings=True), make_tensors(tiny_config)
     make_checkpoint(tmp_path / "differs", tied, tensors)
-    with pytest.warns(CheckpointWarning, match="ties lm_head.weight to model.embed_tokens.weight, and they differ"):
+    with pytest.warns(CheckpointWarning, match="ties lm_head.weight to model.embed_tokens.weight, but they differ"):
         checkpoint = open_checkpoint(tmp_path / "differs")
     assert checkpoint.config == tiny_config
     head = place(checkpoint, checkpoint.config, "dp=1")["head.weight"]

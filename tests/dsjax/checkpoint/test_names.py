@@ -14,7 +14,7 @@ import pytest
 from dsjax.checkpoint.check import check_structure
 from dsjax.checkpoint.names import TensorNames
 from dsjax.checkpoint.safetensors import TensorSpec
-from dsjax.checkpoint.source import written
+from dsjax.checkpoint.source import tensors_to_write
 from dsjax.config import load_config
 from dsjax.model.parameter_table import abstract_parameters
 
@@ -67,7 +67,7 @@ def test_kimi_k2_5_s_text_part_has_the_tensors_of_its_published_files():
     found = {}
     for name, (path, piece) in names.places().items():
         info = names.parameters[path]
-        found |= written(names, path, name, TensorSpec(info.dtype, piece.shape(info.shape)))
+        found |= tensors_to_write(names, path, name, TensorSpec(info.dtype, piece.shape(info.shape)))
     assert len(found) == 208_550 - 335
     expert = "model.layers.60.mlp.experts.383.gate_proj.weight"
     assert found[f"{expert}_packed"][0] == TensorSpec(np.dtype(np.int32), (2048, 896))

@@ -148,7 +148,7 @@ def test_what_is_broken_is_trouble_and_ends_with_1(monkeypatch, tmp_path, break_
     assert finding.state == "trouble"
     assert told in finding.found
     assert finding.advice
-    monkeypatch.setattr(doctor, "look", lambda: [finding])
+    monkeypatch.setattr(doctor, "run_checks", lambda: [finding])
     ended = CliRunner().invoke(app, ["doctor"])
     assert ended.exit_code == 1
     assert re.search(rf"trouble +{subject}: [^→]*\n +→ ", ended.output)
@@ -170,7 +170,7 @@ def test_what_cannot_be_looked_at_is_trouble_and_the_rest_is_looked_at(monkeypat
         yield
 
     monkeypatch.setattr(doctor, "_devices", fail)
-    findings = {one.subject: one for one in doctor.look()}
+    findings = {one.subject: one for one in doctor.run_checks()}
     assert findings["fail"].state == "trouble"
     assert "xla_bridge" in findings["fail"].found
     assert {"host memory", "temporary folder"} <= findings.keys()

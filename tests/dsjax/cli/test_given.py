@@ -90,14 +90,14 @@ def test_an_option_of_another_engine_is_taken_for_ours(given, words, options):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--quantization awq", "--quantization awq has no counterpart here; give --weights: fp8, nvfp4"),
+        ("--quantization awq", "--quantization awq has no counterpart in dsjax; give --weights: fp8, nvfp4"),
         ("--moe-a2a-backend pplx", "give --dispatch: gather, padded, ragged or hierarchical; auto chooses"),
         (
             "-ep --seed 3",
             "-ep is not needed: experts are spread over all dp × tp devices unless --mesh has an ep; leave it out",
         ),
-        ("--ep --seed 3", "--ep --seed has no counterpart here; give --mesh ep=N: "),
-        ("-tp", "-tp without a value has no counterpart here; give --mesh tp=N"),
+        ("--ep --seed 3", "--ep --seed has no counterpart in dsjax; give --mesh ep=N: "),
+        ("-tp", "-tp without a value has no counterpart in dsjax; give --mesh tp=N"),
         ("--max-total-tokens 1001", "--cache-tokens is 1001, which is no whole number of pages of 16 tokens"),
         (
             "--chunked-prefill-size 8192",
@@ -106,8 +106,8 @@ def test_an_option_of_another_engine_is_taken_for_ours(given, words, options):
         ("--num-gpu-blocks-override 9 --model /no/such", "/no/such"),
         ("--block-size 0", "--page-size is 0, expected an integer of at least 1"),
         ("--config", "Option '--config' requires an argument"),
-        ("--model-path", "--model-path without a value has no counterpart here; give --model"),
-        ("--kv-offloading-size inf", "--kv-offloading-size inf has no counterpart here"),
+        ("--model-path", "--model-path without a value has no counterpart in dsjax; give --model"),
+        ("--kv-offloading-size inf", "--kv-offloading-size inf has no counterpart in dsjax"),
         ("--disable-radix-cache=1", "--disable-radix-cache is --no-enable-prefix-caching"),
     ],
 )
@@ -156,23 +156,26 @@ def test_names_in_a_file_stay_as_they_are_written(given):
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ("max_num_sqs: 3", "c.yaml: max_num_sqs is no option of this command; --help-all lists them"),
-        ("watchdog-timeout: 3", "c.yaml: watchdog-timeout is no option"),
-        ("config: c.yaml", "c.yaml: config is no option"),
+        ("max_num_sqs: 3", "c.yaml: max_num_sqs is not an option of this command; --help-all lists them"),
+        ("watchdog-timeout: 3", "c.yaml: watchdog-timeout is not an option"),
+        ("config: c.yaml", "c.yaml: config is not an option"),
         ("max_num_seqs: many", "c.yaml: max_num_seqs: "),
-        ("max_num_seqs: true", "c.yaml: max_num_seqs: found true, expected a text or a number"),
-        ("model: [a]", 'c.yaml: model: found ["a"], expected a text or a number'),
+        ("max_num_seqs: true", "c.yaml: max_num_seqs: found true, expected a string or a number"),
+        ("model: [a]", 'c.yaml: model: found ["a"], expected a string or a number'),
         ("tokenizer:", "c.yaml: tokenizer: found null"),
         ("enable-dbo: 1", "c.yaml: enable-dbo: found 1, expected true or false"),
-        ("quantization: awq", "c.yaml: quantization: --quantization awq has no counterpart here"),
-        ("trust-remote-code: true", "c.yaml: trust-remote-code is no option of this command; --trust-remote-code is"),
-        ("page-size: 4\nblock-size: 8", "c.yaml: page-size and block-size are one option; leave one of them out"),
-        ("port: !!int abc", "c.yaml is no YAML"),
-        ("[" * 2000, "c.yaml is no YAML"),
+        ("quantization: awq", "c.yaml: quantization: --quantization awq has no counterpart in dsjax"),
+        (
+            "trust-remote-code: true",
+            "c.yaml: trust-remote-code is not an option of this command; --trust-remote-code is",
+        ),
+        ("page-size: 4\nblock-size: 8", "c.yaml: page-size and block-size are the same option; remove one"),
+        ("port: !!int abc", "c.yaml is not valid YAML"),
+        ("[" * 2000, "c.yaml is not valid YAML"),
         ("speculative-config: {x: 2024-01-01}", "--speculative-config"),
         ("false", "c.yaml has a bool"),
         ("- model", "c.yaml has a list; expected lines such as max-num-seqs: 64"),
-        ("a: b: c", "c.yaml is no YAML: mapping values are not allowed here"),
+        ("a: b: c", "c.yaml is not valid YAML: mapping values are not allowed here"),
     ],
 )
 def test_a_wrong_key_or_type_is_refused_with_the_file_and_the_key(given, file, message):

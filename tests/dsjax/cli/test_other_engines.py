@@ -67,14 +67,16 @@ def test_an_option_is_answered_with_what_does_its_work_here(words: str, answer: 
 def test_their_variables_are_named_where_set_without_their_option_and_a_command_warns_before_it_runs(monkeypatch):
     known, on = _options("serve"), {"VLLM_BATCH_INVARIANT": "1"}
     (line,) = unread_variables(["--model", "demo"], known, on)
-    assert line == "VLLM_BATCH_INVARIANT is set, and not read here: give --batch-invariant, or unset it"
+    assert line == "VLLM_BATCH_INVARIANT is set, but dsjax does not read it; give --batch-invariant, or unset it"
     for words in (["--batch-invariant"], ["--no-batch-invariant"]):
         assert unread_variables(words, known, on) == []
     assert unread_variables([], known, {"VLLM_BATCH_INVARIANT": "0"}) == []
     assert unread_variables([], {"--model"}, on) == []
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     found = RUNNER.invoke(app, ["serve", "--disaggregation-mode", "prefill"])  # refused before anything is loaded
-    assert found.stderr.startswith("warning: VLLM_BATCH_INVARIANT is set, and not read here: give --batch-invariant")
+    assert found.stderr.startswith(
+        "warning: VLLM_BATCH_INVARIANT is set, but dsjax does not read it; give --batch-invariant"
+    )
 
 
 def test_all_of_them_on_a_command_line_are_explained_at_once_and_a_model_without_its_option_too():
@@ -87,7 +89,7 @@ def test_all_of_them_on_a_command_line_are_explained_at_once_and_a_model_without
         assert line in found.output
     found = RUNNER.invoke(app, ["serve", "deepseek-ai/DeepSeek-R1"])
     assert found.exit_code == 2
-    assert "a model is given as --model MODEL" in found.output
+    assert "give the model as --model MODEL" in found.output
 
 
 @pytest.mark.parametrize("command", ["serve", "generate"])

@@ -39,7 +39,7 @@ def budget(layout: str, step: str, directory: Path) -> dict[str, list[float]]:
     report = dry_run(DryRunArgs(engine=engine, step=step, batch=8, context=64))
     found: dict[str, list[float]] = {}
     for one in report.collectives:
-        entry = found.setdefault(f"{one.kind} over {one.meeting}, {one.operand[0].dtype}", [0, 0])
+        entry = found.setdefault(f"{one.kind} over {one.participants}, {one.operand[0].dtype}", [0, 0])
         entry[0] += one.times
         entry[1] += one.times * one.bytes_sent
     return dict(sorted(found.items()))

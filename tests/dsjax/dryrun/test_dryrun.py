@@ -60,7 +60,7 @@ def test_weights_on_a_device_are_the_real_tensors_to_the_byte(full_size, describ
 
 def test_the_programs_arguments_are_weights_cache_and_inputs(full_size):
     memory = full_size.memory
-    assert memory.arguments == memory.held == memory.weight_bytes + memory.cache + memory.state + memory.inputs
+    assert memory.arguments == memory.persistent == memory.weight_bytes + memory.cache + memory.state + memory.inputs
     # 61 layers of 512 + 64 bf16 values for each slot of 8 rows of 64 pages, and page 0.
     assert memory.cache == 61 * 576 * 2 * (8 * 64 + 1) * 16
     assert full_size.cache_tokens == 8 * 1024
@@ -111,7 +111,7 @@ def test_a_step_with_drafts_verifies_them_and_holds_the_mtp_module(drafting):
     assert memory.state == 4 * (4 * (64 + 13 + 2) + 2 * 129_280) + 59 * 256 * 2 * 4 + slots
     assert memory.outputs - memory.aliased >= 12 * 4 * 129_280  # logits of each verified token
     # The module's weights are not read by the step, but lie on the device all the same.
-    assert memory.arguments < memory.held < memory.total
+    assert memory.arguments < memory.persistent < memory.total
     assert drafting.expert_flops == 2 * 12 * 8 * 44_040_192 * 58
 
 

@@ -52,6 +52,20 @@ def test_weights_are_the_planners_and_the_cache_has_pages_of_both_kinds(folder, 
 
 
 @pytest.mark.slow
+def test_a_quantised_cache_has_bytes_of_fp8_entries_and_fp4_keys_and_the_same_operations(folder, report):
+    quantised = {"kv_cache_dtype": "fp8", "index_scores": "fp4"}
+    engine = EngineArgs(model=folder, mesh="dp=1", page_size=128, **quantised)
+    found = dry_run(DryRunArgs(engine=engine, batch=ROWS, context=CONTEXT))
+    # An entry is 24 values, 8 bytes of scales, and 8 rotated values of two bytes; a key 8 values of half a byte, and a scale.
+    entry, key = 24 + 8 + 2 * 8, 4 + 1
+    context, window = 32 * (entry + key) + entry, 3 * 128 * entry + 4 * (6 * (32 + 8) + 3 * 32)
+    limits = found.compiled.limits
+    assert found.memory.windows == window * limits.windows_per_rank
+    assert found.memory.cache == context * limits.pages_per_rank + found.memory.windows
+    assert found.costs.flops == report.costs.flops
+
+
+@pytest.mark.slow
 def test_operations_are_the_models_in_whole_pages_and_blocks(folder, report):
     config, total = load_config(folder), 0
     for kind, count in kinds_of(config.layer_runs):
@@ -85,5 +99,5 @@ def test_what_is_not_built_is_refused_by_name(folder):
 
     with pytest.raises(UserError, match="hold a multiple of 128 tokens"):
         run(page_size=16)
-    with pytest.raises(UserError, match="--kv-cache-dtype fp8"):
-        run(kv_cache_dtype="fp8")
+    with pytest.raises(UserError, match="--index-scores is fp8, and DeepSeek's code rounds"):
+        run(index_scores="fp8")

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.slow  # all together
 ARGS = DryRunArgs(engine=EngineArgs(model="demo", mesh="dp=2", page_size=4, prefill_chunk=16), batch=8, context=64)
 
 
-def norm(order="tile 1×64", *, depends=("compiler",), told=True, op_name="jit(run)/norm/reduce_sum"):
-    return Reduction("r.1", op_name, "reduce", "terms", "f32", 64, order, told, depends, "why")
+def norm(order="tile 1×64", *, depends=("compiler",), is_complete=True, op_name="jit(run)/norm/reduce_sum"):
+    return Reduction("r.1", op_name, "reduce", "terms", "f32", 64, order, is_complete, depends, "why")
 
 
 def only(found, against=None, known=KNOWN_ORDERS):
@@ -35,7 +35,9 @@ def test_what_the_compiler_chose_is_open_until_another_program_of_its_kind_has_t
     fixed = norm("in sequence", depends=())
     assert only([norm()]).could_depend
     assert not only([norm()], against=[norm()]).could_depend
-    assert only([norm(told=False)], against=[norm(told=False)]).could_depend  # equal words, but not all of the order
+    assert only(
+        [norm(is_complete=False)], against=[norm(is_complete=False)]
+    ).could_depend  # equal words, but not all of the order
     assert not only([fixed]).could_depend
     row = only([fixed], against=[dataclasses.replace(fixed, depth=8)])
     assert row.could_depend, "what another program makes otherwise depends even where each order is fixed"

@@ -56,8 +56,8 @@ def test_the_buffer_and_the_counters_are_all_that_is_kept_on_a_device(balanced, 
     assert moving.staging == 9 * EXPERT
     assert (still.staging, still.moving) == (0, 0)
     counters = 4 * 9 * 4  # int32 of each slot of each layer
-    assert moving.held - still.held == moving.staging + counters
-    assert moving.total >= moving.held + moving.moving
+    assert moving.persistent - still.persistent == moving.staging + counters
+    assert moving.total >= moving.persistent + moving.moving
     assert moving.weights == still.weights
     assert balanced.to_json()["device_bytes"]["staging"] == 9 * EXPERT
 

@@ -134,7 +134,7 @@ def test_a_collective_belongs_to_what_it_adds_and_of_what_one_device_has_is_told
 def test_a_fusion_tells_its_order_by_its_kind_and_its_tiles(kind, config, platform, order, depends):
     (one,) = fused(kind, ROW_SUM, config=config, platform=platform)
     assert (one.carrier, one.what, one.depth, one.op_name) == ("reduce", "terms", 64, "jit(run)/norm/reduce_sum")
-    assert (one.order, one.told, one.depends) == (order, bool(order), depends)
+    assert (one.order, one.is_complete, one.depends) == (order, bool(order), depends)
     (split,) = fused(kind, ROW_SUM.replace("norm/reduce_sum", "router/dot_general"), config=config, platform=platform)
     assert (split.what, split.order) == ("terms of a product", order), "the compiler split a product"
 
@@ -174,10 +174,10 @@ def test_a_tpus_window_is_the_chunk_of_a_products_depth_and_tells_nothing_of_ano
     few, many = (fused("kOutput", *lines, config=window(rows), platform="tpu") for rows in (1, 8))
     assert few == many
     (one,) = many
-    assert (one.what, one.depth, one.order, one.told) == ("convolution", 512, "depth 256", True)
+    assert (one.what, one.depth, one.order, one.is_complete) == ("convolution", 512, "depth 256", True)
     config = '"window_config":{"kernel_window_bounds":["4","1"],"output_window_bounds":["260","2","1"]}'
     (one,) = fused("kOutput", ROW_SUM, config=config, platform="tpu")
-    assert (one.order, one.told) == ("", False)
+    assert (one.order, one.is_complete) == ("", False)
 
 
 def test_a_librarys_product_is_its_own_choice():

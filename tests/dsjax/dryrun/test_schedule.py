@@ -28,7 +28,7 @@ class Named:
     def copy(self, computation, operation):
         return {"copies": OperationCost(self.seconds[operation.name])}
 
-    def turn(self, loop, known):
+    def loop_overhead(self, loop, known):
         return OperationCost(0 if known else self.each)
 
 
@@ -106,13 +106,13 @@ def test_loops_with_transfers_are_played_turn_by_turn_and_one_from_before_delays
     line, body = loop(compute("a"), start("g", "tp"), compute("b"), done("g"), compute("c"), count=3)
     found = played(entry(PARAMETER, line, compute("e"), others=body), a=1, g=4, b=2, c=1, e=1, less=100)
     assert found.seconds == 3 * (1 + 4 + 1) + 1  # the count is known: the condition is not looked at
-    assert [(turn.index, turn.times, turn.begin, turn.end) for turn in found.turns] == [
+    assert [(one.index, one.times, one.begin, one.end) for one in found.iterations] == [
         (0, 3, 0, 6), (1, 3, 6, 12), (2, 3, 12, 18),
     ]  # fmt: skip
     assert path(found) == ["a", "g", "c"] * 3 + ["e"]
     line, body = loop(start("g", "tp"), compute("b"), done("g"), count=3)
     found = played(entry(PARAMETER, start("h", "tp"), line, done("h"), others=body), h=10, g=2, b=2)
-    assert [turn.end for turn in found.turns] == [12, 14, 16]
+    assert [one.end for one in found.iterations] == [12, 14, 16]
 
 
 def test_a_loop_without_transfers_is_one_span_however_long_it_is():

@@ -17,7 +17,7 @@ from dsjax.dryrun.prices import BETWEEN, INSIDE, default_cluster, even_ragged_sh
 from dsjax.dryrun.program import COMPUTE, Program, program_collectives
 from dsjax.dryrun.run import dry_run, even_experts
 from dsjax.dryrun.tables import _timeline
-from dsjax.dryrun.timeline import Timeline, model_part, parts_of
+from dsjax.dryrun.timeline import Timeline, model_part, parts_by_operation
 from dsjax.dryrun.timeline_picture import draw
 from dsjax.dryrun.timeline_trace import trace, write_trace
 from dsjax.engine.setup.args import EngineArgs
@@ -157,7 +157,7 @@ def test_a_step_of_ours_shows_its_parts_and_overlaps_what_it_is_credited_with_an
     assert not any(one.beside_compute for one in exchanges), "without --enable-dbo"
     # One thread computes: the shared expert's operations and the routed ones' stand one after the other.
     assert find_engine("dsjax").shared_beside is False
-    layer = step.layer()
+    layer = step.middle_layer()
     assert (layer.times, layer.index) == (2, 1)  # two MoE layers
     parts = {"router", "mla_project", "mla_output", "experts/dispatch", "experts/dispatch/experts"}
     assert parts <= step.by_scope().keys()
@@ -166,7 +166,7 @@ def test_a_step_of_ours_shows_its_parts_and_overlaps_what_it_is_credited_with_an
 
 def test_operations_that_xla_made_up_belong_to_what_they_read():
     program = Program.parse(PROGRAM)
-    parts = {operation.name: part for operation, part in parts_of(program).items()}
+    parts = {operation.name: part for operation, part in parts_by_operation(program).items()}
     assert (parts["g"], parts["dot"], parts["copy"], parts["gd"]) == ("attend", "mlp", "mlp", "attend")
     assert model_part("jit(run)/while/body/jit(dynamic_index_in_dim)/dynamic_slice") == "(dynamic_slice)"
     # As JAX 0.11.1 names what it was given as a jaxpr.

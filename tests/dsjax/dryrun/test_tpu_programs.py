@@ -87,7 +87,7 @@ class Seconds:
     def transfer(self, collective):
         return {"link": OperationCost(100)}
 
-    def turn(self, loop, known):
+    def loop_overhead(self, loop, known):
         return OperationCost(0)
 
 

@@ -98,7 +98,7 @@ class Pair:
     def expire(self):
         for engine in self.engines:
             for lease in engine.buffers._buffers.values():
-                lease.until = 0.0
+                lease.deadline = 0.0
 
     @property
     def incoming(self):
@@ -141,9 +141,9 @@ class Pair:
             assert rank.pool.num_used == 0
             assert rank.backlog == rank.load == 0
         assert self.incoming.num_under_way == 0
-        assert not self.incoming._expected
-        assert not self.incoming._pulling
-        assert not self.incoming._of
+        assert not self.incoming._transfer_by_page
+        assert not self.incoming._transfer_by_landing
+        assert not self.incoming._transfer_by_request
         for engine in self.engines:
             assert engine.num_jobs == 0
             assert engine.buffers.num_kept == 0

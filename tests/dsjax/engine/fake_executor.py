@@ -111,7 +111,7 @@ class FakeExecutor:
         self._offers: list[list] = []  # how many polls ago, and what
         self._pulls: list[list] = []
         self._disk_work: list[list] = []
-        self._found: list[bytes] | None = list(self.disk) if self.limits.disk_pages else None
+        self._found: dict[bytes, int] | None = dict.fromkeys(self.disk, 1) if self.limits.disk_pages else None
         self._landed: dict[tuple[int, int], list] = {}
 
     @property

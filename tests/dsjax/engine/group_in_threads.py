@@ -12,7 +12,7 @@ from dsjax.engine.elastic.follower import Follower
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.hosts import HostOptions, coordination
 from dsjax.hosts.group import HostGroup
-from dsjax.hosts.rendezvous import Door, attend, open_endpoint
+from dsjax.hosts.rendezvous import Door, join_leader, open_endpoint
 from dsjax.hosts.wire import Announcement
 from dsjax.messaging.broadcast import BroadcastLog
 
@@ -33,7 +33,7 @@ def enter(options: HostOptions, prepare=dict) -> HostGroup:
                 response = door.meet(prepare)
             group = HostGroup(options, response, endpoint, door=door, log=log)
         else:
-            response, leader = attend(options, endpoint, prepare)
+            response, leader = join_leader(options, endpoint, prepare)
             group = HostGroup(options, response, endpoint, leader=leader)
     except BaseException:
         endpoint.close(linger=1.0)
@@ -165,7 +165,7 @@ class Group(Following):
 
     def _release(self, executor):
         if executor is None:
-            self.dropped.append(self.second.generation)
+            self.dropped.append(self.second.epoch)
         else:
             self.released.append(executor)
 

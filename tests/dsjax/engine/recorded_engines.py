@@ -33,7 +33,7 @@ from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConf
 from dsjax.engine.text.logit_rules import LogitRules
 from dsjax.engine.transfer.messages import CHUNK_PAGES, PrefillRequest, TransferFailed
 from dsjax.engine.transfer.prefill_links import LocalLink, PrefillLinks
-from dsjax.engine.transfer.send_buffers import Keeper
+from dsjax.engine.transfer.send_buffers import ChunkOwner
 
 VOCABULARY = 300
 
@@ -102,14 +102,16 @@ def make_prefill(
     timeout: float = 1.0,
 ) -> "Prefill":
 
-    def keepers(executor):
+    def owners(executor):
         ranks = range(executor.limits.num_ranks)
-        return [Keeper(f"host-{rank}:1", True) if rank in executor.keeps_elsewhere else Keeper() for rank in ranks]
+        return [
+            ChunkOwner(f"host-{rank}:1", True) if rank in executor.keeps_elsewhere else ChunkOwner() for rank in ranks
+        ]
 
     parts = attachments_of(config, sinks=[EventStream(run, executor.name)] if events else ())
     if balancer is not None:
         parts.append(balancer)
-    options = {"keepers": keepers, "generations": Successors()}
+    options = {"owners": owners, "generations": Successors()}
     engine = PrefillEngine(executor, config, timeout=timeout, attachments=parts, **options)
     engine.buffers._numbers = itertools.count(1)
     return Prefill(run, engine)
@@ -141,12 +143,12 @@ def make_request(name: str, tokens: list[int], kind: str, max_tokens: int, seed:
 class Successors:
     """Stands for a `MeshChanger`: gives the executor that is there for when a step fails."""
 
-    due, has_warmed_up = False, staticmethod(lambda: None)
+    needs_change, has_warmed_up = False, staticmethod(lambda: None)
 
     def __init__(self):
         self.next: Generation | None = None
 
-    def after(self, error: Exception) -> Generation:
+    def recover_from(self, error: Exception) -> Generation:
         """Go on with it; the error itself where there is none."""
         if self.next is None:
             raise error

@@ -76,7 +76,7 @@ class ScriptedExecutor(FakeExecutor):
         self.failing_exchanges: set[int] = set()
         self.keeps_elsewhere: set[int] = set()
         self._windows = self._exchanges = 0
-        self._found = self._found and sorted(self._found)
+        self._found = self._found and dict(sorted(self._found.items()))
         self._placement = np.arange(LAYERS * SLOTS_PER_RANK * EXPERT_RANKS).reshape(LAYERS, -1) % EXPERTS
         self._moves_experts = moves_experts
 

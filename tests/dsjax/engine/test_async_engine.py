@@ -36,7 +36,7 @@ def make(generations=None, **options) -> tuple[AsyncEngine, FakeExecutor]:
 
 def unchanging() -> SimpleNamespace:
     """Stands for a `MeshChanger` whose processes all live."""
-    return SimpleNamespace(patience=600, due=False, phase=None, watch=lambda wake: None, forget=int)
+    return SimpleNamespace(patience=600, needs_change=False, phase=None, watch=lambda wake: None, end_request=int)
 
 
 async def collect(engine: AsyncEngine, request_id: str, prompts, params=FINAL) -> dict[int, list[int]]:
@@ -399,7 +399,7 @@ async def test_a_change_of_the_mesh_that_nobody_waits_for_any_more_while_it_is_c
         executor = FakeExecutor()
         return Generation(executor, executor.config)
 
-    engine.core.generations.ask, engine.core.generations.to = ask, to
+    engine.core.generations.request_change, engine.core.generations.change_to = ask, to
     engine.start()
     task = asyncio.ensure_future(engine.scale("dp=1"))
     await until(checked.is_set)

@@ -175,7 +175,9 @@ def test_a_request_id_in_use_is_refused():
 
 def test_an_interrupt_before_the_mesh_changes_leaves_it_and_another_change_may_be_asked_for():
     asked = []
-    generations = SimpleNamespace(ask=lambda *wanted: asked.append(wanted), forget=asked.clear, take_change=bool)
+    generations = SimpleNamespace(
+        request_change=lambda *wanted: asked.append(wanted), end_request=asked.clear, take_change=bool
+    )
     engine = make_engine(generations=generations)
 
     def interrupt(pending):

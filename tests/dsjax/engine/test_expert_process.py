@@ -150,7 +150,7 @@ def test_three_processes_share_fp8_experts_and_each_may_go_by_itself(
     held = [process.side.params["moe_layers.moe.experts.down.weight"].shape[1] for process in processes]
     assert held == [12, 12, 12]
     counts = llm.executor.extension(ExpertLinks).counts
-    row_bytes = processes[0]._half.wire.row_bytes
+    row_bytes = processes[0]._exchange.wire.row_bytes
     assert [one.sent / row_bytes for one in counts] == [process.num_rows for process in processes]
     assert all(one.sent < one.received / 2 for one in counts), "rows are FP8, and answers a float32 for each choice"
     for rank in (1, 2):

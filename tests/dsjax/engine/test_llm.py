@@ -214,7 +214,7 @@ def test_nothing_is_computed_after_a_shutdown(checkpoint):
     made.shutdown()
     calls = (made.generate, prompt(2), greedy()), (made.logits, [[2]]), (made.scale, "dp=1"), (made.warm_up,)
     for call, *given in calls:
-        with pytest.raises(UserError, match="this LLM was shut down; make another one"):
+        with pytest.raises(UserError, match="this LLM was shut down; create another one"):
             call(*given)
 
 

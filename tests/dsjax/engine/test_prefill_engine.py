@@ -235,7 +235,9 @@ def test_what_makes_no_sense_is_refused_before_it_reaches_a_device(tokens, first
 def test_a_prefill_engine_goes_on_with_more_or_fewer_ranks_and_decode_computes_what_it_had(sizes, turns):
     before, after = sizes
     executor = FakeExecutor(num_ranks=after, pages_per_rank=33, transfers=True)
-    changed = SimpleNamespace(due=True, regroup=lambda: Generation(executor, executor.config, larger_is_wanted=True))
+    changed = SimpleNamespace(
+        needs_change=True, regroup=lambda: Generation(executor, executor.config, larger_is_wanted=True)
+    )
     pair = Pair(ranks=(before, 1), pages=(33, 129), generations=changed)
     [engine] = pair.engines
     pair.core.executor.chunks_take = 5  # some prompts are computed whole, and their chunks still kept
@@ -244,7 +246,7 @@ def test_a_prefill_engine_goes_on_with_more_or_fewer_ranks_and_decode_computes_w
         pair.turn()
     engine.thread.look_at_processes()
     assert engine.turn(wait=False)
-    changed.due = False
+    changed.needs_change = False
     assert engine.num_jobs == engine.buffers.num_kept == 0
     pair.core.executor.chunks_take = 0
     pair.run()

@@ -1,6 +1,6 @@
 """Sampling parameters end to end on a mesh with every axis: what is scored, what fails alone, text of a form, and nothing compiles for it.
 
-These are the tests of `device/launch_rows.py` too.
+These are the tests of `device/launch_rows.py` and `device/launch_results.py` too.
 """
 
 import json
@@ -15,7 +15,7 @@ from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.device import buckets
 from dsjax.engine.device.buckets import Buckets, Rectangle
-from dsjax.engine.device.launch_rows import NOTHING_ALLOWED
+from dsjax.engine.device.launch_results import NO_TOKEN_ALLOWED
 from dsjax.engine.schedule.request import FinishReason
 from dsjax.model.softmax import log_softmax
 
@@ -159,7 +159,7 @@ def test_a_request_that_comes_to_no_legal_token_fails_alone_and_says_why(llm):
     expected = llm.generate(prompt(9), free)[0].outputs[0].token_ids
     failed, well = llm.generate([prompt(8), prompt(9)], [impossible, free])
     assert failed.outputs[0].finish_reason is FinishReason.ERROR
-    assert failed.outputs[0].stop_reason == NOTHING_ALLOWED
+    assert failed.outputs[0].stop_reason == NO_TOKEN_ALLOWED
     assert failed.outputs[0].error == "structured_output_failed"
     assert failed.outputs[0].token_ids == []
     assert well.outputs[0].token_ids == expected

@@ -3,6 +3,8 @@
 What the scheduler does with pages of both kinds is in `test_window_pages.py`; other meshes and modes are in `test_v4_apart.py`.
 """
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from sharding import MeshSpec
 from sharding.rules import Rules
 
 pytestmark = pytest.mark.slow
+EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +66,16 @@ def test_drafted_preempted_and_found_again_the_tokens_are_one_devices_without_dr
     llm.shutdown()
 
 
-def test_pages_of_both_kinds_come_back_from_host_memory(checkpoint, expected):
-    llm = engine(checkpoint, mesh="dp=1", host_cache_bytes=1 << 20, **DRAFTS)
+@pytest.mark.parametrize(
+    ("tier", "options"),
+    [("host", {"host_cache_bytes": 1 << 20}), ("kept", {"page_source": "kept_pages"})],
+    ids=["host memory", "a connector of one's own"],
+)
+def test_pages_of_both_kinds_come_back(checkpoint, expected, tier, options, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    llm = engine(checkpoint, mesh="dp=1", **options, **DRAFTS)
     limits, ranks = llm.executor.limits, llm.engine.core.scheduler.ranks
-    assert limits.host_windows_per_rank > 8
+    assert tier == "kept" or limits.host_windows_per_rank > 8
     assert answers(llm, prompts()) == expected[0]
     for rank in ranks:
         for windows in (False, True):
@@ -78,5 +87,21 @@ def test_pages_of_both_kinds_come_back_from_host_memory(checkpoint, expected):
     assert answers(llm, prompts()) == expected[0]
     found = sum(rank.hits.total() for rank in ranks) - before
     assert found == sum((len(prompt) - 1) // G * G for prompt in prompts())
-    assert sum(rank.hits["host"] for rank in ranks) >= 64, "the others share pages that were loaded before"
+    assert sum(rank.hits[tier] for rank in ranks) >= 64, "the others share pages that were loaded before"
     llm.shutdown()
+
+
+def test_pages_of_both_kinds_come_back_from_the_disk_after_a_restart_on_another_mesh(checkpoint, expected, tmp_path):
+    on_disk = {"disk_cache": str(tmp_path), "disk_cache_bytes": 1 << 24}
+    first = engine(checkpoint, mesh="pp=2,dp=2", pp_layer_partition="1,3", **on_disk, **DRAFTS)
+    assert answers(first, prompts()) == expected[0]
+    first.shutdown()
+    assert len({file.stat().st_size for file in tmp_path.glob("*/*/*.page")}) == 2, "both kinds are there"
+    second = engine(checkpoint, mesh="dp=1", **on_disk, **DRAFTS)
+    assert answers(second, prompts()) == expected[0]
+    (rank,) = second.engine.core.scheduler.ranks
+    assert rank.hits.total() == sum((len(prompt) - 1) // G * G for prompt in prompts())
+    assert rank.hits["disk"] >= 64, "the others share pages that were loaded before"
+    second.engine.flush_prefix_cache()
+    second.shutdown()
+    assert not list(tmp_path.glob("*/*/*.page"))

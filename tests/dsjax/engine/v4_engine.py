@@ -29,9 +29,9 @@ def prompts():
     return [shared[: length // 2] + rng.integers(2, 250, size=length - length // 2).tolist() for length in lengths]
 
 
-def write(directory: Path) -> Path:
+def write(directory: Path, **changes) -> Path:
     # Two kinds of layers that take turns, and the MTP module's; a hash-routed one is served by `hosts/test_v4_processes.py`.
-    return write_v4_checkpoint(directory, "chch", num_nextn_predict_layers=1)
+    return write_v4_checkpoint(directory, "chch", num_nextn_predict_layers=1, **changes)
 
 
 def engine(checkpoint, **options):
@@ -46,9 +46,9 @@ def answers(llm, given, params=GREEDY):
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def one_devices(checkpoint):
+def one_devices(checkpoint, **options):
     """Greedy and drawn tokens of each prompt."""
-    llm = engine(checkpoint, mesh="dp=1")
+    llm = engine(checkpoint, mesh="dp=1", **options)
     found = answers(llm, prompts()), answers(llm, prompts(), DRAWN)
     again = llm.generate([{"prompt_token_ids": prompts()[-1]}], GREEDY)[0]
     assert again.num_cached_tokens == (len(prompts()[-1]) - 1) // G * G, "up to the last border before the last token"

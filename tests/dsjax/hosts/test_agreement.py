@@ -26,11 +26,11 @@ def begin(groups: list[HostGroup], number: int) -> None:
 
 def test_questions_are_answered_by_all_in_the_order_of_their_ids_and_who_has_another_value_is_named(two):
     first, second = two
-    second.agreement.tell("kernels", "plain")
+    second.agreement.contribute("kernels", "plain")
     with pytest.raises(GroupError, match=r"process 1 \(.*\) has kernels plain, process 0 has native"):
-        first.agreement.alike("kernels", "kernels", "native")
-    answer = second.agreement.tell("pages", (7, b"x"))
-    assert first.agreement.ask("pages", (9, None)) == [[9, None], [7, b"x"]]
+        first.agreement.check_equal("kernels", "native")
+    answer = second.agreement.contribute("pages", (7, b"x"))
+    assert first.agreement.all_gather("pages", (9, None)) == [[9, None], [7, b"x"]]
     assert answer.result(60) == [[9, None], [7, b"x"]]
 
 
@@ -44,46 +44,46 @@ def test_one_that_cannot_go_on_says_why_to_all(two):
 
 @pytest.mark.parametrize("asks", [0, 1])
 def test_who_waits_for_an_answer_of_a_generation_that_is_over_or_of_a_process_that_is_gone_waits_no_more(two, asks):
-    waiting = [group.agreement.tell("experts") for group in two[asks : asks + 1]]
+    waiting = [group.agreement.contribute("experts") for group in two[asks : asks + 1]]
     second = two[1].agreement
-    second.tell("other")  # behind it, so that process 0 has heard both
-    two[0].agreement.ask("other")
+    second.contribute("other")  # behind it, so that process 0 has heard both
+    two[0].agreement.all_gather("other")
     begin(two, 1)
     with pytest.raises(ValueError, match="another generation has begun"):
         waiting[0].result(60)
     two[0].on_change = lambda error: None
-    late = two[0].agreement.tell("experts")
+    late = two[0].agreement.contribute("experts")
     two[1].endpoint.close()
     with pytest.raises(ValueError, match=r"process 1 \(.*\) has gone away"):
         late.result(60)
     with pytest.raises(GroupError, match=r"process 1 \(.*\) has gone away"):
-        two[0].agreement.ask("experts")
+        two[0].agreement.all_gather("experts")
 
 
 def test_a_load_of_a_generation_with_a_lost_process_or_with_a_successor_does_not_go_on(two):
     first, second = two
     for group in (first, second):
-        group.check_generation(0, "its weights were loaded")
+        group.check_epoch(0, "its weights were loaded")
     first.announce(Announcement(1, [0]))
     second.next_announcement(60)
     with pytest.raises(GroupError, match="generation 0 was given up while its weights"):
-        second.check_generation(0, "its weights were loaded")
+        second.check_epoch(0, "its weights were loaded")
     first.on_change = lambda error: None
     second.endpoint.close()
     first.present = first.members
     until(lambda: 1 in first.lost)
     with pytest.raises(GroupError, match="has gone away"):
-        first.check_generation(1, "its weights were loaded")
+        first.check_epoch(1, "its weights were loaded")
 
 
 def test_a_question_of_one_generation_is_not_answered_by_what_was_said_in_another(two):
     first, second = two
-    second.agreement.tell("pages", 7)
+    second.agreement.contribute("pages", 7)
     begin(two, 1)
-    second.agreement.tell("pages", 8)
-    assert first.agreement.ask("pages", 9) == [9, 8]
-    second.agreement.tell("pages", 5)
-    assert first.agreement.ask("pages", 6) == [6, 5], "it may be asked again"
+    second.agreement.contribute("pages", 8)
+    assert first.agreement.all_gather("pages", 9) == [9, 8]
+    second.agreement.contribute("pages", 5)
+    assert first.agreement.all_gather("pages", 6) == [6, 5], "it may be asked again"
 
 
 def test_who_is_in_no_group_is_not_heard(two):

@@ -19,7 +19,7 @@ from dsjax.serve.metrics_links import add_link_metrics
 
 
 def links_of(endpoint) -> Links:
-    return Links(SimpleNamespace(me=request(9, endpoint.port)), endpoint, lambda generation: None)
+    return Links(SimpleNamespace(me=request(9, endpoint.port)), endpoint, lambda epoch: None)
 
 
 def test_who_answers_is_reached_and_neither_who_is_gone_hangs_nor_has_another_key(endpoints):

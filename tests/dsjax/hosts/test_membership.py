@@ -21,7 +21,7 @@ from dsjax.messaging import RefusedError
 
 @pytest.fixture
 def three(monkeypatch):
-    monkeypatch.setattr(group_module, "_TOGETHER_SECONDS", 0.3)
+    monkeypatch.setattr(group_module, "_LEAVE_BATCH_SECONDS", 0.3)
     return groups(3)
 
 
@@ -36,13 +36,13 @@ def test_a_process_that_comes_back_waits_until_jax_has_forgotten_the_one_before_
     three[2].endpoint.close()
     until(lambda: len(told) == 1)
     back = enter(three[2].options)
-    assert (waited, back.generation, back._response.here) == ([2], 5, [0, 1])
+    assert (waited, back.epoch, back._response.here) == ([2], 5, [0, 1])
     assert back.wanted == "dp=2"  # what it should compile for
     assert back._response.service == leader._response.service
     assert leader.live_ids == [0, 1]
     time.sleep(0.05)
     assert len(told) == 1, "it has no programs yet"
-    back.say_ready()
+    back.report_ready()
     until(lambda: len(told) == 2)
     assert leader.live_ids == [0, 1, 2]
     leader.announce(Announcement(5, [0, 1, 2]))
@@ -59,7 +59,7 @@ def test_the_mesh_changes_once_for_several_that_come_back_together(three, monkey
     until(lambda: leader.live_ids == [0])
     back = [enter(each.options) for each in three[1:]]
     for each in back:
-        each.say_ready()
+        each.report_ready()
     until(lambda: told)
     assert told == [[0, 1, 2]]
 
@@ -74,7 +74,7 @@ def test_one_that_comes_back_does_not_wait_for_another_that_still_prepares(three
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(enter, three[1].options, lambda: prepares.wait(60) and {})
         until(lambda: 1 in leader._door._callers)
-        enter(three[2].options).say_ready()
+        enter(three[2].options).report_ready()
         until(lambda: told)
         assert told == [[0, 2]]
         prepares.set()
@@ -101,7 +101,7 @@ def test_a_loss_is_told_of_though_another_process_has_come_under_the_id_before_a
     door.open(leader, lost.append, lambda: None)
     assert lost == []
     caller = door._callers[1]
-    door._callers[1] = dataclasses.replace(caller, who=msgspec.structs.replace(member, port=1), is_in=False)
+    door._callers[1] = dataclasses.replace(caller, member=msgspec.structs.replace(member, port=1), is_admitted=False)
     door.open(leader, lost.append, lambda: None)
     assert lost == [member]
 
@@ -111,7 +111,7 @@ def test_a_member_that_asks_twice_to_leave_is_answered_and_harms_nobody(three):
     asked = [second.leader.request("leave", kind=bool) for _ in range(2)]
     with pytest.raises(RefusedError, match="asked again"):
         asked[0].result(60)
-    for member in leader.take_leavers():
+    for member in leader.take_leave_requests():
         leader.excuse(member)
     assert asked[1].result(60) is False
 

@@ -258,7 +258,7 @@ def test_one_that_goes_while_it_waits_to_come_back_gives_way_to_the_next(forgott
     until(lambda: 1 not in leader._door._callers)
     forgotten.set()
     back = enter(processes[1], lambda: ALIKE)
-    back.say_ready()
+    back.report_ready()
     until(lambda: leader.live_ids == [0, 1])
     assert leader.members[1].port == back.endpoint.port
 
@@ -356,10 +356,10 @@ def test_an_address_that_was_not_known_is_found_before_anything_listens(monkeypa
     options = dataclasses.replace(group_of(2)[1], address="", start_timeout=1)
     answers = iter(["", "127.0.0.1"])
     monkeypatch.setattr(rendezvous, "own_address", lambda *_: next(answers))
-    assert rendezvous.located(options).address == "127.0.0.1"
+    assert rendezvous.with_own_address(options).address == "127.0.0.1"
     monkeypatch.setattr(rendezvous, "own_address", lambda *_: "")
     with pytest.raises(GroupError, match=r"the name of process 0, '127\.0\.0\.1', is not known"):
-        rendezvous.located(options)
+        rendezvous.with_own_address(options)
 
 
 def test_loopback_addresses_are_refused_where_the_machines_differ():

@@ -233,6 +233,14 @@ def test_norms_are_those_of_the_plain_form_and_each_row_is_by_itself(kernels, wi
     np.testing.assert_allclose(shifted, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_norms_of_many_rows_have_the_same_bits_on_any_number_of_threads(kernels):
+    """2,055 rows of 256: enough for several threads, and no whole number of the parts that a thread takes."""
+    rows, scale = np.random.default_rng(1).normal(size=(2055, 256)).astype(np.float32), np.ones(256, np.float32)
+    found = np.asarray(with_threads(kernels, 3).native.norm(rows, scale, 1e-6))
+    np.testing.assert_array_equal(found, with_threads(kernels, 1).native.norm(rows, scale, 1e-6))
+    np.testing.assert_array_equal(found[2054:], kernels.native.norm(rows[2054:], scale, 1e-6))
+
+
 @FEW
 @given(**ATTENTION, form=st.sampled_from(["absorbed", "expanded"]), threads=st.sampled_from([1, 3]))
 def test_attention_is_softmax_over_each_rows_pages(kernels, form, threads, **drawn):

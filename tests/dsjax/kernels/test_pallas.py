@@ -314,6 +314,37 @@ def test_quantised_rows_times_fp8_weights_are_the_plain_form_s(seed, T, K, N, sp
     assert np.all(np.abs(found - expected) <= 1e-6 * (size + 1))
 
 
+@pytest.mark.parametrize("quantised", [True, False])
+@pytest.mark.parametrize("shape", [(300, 150), (129, 128), (130, 2, 128)])
+def test_weights_with_their_depth_last_give_the_same_bits(shape, quantised):
+    rng = np.random.default_rng(0)
+    K, *columns = shape
+    weight = jnp.asarray(rng.normal(size=(2, *shape)).astype(STORED[1]).view(np.uint8))
+    scale = rng.uniform(0.5, 2, size=(2, -(-K // 128), *columns[:-1], -(-columns[-1] // 128))).astype(np.float32)
+    x = jnp.asarray(rng.normal(size=(5, K)).astype(np.float32))
+    rows = fp8.quantise(x) if quantised else x
+
+    def multiply(weight, **order):
+        parts = weight, scale, STORED[1], jnp.int32(1)
+        return products.dense(*parts, rows, dtype=np.dtype(np.float32), interpret=True, **order)
+
+    found = multiply(jnp.moveaxis(weight, 1, -1), depth_last=True)
+    np.testing.assert_array_equal(found, multiply(weight))
+
+
+@pytest.mark.parametrize("kernels", [Kernels(), PALLAS], ids=["plain", "pallas"])
+def test_experts_with_their_depth_last_give_the_same_bits(kernels):
+    case = ExpertsCase.drawn(0, X=3, D=150, F=140, N=20, K=2, stored=1, routing="some")
+
+    def run(params, **order):
+        product = ExpertProduct(weight_dtype=STORED[1], mean_load=4.0, kernels=kernels, **order)
+        return np.asarray(jax.jit(product)(params, case.rows, case.ids, case.weights))
+
+    params = dict(case.params())
+    moved = {name: np.moveaxis(params[name], at, -1) for name, at in (("gate_up.weight", -3), ("down.weight", -2))}
+    np.testing.assert_array_equal(run(params | moved, depth_last=True), run(params))
+
+
 @spread(
     seed=range(3),
     X=[3, 1, 2],

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(
 )
 BF16, LAYER = np.dtype(ml_dtypes.bfloat16), jnp.int32(0)
 REGISTER = re.compile(r"%\w+")
+PRODUCT = re.compile(r"(?:wgmma\.mma_async|mma\.sync)\S+")
 
 
 def ptx(folder: Path, kernel: str, function, *shapes) -> Path:
@@ -80,8 +81,28 @@ def dense_ptx(folder: Path, stored: np.dtype, quantised: bool) -> Path:
     of, rows, K, N = jax.ShapeDtypeStruct, 128, 7168, 2048
     scale = of((2, K // 128, N // 128), jnp.float32) if stored == fp8.E4M3 else None
     x = fp8.Quantised(of((rows, K), fp8.E4M3), of((rows, K // 128), jnp.float32)) if quantised else of((rows, K), BF16)
-    multiply = lambda weight, scale, x: products.dense(weight, scale, stored, LAYER, x, dtype=BF16)  # noqa: E731
-    return ptx(folder, "dense" + "_fp8" * quantised, multiply, of((2, K, N), stored), scale, x)
+    last = stored == fp8.E4M3  # as GPUs store FP8 matrices
+
+    def multiply(weight, scale, x):
+        return products.dense(weight, scale, stored, LAYER, x, dtype=BF16, depth_last=last)
+
+    return ptx(folder, "dense" + "_fp8" * quantised, multiply, of((2, N, K) if last else (2, K, N), stored), scale, x)
+
+
+def experts_ptx(folder: Path, kernel: str, pairs_per_expert: int) -> Path:
+    """FP8 rows times FP8 experts of DeepSeek-V3's sizes."""
+    of, X, D, F = jax.ShapeDtypeStruct, 8, 7168, 2048
+    multiply, *sizes = (products.gate_up, D, 2, F) if kernel == "experts_gate_up" else (products.down, F, D)
+    weight, scale = (2, X, *sizes), (2, X, sizes[0] // 128, *sizes[1:-1], sizes[-1] // 128)
+    rows = pairs_per_expert * X + products.SLACK
+    x = fp8.Quantised(of((rows, sizes[0]), fp8.E4M3), of((rows, sizes[0] // 128), jnp.float32))
+
+    def run(weight, scale, x, start, count):
+        groups = products.Groups(start, count, float(pairs_per_expert))
+        return multiply(weight, scale, fp8.E4M3, LAYER, x, groups, dtype=BF16, depth_last=True)
+
+    arrays = of((*weight[:2], *weight[3:], weight[2]), fp8.E4M3), of(scale, jnp.float32), x, *[of((X,), jnp.int32)] * 2
+    return ptx(folder, f"{kernel}_fp8", run, *arrays)
 
 
 def spilled(path: Path) -> int:
@@ -92,15 +113,15 @@ def spilled(path: Path) -> int:
     return int(re.search(r"(\d+) bytes spill stores", said.stdout + said.stderr).group(1))
 
 
-def longest_loop(lines: list[str]) -> list[str]:
+def loops(lines: list[str]) -> list[list[str]]:
+    """The loops of a kernel, shortest first."""
     labels = {line[:-1]: at for at, line in enumerate(lines) if re.fullmatch(r"\$L\w+:", line)}
     ends = (
         (labels.get(found.group(1), at), at)
         for at, line in enumerate(lines)
         if (found := re.search(r"bra\S*\s+(\$L\w+)", line))
     )
-    begin, end = max(ends, key=lambda loop: loop[1] - loop[0])
-    return lines[begin:end]
+    return sorted((lines[begin:end] for begin, end in ends if begin < end), key=len)
 
 
 def waiting_copies(lines: list[str]) -> int:
@@ -121,7 +142,7 @@ def test_attention_multiplies_in_tensor_cores_and_copies_entries_without_waiting
     rows, tmp_path
 ):
     path = attention_ptx(tmp_path, rows)
-    loop = longest_loop(path.read_text().replace("\t", " ").splitlines())
+    loop = loops(path.read_text().replace("\t", " ").splitlines())[-1]
     assert sum("wgmma.mma_async" in line for line in loop) >= 64
     assert sum("cp.async" in line for line in loop) >= 16
     assert waiting_copies(loop) == 0
@@ -131,7 +152,7 @@ def test_attention_multiplies_in_tensor_cores_and_copies_entries_without_waiting
 @pytest.mark.parametrize(("kind", "rows"), [("window", 32), ("hca", 1), ("hca", 256), ("csa", 256)])
 def test_attention_to_entries_multiplies_in_tensor_cores_and_copies_them_without_waiting(kind, rows, tmp_path):
     path = compressed_ptx(tmp_path, rows, kind)
-    loop = longest_loop(path.read_text().replace("\t", " ").splitlines())
+    loop = loops(path.read_text().replace("\t", " ").splitlines())[-1]
     assert sum("wgmma.mma_async" in line for line in loop) >= 32
     assert sum("cp.async" in line for line in loop) >= 16
     assert waiting_copies(loop) == 0
@@ -141,8 +162,7 @@ def test_attention_to_entries_multiplies_in_tensor_cores_and_copies_them_without
 INSTRUCTION: Mapping[tuple[np.dtype, bool], str] = {
     (BF16, False): "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16",
     (fp8.E4M3, False): "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16",
-    # wgmma takes e4m3 weights that lie by depth only (K-major), and these are kept [in, out]: Triton widens both sides to float16.
-    (fp8.E4M3, True): "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",
+    (fp8.E4M3, True): "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3",
 }
 
 
@@ -150,6 +170,18 @@ INSTRUCTION: Mapping[tuple[np.dtype, bool], str] = {
 def test_products_multiply_in_tensor_cores_and_copy_ahead(stored, quantised, tmp_path):
     path = dense_ptx(tmp_path, stored, quantised)
     text = path.read_text()
-    assert INSTRUCTION[stored, quantised] in text
+    assert set(PRODUCT.findall(text)) == {INSTRUCTION[stored, quantised]}
     assert text.count("cp.async") >= 8
+    assert "prmt" not in text or not quantised, "FP8 weights are transposed in registers"
+    assert spilled(path) == 0
+
+
+@pytest.mark.parametrize("kernel", ["experts_gate_up", "experts_down"])
+def test_experts_multiply_fp8_rows_by_fp8_weights_in_fp8_tensor_cores(kernel, tmp_path):
+    path = experts_ptx(tmp_path, kernel, pairs_per_expert=64)
+    text = path.read_text()
+    assert set(PRODUCT.findall(text)) == {INSTRUCTION[fp8.E4M3, True]}
+    loop = next(loop for loop in loops(text.splitlines()) if any("wgmma.mma_async" in line for line in loop))
+    assert any("cp.async" in line for line in loop)
+    assert not any("prmt" in line for line in loop), "FP8 weights are transposed in registers"
     assert spilled(path) == 0

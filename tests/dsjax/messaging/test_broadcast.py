@@ -86,7 +86,7 @@ def test_a_reader_with_a_name_of_megabytes_takes_the_log_from_nobody(ends):
 def test_a_missing_entry_is_an_error_and_not_passed_over(ends):
     log = BroadcastLog(ends[0])
     _, heard = reader(ends[1], log, ends[0], b"a")
-    log._next += 1
+    log._next_number += 1
     log.append(0, b"after a gap")
     assert "is missing" in str(heard.get(timeout=SECONDS))
     time.sleep(0.05)

@@ -67,6 +67,9 @@ def test_a_declared_matrix_reads_the_stored_bits_as_what_they_mean(weights, plat
         params[path] = values.view(info.storage_dtype)
         if path == "weight":
             expected = values.astype(np.float32)
+            if (weights, platform) == ("fp8", "gpu"):
+                assert info.logical_axes == ("layers", "experts", "stack", "expert_width", "embed")
+                expected = expected.transpose(0, 1, 4, 2, 3)
     if weights == "fp8":
         rows = np.repeat(params["scale"], BLOCK, axis=2)[:, :, :130]
         expected = expected * np.repeat(rows, BLOCK, axis=4)[..., :140]

@@ -31,7 +31,7 @@ def width(figure):
 def test_a_layout_beside_itself_is_as_good(ask):
     found = compare(ask(), ["tp=8", "tp=8"], draws=8)
     ratios = {one.metric: one for one in found.pairs[0].ratios}
-    assert all(one.value == 1 and not one.told_apart for one in ratios.values())
+    assert all(one.value == 1 and not one.is_decided for one in ratios.values())
     assert width(ratios["ttft"].value) == 1, "whatever is assumed, it is assumed of both"
     assert ratios["throughput"].value.low < 1 < ratios["throughput"].value.high, "blind ratios were not exact"
     assert ratios["throughput"].better == pytest.approx(0.5, abs=0.01)
@@ -42,7 +42,7 @@ def test_the_ratio_of_two_layouts_is_surer_than_either(both):
     [ttft] = [one for one in both.pairs[0].ratios if one.metric == "ttft"]
     assert width(ttft.value) < width(a.ttft) * width(b.ttft) * 0.8
     assert ttft.value == pytest.approx(a.ttft / b.ttft)
-    assert ttft.told_apart
+    assert ttft.is_decided
     assert ttft.better == 0, "dp=32 has eight times the tokens to compute before a prompt's first one"
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from step_models import step_model
 
 from dsjax.config import load_config
-from dsjax.plan.candidate import aggregated, moved, prefill_pool, separated, with_intervals
+from dsjax.plan.candidate import aggregated, prefill_pool, recompute, separated, with_intervals
 from dsjax.plan.cluster import RESOURCES, bundled_clusters, load_cluster
 from dsjax.plan.figure import spread
 from dsjax.plan.instance import Instance
@@ -181,7 +181,7 @@ def test_what_two_layouts_share_cancels_in_the_ratio_of_their_figures():
     both = [aggregated(instance, 1, 16.0, 4096) for instance in instances]
 
     def compute():
-        one, other = (moved(candidate).tpot for candidate in both)
+        one, other = (recompute(candidate).tpot for candidate in both)
         return one, other, one / other
 
     *alone, ratio = (math.log(figure.high / figure.low) for figure in spread(compute))

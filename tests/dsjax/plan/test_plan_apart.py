@@ -8,16 +8,16 @@ from typer.testing import CliRunner
 
 from dsjax.cli import app
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.plan.apart import ApartStep, _seconds
+from dsjax.plan.apart import ApartStep, _layers_seconds
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.cold_start import recovery
 from dsjax.plan.engine import find_engine
 from dsjax.plan.figure import assumption
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.memory import expert_side_bytes, weight_bytes
-from dsjax.plan.moves import agreement, connection, moves
+from dsjax.plan.moves import AfdExchange, afd_exchange, agreement, connection
 from dsjax.plan.precision import PRECISIONS
-from dsjax.plan.turns import Turn, play_turns
+from dsjax.plan.turns import LayerTimes, simulate_layers
 from dsjax.plan.workload import PlanOptions
 from sharding import MeshSpec
 
@@ -58,8 +58,8 @@ def test_a_device_with_attention_holds_no_expert_and_one_with_experts_nothing_el
 def test_within_a_process_all_rooms_travel_and_between_processes_the_rows_that_are_needed(ask):
     cluster = ask("h200-32").cluster
     pairs = (2, 6), (8, 8), (8, 24), (16, 8)
-    near, far, farther, wide = (moves(cluster, cluster, *pair, 100, 50.0, (1e4, 2e4)) for pair in pairs)
-    empty = [moves(cluster, cluster, *pair, 100, 50.0, (0.0, 0.0)) for pair in pairs]
+    near, far, farther, wide = (afd_exchange(cluster, cluster, *pair, 100, 50.0, (1e4, 2e4)) for pair in pairs)
+    empty = [afd_exchange(cluster, cluster, *pair, 100, 50.0, (0.0, 0.0)) for pair in pairs]
     assert near.back - empty[0].back == pytest.approx(100 * 2e4 * 6 / (0.6 * cluster.hardware.scale_up_bandwidth))
     # Each connection joins eight devices of one host with eight of another, at 5 GB/s.
     for one, fixed in zip((far, farther, wide), empty[1:], strict=True):
@@ -121,11 +121,12 @@ def test_micro_batches_in_turn_gain_where_the_batch_is_large_and_lose_where_it_i
 
 
 def test_turns_that_repeat_are_not_all_played():
-    turn = Turn(3e-4, 5e-5, 1e-5, 2.5e-4, 1e-4, 1.2e-4, 6e-5, 1e-4, 1e-4)
     for batches in (1, 2, 3):
         for one_call in (False, True):
-            every = play_turns([turn] * batches, 58, one_call=one_call).seconds
-            assert _seconds(turn, batches, 58, one_call) == pytest.approx(every, rel=0.01)
+            exchange = AfdExchange(1e-4, 1.2e-4, 1e-4, 1e-4, 6e-5, one_call)
+            turn = LayerTimes(3e-4, 5e-5, 1e-5, 2.5e-4, exchange)
+            every = simulate_layers([turn] * batches, 58).seconds
+            assert _layers_seconds(turn, batches, 58) == pytest.approx(every, rel=0.01)
 
 
 def test_commands_of_all_processes_are_options_that_the_engine_takes():

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from dsjax.errors import UserError
-from dsjax.plan.candidate import moved, prefill_pool, separated
+from dsjax.plan.candidate import prefill_pool, recompute, separated
 from dsjax.plan.engine import find_engine
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.limits import bottlenecks, forbidden
@@ -142,7 +142,7 @@ def test_no_more_requests_are_served_than_dsjax_moves_caches_of(ask, load):
     pool, most = prefill_pool(prefill, 8192), 1.0 if load else 0.85
     moved = most / (8000 * decode.memory.cache_per_token / 18.3e6 * 23.2e-3)
     assert pool.rate * most > moved
-    for found in (separated(pool, 1, decode, 1, 64.0), separated(pool, 1, decode, 1, 64.0, between=False)):
+    for found in (separated(pool, 1, decode, 1, 64.0), separated(pool, 1, decode, 1, 64.0, interpolate=False)):
         assert found.throughput / 20 <= moved * 1.01
 
 
@@ -172,7 +172,7 @@ def test_an_impossible_tpot_is_named_with_hardware_that_does_it(too_fast):
     cluster = plan.question.cluster
     for resource in ("compute", "memory bandwidth", "scale-up", "network", "latency"):
         cluster = cluster.scaled(resource, factor)
-    assert any(moved(candidate, cluster).tpot <= 0.008 for candidate in plan.missed)
+    assert any(recompute(candidate, cluster).tpot <= 0.008 for candidate in plan.missed)
 
 
 def test_where_no_hardware_helps_what_remains_is_said(ask):
@@ -226,7 +226,7 @@ def test_the_first_bottleneck_is_what_doubling_moves_most(ask):
     ).winner
     first, *rest = bottlenecks(candidate)
     assert all(first.gain >= other.gain for other in rest)
-    doubled = moved(candidate, candidate.decode.cluster.scaled("compute", 2)).throughput
+    doubled = recompute(candidate, candidate.decode.cluster.scaled("compute", 2)).throughput
     gains = {b.resource: b.gain for b in (first, *rest)}
     assert gains["compute"] == pytest.approx(doubled / candidate.throughput)
 

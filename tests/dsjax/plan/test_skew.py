@@ -13,10 +13,10 @@ from dsjax.plan.skew import (
     UNIFORM,
     Skew,
     Slots,
-    beforehand,
     busiest,
     counts_variation,
     drawn,
+    precomputed_placements,
     read_skew,
     zipf_variation,
 )
@@ -64,13 +64,13 @@ def test_without_a_balancer_redundant_experts_give_what_a_static_placement_gives
 )
 def test_what_was_placed_beforehand_is_what_the_balancer_does_now(slots):
     """`python tools/make_placements.py` writes the file anew after a change to the balancer or to the default skew."""
-    found = beforehand()[slots, True]
+    found = precomputed_placements()[slots, True]
     ends = zip((DEFAULT_SKEW.variation, DEFAULT_SKEW.low, DEFAULT_SKEW.high), DRIFT, strict=True)
     loads = tuple(drawn(variation, 256, drift) for variation, drift in ends)
     assert found == pytest.approx([mean for mean, _, _ in busiest(loads, slots, True)], rel=1e-7)
     bare = Slots(slots.ranks, 256 + -256 % slots.ranks, 1, 1)
     static = busiest(tuple(drawn(variation, 256, 0.0) for variation in (1.28, DEFAULT_SKEW.low, 2.19)), bare, False)
-    assert beforehand()[bare, False] == pytest.approx([mean for mean, _, _ in static], rel=1e-7)
+    assert precomputed_placements()[bare, False] == pytest.approx([mean for mean, _, _ in static], rel=1e-7)
 
 
 def test_what_a_balancer_leaves_is_its_own_policys_on_a_load_that_drifts():

@@ -65,7 +65,7 @@ class LiveServer:
         if front_ends:
             listeners = bind_shared("127.0.0.1", 0, front_ends)
             listener = listeners[0]
-            self.server = EngineServer.over(self.serving, self.parts, listeners, **how)
+            self.server = EngineServer.create(self.serving, self.parts, listeners, **how)
         else:
             listener = bind("127.0.0.1", 0)
             self.server = Server(self.serving, **how)
@@ -125,7 +125,7 @@ class LiveServer:
     def _serve(self, listener) -> None:
         try:
             behind = isinstance(self.server, EngineServer)
-            self.exit_code = self.server.serve_behind() if behind else self.server.serve_on(listener)
+            self.exit_code = self.server.serve_privately() if behind else self.server.serve_on(listener)
         except Exception as error:
             self.failure = error
 

@@ -79,7 +79,7 @@ def test_a_router_outside_names_the_rank_by_its_number(server):
     ):
         refused = server.post(path, body, headers={"X-Data-Parallel-Rank": "4"})
         assert refused.status_code == 400
-        assert "this server has 0 to 3" in refused.json()["error"]["message"]
+        assert "expected 0 to 3" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

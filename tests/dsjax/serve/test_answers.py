@@ -9,7 +9,7 @@ from dsjax.engine.text.outputs import CompletionOutput, Logprob, RequestOutput
 from dsjax.serve.answers import TextEvent
 from dsjax.serve.chat import ChatAnswer
 from dsjax.serve.chat_fields import ChatRequest
-from dsjax.serve.connections import event_of
+from dsjax.serve.connections import encode_event
 from dsjax.serve.message_parser import Section
 
 TEXTS = ("so ", '"quoted" \\ ', "\n", "日本 </think>", "and ", "", "a\u2028b", "end")
@@ -29,14 +29,16 @@ def answer(options: dict) -> ChatAnswer:
 @pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}, {"service_tier": "auto"}])
 def test_events_of_a_chat_s_text_are_those_of_its_chunks(options):
     as_events, as_chunks = answer(options), answer(options)
-    as_events._head["created"] = as_chunks._head["created"]
+    as_events._common_fields["created"] = as_chunks._common_fields["created"]
     made = 0
     for text in TEXTS:
         output = RequestOutput("r", None, [1], [CompletionOutput(0, text, [7])], False)
         events = as_events.chunks_of(0, output)
         chunks = as_chunks.chunks_of(0, output, as_events=False)
         made += sum(isinstance(event, bytes) for event in events)
-        assert [e if isinstance(e, bytes) else event_of(e) for e in events] == [event_of(chunk) for chunk in chunks]
+        assert [e if isinstance(e, bytes) else encode_event(e) for e in events] == [
+            encode_event(chunk) for chunk in chunks
+        ]
     assert made >= 4, "reasoning and content"
 
 
@@ -56,4 +58,4 @@ def test_reasoning_and_content_come_in_chunks_of_their_own_each_with_its_tokens(
 
 def test_a_text_s_place_is_found_beside_strings_that_look_like_it():
     chunk = {"model": '"text":""', "text": "", "other": '\\"text":""'}
-    assert TextEvent(chunk, "text").with_text('"') == event_of({**chunk, "text": '"'})
+    assert TextEvent(chunk, "text").with_text('"') == encode_event({**chunk, "text": '"'})

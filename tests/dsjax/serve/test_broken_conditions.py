@@ -114,7 +114,7 @@ def temporary(monkeypatch):
 def test_a_missing_temporary_folder_or_one_with_a_long_path_is_refused_before_weights_are_read(temporary, tmp_path):
     long = tmp_path / ("long" * 30)
     long.mkdir()
-    missing = rf"{tmp_path}/missing: No such file.*set TMPDIR to a folder that can be written"
+    missing = rf"{tmp_path}/missing: No such file.*set TMPDIR to a writable folder"
     for folder, message in ((tmp_path / "missing", missing), (long, "too long for a socket")):
         temporary(folder)
         with pytest.raises(UserError, match=message):
@@ -183,7 +183,7 @@ def test_a_front_end_that_cannot_be_started_again_is_tried_until_it_can(monkeypa
 
         monkeypatch.setattr(processes.subprocess, "Popen", start)
         monkeypatch.setattr(processes, "_RESTART_SECONDS", 0)
-        asyncio.run(asyncio.wait_for(front_ends._keep(0), 20))
+        asyncio.run(asyncio.wait_for(front_ends._keep_running(0), 20))
     assert len(tried) == 9
     assert failures == []
 

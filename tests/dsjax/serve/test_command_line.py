@@ -45,7 +45,7 @@ def test_every_engine_option_is_a_flag_of_both_commands_and_help_has_the_usual_o
         == set(Group)
         <= set(re.findall(r"^(\S.*):$", usual, re.MULTILINE))
     )
-    assert "128 of a DeepSeek-V4. [also: --block-size]" in " ".join(every.split()).replace(
+    assert "128 for DeepSeek-V4. [also: --block-size]" in " ".join(every.split()).replace(
         "--block- size", "--block-size"
     )
 
@@ -169,8 +169,8 @@ def test_generate_ends_with_1_and_one_line_when_a_prompt_fails(monkeypatch):
 @pytest.mark.parametrize(
     ("prompts", "given", "message"),
     [
-        (["-"], b"\xff\xfe", "no UTF-8 text, the first of them at place 0"),
-        (["-", "-"], b"a", "standard input can be read once"),
+        (["-"], b"\xff\xfe", "invalid UTF-8 at byte 0"),
+        (["-", "-"], b"a", "standard input can be read only once"),
     ],
 )
 def test_generate_refuses_a_standard_input_that_has_no_text(monkeypatch, prompts, given, message):

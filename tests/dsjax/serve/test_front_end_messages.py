@@ -31,14 +31,14 @@ def request(params: SamplingParams, max_tokens: int) -> Request:
 
 def test_the_parameters_of_a_request_arrive_whether_somebody_gave_max_tokens_and_without_stop_strings():
     for params in (SamplingParams(max_tokens=None), SamplingParams(max_tokens=9), SamplingParams()):
-        sent = NewRequest.of(PreparedRequest("a", None, [5, 6], params, [request(params, 30)]), 1)
+        sent = NewRequest.from_prepared(PreparedRequest("a", None, [5, 6], params, [request(params, 30)]), 1)
         got = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=NewRequest)
         assert got.params == params
-        assert got.requests([None])[0].max_tokens == 30
+        assert got.to_requests([None])[0].max_tokens == 30
     form = StructuredOutputs(choice=["a", "b"], structured_after=3)
     others = {"allowed_token_ids": [1, 2], "bad_words": ["c"], "logit_bias": {7: -1}, "output_kind": OutputKind.DELTA}
     params = SamplingParams(n=2, seed=4, stop=["\ud800"], temperature=0, structured_outputs=form, **others)
-    sent = NewRequest.of(PreparedRequest("a", None, [5, 6], params, [request(params, 9)] * 2), 1)
+    sent = NewRequest.from_prepared(PreparedRequest("a", None, [5, 6], params, [request(params, 9)] * 2), 1)
     got = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=NewRequest)
     assert got.params == dataclasses.replace(params, stop=())
 
@@ -46,7 +46,7 @@ def test_the_parameters_of_a_request_arrive_whether_somebody_gave_max_tokens_and
 def test_a_request_that_the_new_mesh_cannot_hold_ends_with_the_same_code_behind_a_front_end():
     params = SamplingParams(max_tokens=9)
     refused = RowResult(error="the cache holds 4 tokens", kind=ErrorKind.NO_ROOM)
-    entry = _Owner(SimpleNamespace(), 7).entry(Update(request(params, 9), refused, FinishReason.ERROR))
+    entry = _Owner(SimpleNamespace(), 7).to_entry(Update(request(params, 9), refused, FinishReason.ERROR))
     told = msgspec.msgpack.decode(msgspec.msgpack.encode(StepUpdates([entry])), type=FromEngine)
     _, result, _, _ = told.updates[0]
     assert error_kind(params, result) is ErrorKind.NO_ROOM
@@ -57,13 +57,13 @@ def test_an_update_arrives_as_it_was_with_its_progress_until_the_first_token_and
     scored = RowResult([8], scores=[(8, -0.5, 1, [(8, -0.5)])], num_drafts=1, drafts=[3])
     for result, reason in ((RowResult(), None), (scored, None), (RowResult([9]), None), (None, FinishReason.ABORT)):
         one.rank, one.num_preemptions, one.num_cached_tokens = 2, len(entries), 1
-        entries.append(owner.entry(Update(one, result, reason)))
+        entries.append(owner.to_entry(Update(one, result, reason)))
     told = msgspec.msgpack.decode(msgspec.msgpack.encode(StepUpdates(entries)), type=FromEngine).updates
     assert msgspec.msgpack.encode(told) == msgspec.msgpack.encode(entries)
     assert told[1][1].scores == scored.scores
     assert [progress and progress.num_preemptions for *_, progress in told] == [0, 1, None, 3]
     theirs = request(SamplingParams(), 9)
-    told[-1][3].enter(theirs)
+    told[-1][3].copy_to(theirs)
     assert (theirs.rank, theirs.num_preemptions, theirs.num_cached_tokens) == (2, 3, 1)
 
 

@@ -171,7 +171,7 @@ def test_the_mesh_of_now_is_what_requests_are_checked_by_and_what_a_new_front_en
     (link,), told, send = front_ends.links, [], FrontEnd.send
     monkeypatch.setattr(FrontEnd, "send", lambda self, message: (told.append(message), send(self, message)))
     link.process.kill()
-    wait_until(lambda: link not in front_ends.links and front_ends.links[0].listens.is_set())
+    wait_until(lambda: link not in front_ends.links and front_ends.links[0].is_listening.is_set())
     assert [message.num_ranks for message in told if isinstance(message, Welcome)] == [3]
 
 
@@ -201,7 +201,7 @@ def test_a_front_end_that_is_killed_takes_its_own_requests_with_it_and_comes_bac
     assert sum(text.endswith("data: [DONE]\n\n") for text in whole) == 12 - lost
     wait_until(lambda: server.pages_in_use == 0 and server.engine.num_unfinished == 0)
     # What waits for a successor's door is served: the listening socket never closed.
-    wait_until(lambda: all(link.listens.is_set() for link in server.serving.front_ends.links))
+    wait_until(lambda: all(link.is_listening.is_set() for link in server.serving.front_ends.links))
     assert victim not in server.serving.front_ends.links
     assert other in server.serving.front_ends.links
     for _ in range(12):
@@ -210,7 +210,7 @@ def test_a_front_end_that_is_killed_takes_its_own_requests_with_it_and_comes_bac
     made = server.total("vllm:generation_tokens_total")
     os.kill(other.process.pid, signal.SIGKILL)
     wait_until(lambda: other not in server.serving.front_ends.links)
-    wait_until(lambda: all(link.listens.is_set() for link in server.serving.front_ends.links))
+    wait_until(lambda: all(link.is_listening.is_set() for link in server.serving.front_ends.links))
     assert server.total("vllm:generation_tokens_total") == made, "and what the next one had"
 
 

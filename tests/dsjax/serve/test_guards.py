@@ -171,7 +171,10 @@ def test_a_connection_serves_one_request_after_another(tight):
 
 @pytest.mark.parametrize(
     ("options", "code"),
-    [(ServeOptions(max_queued_requests=2), "2 requests wait"), (ServeOptions(max_queued_tokens=8), "tokens wait")],
+    [
+        (ServeOptions(max_queued_requests=2), "2 requests are queued"),
+        (ServeOptions(max_queued_tokens=8), "tokens are queued"),
+    ],
 )
 def test_too_much_waiting_is_429_with_a_time_before_it_is_tokenised(start_server, monkeypatch, options, code):
     server = start_server(options=options, max_rows_decode=1, step_seconds=0.02)
@@ -235,9 +238,9 @@ def test_it_listens_while_it_warms_up(start_server):
 def test_it_serves_while_the_rest_is_compiled_and_ends_without_all_of_it(start_server):
     compiling = threading.Event()
 
-    def rest(check_going_on):
+    def rest(raise_if_stopped):
         while True:
-            check_going_on()
+            raise_if_stopped()
             compiling.set()
             time.sleep(0.01)
 

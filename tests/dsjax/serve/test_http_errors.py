@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from dsjax.serve.chat_fields import ChatRequest
-from dsjax.serve.guards import UsualRequests
+from dsjax.serve.routing import DirectRoutes
 from dsjax.serve.sampling_fields import CompletionRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -96,8 +96,8 @@ def test_the_schema_describes_every_answer(server):
 def test_a_usual_request_gets_the_answer_that_it_would_get_by_fastapi_s_way(
     server, monkeypatch, path, body, headers, is_usual
 ):
-    taken, read = [], UsualRequests._read
-    monkeypatch.setattr(UsualRequests, "_read", lambda self, *given: taken.append(read(self, *given)) or taken[-1])
+    taken, read = [], DirectRoutes._parse
+    monkeypatch.setattr(DirectRoutes, "_parse", lambda self, *given: taken.append(read(self, *given)) or taken[-1])
 
     def answer(content_type: str) -> tuple:
         response = server.post(path, body, headers={"X-Request-ID": "one", "Content-Type": content_type} | headers)

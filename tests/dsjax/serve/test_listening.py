@@ -19,7 +19,7 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.hosts import HostOptions
 from dsjax.serve import connections
-from dsjax.serve.front_ends.engine_server import _welcome
+from dsjax.serve.front_ends.engine_server import _welcome_factory
 from dsjax.serve.headless import Headless, HeadlessExperts
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions, check_listener, is_loopback
@@ -285,6 +285,6 @@ def test_front_ends_share_the_limits():
     )
     inputs = SimpleNamespace(config=None, vocab_size=1, eos_token_ids=(), draw_seed=lambda: 0)
     parts = SimpleNamespace(inputs=inputs, tokenizer=None, outputs=SimpleNamespace(stream_interval=1), num_ranks=1)
-    welcome = _welcome(serving, parts, 3, "info", False)(0, "")
+    welcome = _welcome_factory(serving, parts, 3, "info", False)(0, "")
     assert welcome.options.max_connections == 5462
     assert welcome.options.max_queued_requests == welcome.options.max_queued_tokens == 0

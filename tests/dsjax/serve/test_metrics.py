@@ -287,7 +287,7 @@ def filled() -> Metrics:
     metrics.on_step(step(loads, decode=1, experts=experts([[1, 2, 3, 4]]), **others))
     metrics.on_rejected("x")
     metrics.on_response("/v1/{name}", "GET", 200)
-    metrics.show_exchange_share(0.25)
+    metrics.set_exchange_share(0.25)
     return metrics
 
 

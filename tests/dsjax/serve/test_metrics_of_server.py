@@ -36,7 +36,7 @@ def test_streamed_or_not_every_token_is_measured(server, stream):
     assert server.total("vllm:request_time_per_output_token_seconds_count") == 4
     parts = [server.total(f"vllm:request_{part}_time_seconds_sum") for part in ("queue", "prefill", "decode")]
     assert sum(parts) == pytest.approx(server.total("vllm:e2e_request_latency_seconds_sum"), rel=1e-6)
-    assert not server.serving.metrics._completions._tracks, "nothing is followed any more"
+    assert not server.serving.metrics._completions._unfinished, "nothing is followed any more"
 
 
 def test_a_stop_string_is_a_stop_and_what_the_core_does_after_it_is_not_counted(server):
@@ -60,7 +60,7 @@ def test_a_client_that_leaves_is_neither_shown_as_running_nor_measured(server):
     assert server.total("vllm:num_requests_running") == 0
     assert ends(server)["abort"] == 1
     assert server.total("vllm:e2e_request_latency_seconds_count") == 0
-    assert not server.serving.metrics._completions._tracks
+    assert not server.serving.metrics._completions._unfinished
 
 
 def test_emulated_devices_are_told_of_as_the_host_that_they_share():

@@ -14,7 +14,7 @@ from dsjax.engine.tiers.disk_tier import DiskCounts
 from dsjax.engine.tiers.page_tiers import TierCounts
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
-from dsjax.serve.page.reference import reference
+from dsjax.serve.page.reference import render_reference
 from dsjax.serve.page.routes import PAGE_PATHS
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -278,7 +278,7 @@ def test_on_a_real_server_with_keys_the_browsers_password_reads_and_the_typed_ke
         sync_api.expect(page.locator("#tiles dd").first).to_have_text("0")
         page.check("input[value=completion]")
         send(page, "ab")
-        sync_api.expect(page.locator(".turn.failed footer")).to_contain_text("no valid key was given")
+        sync_api.expect(page.locator(".turn.failed footer")).to_contain_text("missing or invalid API key")
         page.fill("#key", "secret")
         page.evaluate("document.querySelector('.knobs').open = true")
         page.fill("#max_tokens", "6")
@@ -350,7 +350,7 @@ def test_what_a_schema_says_is_text_in_docs_and_never_markup():
     body = {"properties": {EVIL: field}, "required": [], "description": EVIL}
     operation = {"summary": EVIL, "responses": {"200": {"description": EVIL}}}
     schema = {"info": {"version": EVIL}, "paths": {EVIL: {"get": operation}}, "components": {"schemas": {EVIL: body}}}
-    text = reference(schema)
+    text = render_reference(schema)
     assert text.count("&lt;script&gt;") > 6
     assert "<script" not in text
     assert "<img" not in text

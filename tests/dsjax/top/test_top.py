@@ -282,7 +282,7 @@ def test_nobody_there_is_an_error_that_names_the_address():
 
 @pytest.mark.parametrize(
     ("status", "key", "message"),
-    [(503, None, "not ready yet"), (404, None, "is it dsjax serve"), (200, "secret", "give one with --api-key")],
+    [(503, None, "not ready yet"), (404, None, "is it dsjax serve"), (200, "secret", "give it with --api-key")],
 )
 def test_a_server_that_cannot_be_read_is_an_error_that_says_what_to_do(server, status, key, message):
     server.status, server.api_key = status, key
@@ -296,7 +296,7 @@ def test_an_address_that_no_server_can_have_and_a_key_that_no_header_takes_are_r
     result = run("--url", "http://", "--once")
     assert isinstance(result.exception, OptionError)
     assert str(result.exception) == "--url is 'http://': it has no host; expected an address such as http://HOST:PORT"
-    with pytest.raises(NoAnswerError, match="--api-key has letters that no HTTP header takes"):
+    with pytest.raises(NoAnswerError, match="--api-key has characters outside ASCII"):
         StatusClient("http://127.0.0.1:8000", "schlüssel☃")
 
 

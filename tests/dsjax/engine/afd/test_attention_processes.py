@@ -104,8 +104,8 @@ def test_one_that_cannot_be_reached_or_is_lost_is_not_waited_for(pool, silent, w
     made = [pool.submit(joined, group) for group in others]
     listener = LinkListener(three[silent].endpoint)  # of one that calls nobody
     address = listener.address if silent else "127.0.0.1:1"
-    three[silent].agreement.tell("attention side", b"side")
-    three[silent].agreement.tell("attention processes", [address, listener.ticket])
+    three[silent].agreement.contribute("attention side", b"side")
+    three[silent].agreement.contribute("attention processes", [address, listener.ticket])
     if silent:
         three[0].lose(three[0].members[silent])
     for one in made:
@@ -174,7 +174,7 @@ def test_a_process_that_is_lost_while_all_wait_for_experts_that_are_not_there_ye
         ]
         two[0].on_change = lambda error: None
         until(lambda: caplog.text.count("it is waited for") >= 2)
-        two[0]._left(two[0].members[1])
+        two[0]._on_disconnect(two[0].members[1])
         with pytest.raises(GroupError, match=r"process 1 .* has gone away"):
             started[0].result(60)
 

@@ -261,7 +261,7 @@ def test_two_processes_that_fill_the_same_cells_get_no_answers_of_each_other(pro
 
 
 def test_two_processes_of_an_attention_side_have_one_program_run_and_each_gets_its_own_answers(process, enter):
-    wire, counts = process._half.wire, (process.num_calls, process.num_products)
+    wire, counts = process._exchange.wire, (process.num_calls, process.num_products)
     rng = np.random.default_rng(0)
     rows, answers = [], []
     sides = [enter(b"both", process=number, processes=2) for number in range(2)] + [enter(b"both too")]
@@ -273,7 +273,7 @@ def test_two_processes_of_an_attention_side_have_one_program_run_and_each_gets_i
         rows.append(own if number < 2 else rows[0])
         one.send(Call("moe_layers", 0, 8, 8, filled.tobytes()), rows[number])
     for one in sides:
-        answer = np.empty((2, process._half.columns, wire.width), wire.dtype)
+        answer = np.empty((2, process._exchange.columns, wire.width), wire.dtype)
         assert not one.answer(answer)
         answers.append(answer)
     np.testing.assert_array_equal(answers[0], answers[2])
@@ -393,7 +393,7 @@ def test_rows_for_which_there_is_no_memory_are_answered_and_the_connection_stays
     attention = enter()
     with monkeypatch.context() as patch:
         patch.setattr(np, "empty", empty)
-        rows = np.zeros(int(filled.sum()) * process._half.wire.row_bytes, np.uint8)
+        rows = np.zeros(int(filled.sum()) * process._exchange.wire.row_bytes, np.uint8)
         attention.send(Call("moe_layers", 0, 4096, 4096, filled.tobytes()), rows)
         assert attention.answer() == "MemoryError: there is none"
     assert not attention.ask(Place(0, process._writer.rows[0].tobytes()))

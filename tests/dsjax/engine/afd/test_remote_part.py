@@ -46,9 +46,11 @@ class Process:
 
     def __init__(self, attention, another=Side, number=0):
         self.now, self.made, self.number = Side(attention), [], number
-        programs = SimpleNamespace(experts=self.now, of=lambda model, experts: SimpleNamespace(experts=experts))
+        programs = SimpleNamespace(
+            experts=self.now, with_experts=lambda model, experts: SimpleNamespace(experts=experts)
+        )
         self.device = SimpleNamespace(model="model", programs=programs)
-        self.device.go_on_with = lambda model, programs: setattr(self.device, "programs", programs)
+        self.device.replace_programs = lambda model, programs: setattr(self.device, "programs", programs)
 
         def make(command, device, before):
             self.made.append(another(before.attention))

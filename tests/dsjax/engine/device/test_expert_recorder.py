@@ -33,7 +33,7 @@ def report(tokens: int):
 def recorder(monkeypatch):
     monkeypatch.setattr(expert_recorder, "_SECONDS", 1e9)  # nothing is read because of the time
     recorder = ExpertRecorder(tiny("dp=2"))
-    recorder._read_at = expert_recorder.time.monotonic()
+    recorder._last_read_time = expert_recorder.time.monotonic()
     return recorder
 
 
@@ -54,12 +54,12 @@ def test_tokens_are_added_by_slot_and_by_logical_expert_wherever_it_was(recorder
 def test_reports_are_read_together_when_many_have_come_and_a_launch_without_any_counts_nothing(recorder):
     recorder.add({}, rows(8), HERE)
     assert recorder.read() is None
-    for _ in range(expert_recorder._MOST_HELD - 1):
+    for _ in range(expert_recorder._MAX_UNREAD - 1):
         recorder.add(report(1), rows(8), HERE)
     assert recorder.counts() is None
     recorder.add(report(1), rows(16), HERE)  # of another size, which is read by itself
     counts = recorder.counts()
-    assert counts.tokens_per_expert[0, 3] == 3 * expert_recorder._MOST_HELD
+    assert counts.tokens_per_expert[0, 3] == 3 * expert_recorder._MAX_UNREAD
     recorder.add(report(1), rows(8), HERE)
     assert recorder.counts().tokens_per_expert[0, 3] == counts.tokens_per_expert[0, 3], "a copy stays as it is"
 

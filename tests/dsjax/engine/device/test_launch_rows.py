@@ -86,11 +86,11 @@ def test_rules_are_active_only_while_they_change_something():
     rules = LogitRules(SamplingParams(min_tokens=2, max_tokens=9), V, frozenset({3}))
     biases = rules.biases().astype("<i4").tobytes()
     waiting = Admission(0, 0, 1, Sampling(1, 0), biases=biases)
-    assert SlotRules.of(waiting).until == 2
+    assert SlotRules.of(waiting).greedy_after == 2
     table = SlotTable(1, 2, V)
     step = Step([RankStep([waiting], [], int32s((0, 9)), [], [])])
     table.admit(step)
-    wants = lambda: bool(table._wants[0, 0])  # noqa: E731
+    wants = lambda: bool(table._needs_rules[0, 0])  # noqa: E731
     for tokens, still in (((5,), True), ((6,), False)):
         assert wants()
         table.commit(step, [RankResults([RowResult(tokens)], [])])
@@ -113,12 +113,12 @@ def test_nothing_runs_for_a_row_that_the_step_s_greedy_token_serves_and_no_draw_
     sampling, more, draws, scored
 ):
     admission, table = Admission(1, 0, 1, Sampling(1, 0, **sampling), **more), SlotTable(1, 2, V)
-    assert SlotRules.of(admission).until == (ALWAYS if sampling or more else 0)
+    assert SlotRules.of(admission).greedy_after == (ALWAYS if sampling or more else 0)
     step = Step([RankStep([admission], [], int32s((1, 9)), [], [])])
     table.admit(step)
     shape = LaunchShape(GroupShape(1, 1, MOST, "A_CC"), None, PAGE)
     rules = table.rules_of(step, Launch(Rectangle(1, 1), None, [[]]), shape)
-    assert (rules.wanted is not None, rules.scored) == (draws, scored)
+    assert (rules.ops is not None, rules.scored) == (draws, scored)
     assert list(rules.slots) == ([(0, False, 0)] if sampling or more else [])
 
 

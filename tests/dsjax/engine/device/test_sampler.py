@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 
 from dsjax.engine.contract.sampling_params import MAX_LOGPROBS
-from dsjax.engine.device.sampler import NONE_ALLOWED, SlotSampling, Wanted, _threshold, _uniform, greedy, sample, score
+from dsjax.engine.device.sampler import (
+    NONE_ALLOWED,
+    SamplingOps,
+    SlotSampling,
+    _threshold,
+    _uniform,
+    greedy,
+    sample,
+    score,
+)
 from dsjax.model.softmax import log_softmax
 
 V = 24
@@ -50,7 +59,7 @@ def sampled(logits, rows_of_requests, changed=None):
     logits = np.asarray(logits, np.float32)
     rows, made = settings(*logits.shape[:2], rows_of_requests)
     given = [one for own in rows_of_requests for one in own if one is not None]
-    wanted = Wanted(np.array(any(one.top_k > 0 or one.top_p < 1 for one in given)))
+    wanted = SamplingOps(np.array(any(one.top_k > 0 or one.top_p < 1 for one in given)))
     return jax.device_get(run(logits, logits if changed is None else changed, rows, made, wanted))
 
 

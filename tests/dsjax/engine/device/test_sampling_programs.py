@@ -18,7 +18,7 @@ import pytest
 from dsjax.engine.contract.commands import ALWAYS
 from dsjax.engine.device import sampling_programs
 from dsjax.engine.device.device_state import DeviceState
-from dsjax.engine.device.sampler import SlotSampling, Wanted
+from dsjax.engine.device.sampler import SamplingOps, SlotSampling
 from dsjax.engine.device.slots import LaunchShape, Positions, StepRows
 from dsjax.model.rows import GroupShape
 from sharding import MeshSpec, Rules
@@ -81,7 +81,7 @@ def programs():
     def draw(state, drafted, biased, truncation, penalties):
         at, raw = positions_of(state, drafted)
         biased = raw if biased is None else biased
-        wanted = Wanted(truncation, penalties, False)
+        wanted = SamplingOps(truncation, penalties, False)
         state, outcome = sampling_programs.draw(step, state, at, raw, biased, every, wanted)
         return state, outcome.reshape(SLOTS, WIDTH)
 

@@ -76,18 +76,18 @@ def test_the_record_is_read_everywhere_when_as_many_results_are_collected(group)
 
 def test_all_say_whom_they_reach_when_process_0_asks_and_who_is_left_out_ends_with_the_reason(group):
     group.leader.on_change = lambda error: None
-    assert group.leader.links.look(0) == (None, True)
+    assert group.leader.links.check_all(0) == (None, True)
     assert group.follower.phase == "warming up", "nothing has changed for it"
     group.second.links.unreached = lambda members: [0]  # process 0 hears of it by another way
     drop, group.leader._door.drop = group.leader._door.drop, lambda process_id: None
-    error, all_answered = group.leader.links.look(0)
+    error, all_answered = group.leader.links.check_all(0)
     assert all_answered
     assert re.search(r"the link between process 1 \(.*\) and process 0 \(.*\) at 127.0.0.1 is cut", str(error))
     assert group.leader.live == group.leader.members[:1]
     ((pid, reason),) = group.leader.links.left_out.values()
     assert pid == os.getpid()
     group.leader.announce(Announcement(3, [0], [0], {"mesh": "dp=1"}, left_out={1: (pid + 1, reason)}))
-    until(lambda: group.second.generation == 3)  # another process is meant, which had its id
+    until(lambda: group.second.epoch == 3)  # another process is meant, which had its id
     group.leader.announce(Announcement(4, [0], [0], {"mesh": "dp=1"}, left_out={1: (pid, reason)}))
     group.thread.join(60)
     assert str(group.error) == str(error)
@@ -99,18 +99,18 @@ def test_one_that_does_not_say_whom_it_reaches_may_hang_and_is_not_left_out(grou
     answered = threading.Event()
     group.second.links.unreached = lambda members: answered.wait(60) and []
     group.leader.links.unreached = lambda members: [1]
-    assert group.leader.links.look(0) == (None, False)
+    assert group.leader.links.check_all(0) == (None, False)
     assert len(group.leader.live) == 2
     group.leader.on_change = lambda error: None
     group.second.endpoint.close()  # its heartbeats have ended
-    assert "has gone away" in str(group.leader.lost_by(RuntimeError(), 60))
+    assert "has gone away" in str(group.leader.find_loss(60))
     answered.set()
 
 
 def test_whom_process_0_looks_for_gives_up_the_collectives_that_have_broken(group):
     cut = threading.Event()
     group.second.collectives.cut_with(0, cut.set)
-    group.leader.links.look(0)
+    group.leader.links.check_all(0)
     assert cut.is_set()
     group.end()
 
@@ -147,7 +147,7 @@ def test_a_follower_whose_step_fails_ends_at_once_where_no_other_generation_can_
 
 def test_a_follower_that_waits_for_an_answer_of_process_0_says_why_that_one_has_ended_the_group(group):
     with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(group.second.agreement.ask, "stages")
+        asked = thread.submit(group.second.agreement.all_gather, "stages")
         group.leader.leave("its engine could not be started")
         said = "process 0 has ended the group: its engine could not be started"
         group.thread.join(60)
@@ -183,12 +183,12 @@ def test_two_hundred_changes_of_the_mesh_leave_nothing_behind(group):
         if 1 in processes:
             executor.collect(executor.launch(step(1)))
             until(lambda: group.loaded and group.loaded[-1].launched == 1)
-            answer = second.agreement.tell("stage", number)
-            assert leader.agreement.ask("stage", number) == answer.result(60)
+            answer = second.agreement.contribute("stage", number)
+            assert leader.agreement.all_gather("stage", number) == answer.result(60)
             if number % 10 == 0:
-                leader.links.look(-1)
+                leader.links.check_all(-1)
         else:
-            until(lambda: second.generation == number and group.follower.phase == "standing by")
+            until(lambda: second.epoch == number and group.follower.phase == "standing by")
         group.loaded.clear()
         group.released.clear()
 
@@ -382,7 +382,7 @@ def test_a_signal_ends_a_process_that_nobody_needs_yet_and_lets_another_one_leav
         raise EndedError
 
     monkeypatch.setattr(os, "_exit", end)
-    follower = Follower(SimpleNamespace(generation=generation))
+    follower = Follower(SimpleNamespace(epoch=generation))
     follower.phase, follower.has_served, follower.leave = phase, served, asked.set
     with contextlib.suppress(EndedError):
         follower._on_signal(signal.SIGTERM, None)

@@ -31,55 +31,55 @@ class FakeGenerations:
     def __init__(self, executors: list[FakeExecutor], speculation=None):
         self.executors, self.speculation = executors, speculation
         self.errors: list[Exception] = []
-        self.failure, self.changes, self.due = None, 0, True
+        self.failure, self.changes, self.needs_change = None, 0, True
 
     def take_change(self):
         changed, self.changes = self.changes > 0, max(0, self.changes - 1)
         return changed
 
     def regroup(self):
-        return self.to(None)
+        return self.change_to(None)
 
-    def ask(self, mesh, expert_mesh=None, afd_address=None):
+    def request_change(self, mesh, expert_mesh=None, afd_address=None):
         return mesh
 
-    def forget(self):
+    def end_request(self):
         pass
 
-    def to(self, wanted):
+    def change_to(self, wanted):
         executor = self.executors.pop(0)
         return Generation(executor, executor.config)
 
-    def after(self, error):
+    def recover_from(self, error):
         self.errors.append(error)
-        return self.to(None)
+        return self.change_to(None)
 
 
 class AfterALoss(generations.Generations):
     """Whose process is lost while another mesh is asked for, and which then gets that mesh."""
 
     def __init__(self):
-        self._asked, self.failure, self._executor = False, None, None
+        self._is_reserved, self.failure, self._executor = False, None, None
         self.wanted = self.args = self._phase = None
         self._lock = threading.Lock()
 
-    def _lost_by(self, error, seconds=None):
+    def _find_loss(self, error, seconds=None):
         return error
 
-    def _make(self, kind, reason):
-        return kind
+    def _rebuild(self, cause, reason):
+        return cause
 
 
 def test_who_asks_for_a_mesh_before_a_process_is_lost_hears_that_it_was_not_changed_to():
     asked = AfterALoss()
     asked._reserve()
-    assert asked.after(GroupError("it is gone")) == "loss"
+    assert asked.recover_from(GroupError("it is gone")) == "loss"
     assert "ask again" in str(asked.failure)
     with pytest.raises(ChangeUnderWayError):  # the loss is not the end of what was requested before it
         asked._reserve()
-    assert asked.to(generations.Wanted(MeshSpec(2), SimpleNamespace(expert_mesh=None))) == "scale"
+    assert asked.change_to(generations.Wanted(MeshSpec(2), SimpleNamespace(expert_mesh=None))) == "scale"
     assert asked.failure is None
-    asked.forget()
+    asked.end_request()
     asked._reserve()
 
 
@@ -132,19 +132,19 @@ def test_a_change_between_two_steps_changes_no_token(at, sizes):
 def test_an_engine_without_threads_goes_on_with_processes_that_come_back(due):
     serving = Serving(*executors(1, 2))
     serving.take(5)
-    serving.generations.changes, serving.generations.due = 1, due
+    serving.generations.changes, serving.generations.needs_change = 1, due
     assert serving.ends_as_if_alone()
     assert serving.engine.core.executor.limits.num_ranks == 1 + due
 
 
 def test_generations_say_once_that_a_process_has_gone_or_come_back_and_that_one_leaves_until_it_is_decided():
     seen, woken = AfterALoss(), []
-    seen._has_changed, seen._group, seen.failure = False, SimpleNamespace(leavers=False), None
+    seen._has_changed, seen._group, seen.failure = False, SimpleNamespace(has_leave_requests=False), None
     seen.watch(lambda: woken.append(1))
     assert not seen.take_change()
     seen._note_change(None)
     assert [seen.take_change(), seen.take_change(), woken] == [True, False, [1]]
-    seen._group.leavers = True
+    seen._group.has_leave_requests = True
     assert [seen.take_change(), seen.take_change()] == [True, True]
 
 
@@ -161,15 +161,15 @@ def test_tokens_that_were_entered_before_something_behind_them_failed_are_given(
     serving = Serving(FakeExecutor(num_ranks=2), FakeExecutor(num_ranks=1))
     serving.take(3)
     core, calls = serving.engine.core, []
-    real = core._clear_dirty
+    real = core._clear_released_pages
 
     def fail_once():
-        if not calls and core._owed:
+        if not calls and core._unreturned:
             calls.append(None)
             raise RuntimeError("gone between two steps")
         real()
 
-    core._clear_dirty = fail_once
+    core._clear_released_pages = fail_once
     assert serving.ends_as_if_alone()
     assert calls
     assert len(serving.generations.errors) == 1
@@ -259,10 +259,10 @@ def test_a_model_goes_up_and_down_in_the_middle_of_requests_which_get_the_bits_o
     with pytest.raises(UserError, match="more stages than the model has layers"):
         featured.scale("pp=64")
     assert featured.facts.mesh == "dp=2"
-    featured._generations.ask("dp=1")
+    featured._generations.request_change("dp=1")
     with pytest.raises(ChangeUnderWayError, match="the mesh is being changed"):
         featured.scale("dp=1")
-    featured._generations.forget()
+    featured._generations.end_request()
 
 
 @pytest.mark.slow
@@ -323,9 +323,9 @@ def test_a_mesh_that_fails_after_the_old_one_was_given_up_leaves_the_old_one_mad
         prompt, params = REQUESTS[0]
         assert answer(featured.generate([prompt], params)[0]) == alone[0]
     # Who asks next is not told this reason, should a lost process be dealt with in place of what was asked for.
-    featured._generations.ask("dp=2")
+    featured._generations.request_change("dp=2")
     assert featured._generations.failure is None
-    featured._generations.forget()
+    featured._generations.end_request()
     featured.scale("dp=2")
     assert featured.facts.mesh == "dp=2"
 

@@ -122,7 +122,7 @@ def test_an_exchange_between_two_steps_in_flight_changes_no_token(one, expected,
             swapped = rng.permutation(len(old))[:4]
             row[swapped] = np.roll(row[swapped], 1)
             rounds = list(exchange_rounds(old, row, ranks=1, experts=2))
-            balancer._waiting.extend(LayerChange(layer, row, rounds, 4, 0.0, 0.0).commands())
+            balancer._pending_commands.extend(LayerChange(layer, row, rounds, 4, 0.0, 0.0).commands())
         outputs |= {int(output.request_id): output.outputs[0].token_ids for output in one.engine.step()}
     assert [list(outputs[number]) for number in range(8)] == [one.tokens for one in expected]
     assert stats(one).layers_changed >= 3
@@ -254,7 +254,7 @@ def test_an_exchange_costs_what_the_last_ones_took_that_moved_experts(warmed, co
             balancer.idle()
     median = float(np.median(counted))
     assert balancer._slots.seconds == (median, 10 * median)
-    (change,) = balancer._decision(payback=0)().changes
+    (change,) = balancer._bind_decision(payback=0)().changes
     assert change.cost == pytest.approx(len(change.rounds) * median + 10 * median)
 
 

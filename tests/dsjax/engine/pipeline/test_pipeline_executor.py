@@ -85,7 +85,7 @@ def test_the_bytes_of_several_processes_are_those_of_the_fullest_stage(stages):
     )
 
     def describe(facts, step, ask):
-        group = SimpleNamespace(agreement=SimpleNamespace(ask=ask))
+        group = SimpleNamespace(agreement=SimpleNamespace(all_gather=ask))
         return OwnStages.describe(
             SimpleNamespace(spec=MeshSpec.parse("pp=2"), is_divided=True, group=group), [facts], [step]
         )
@@ -139,7 +139,7 @@ def tokens_of(llm):
     ("number", "method", "behind", "call"),
     [
         (0, "wait", False, 0),
-        (0, "enter", False, 5),
+        (0, "commit_results", False, 5),
         (1, "launch", False, 5),
         (1, "wait", False, 0),
         (0, "launch", True, 5),
@@ -173,7 +173,7 @@ def test_on_accelerators_a_launch_that_did_not_reach_all_stages_is_the_last_one(
     model = SimpleNamespace(mesh=mesh, stage=SimpleNamespace(count=3))
     first, last = (
         SimpleNamespace(
-            model=model, limits=None, programs=SimpleNamespace(rows=None), leaving=deque(), launch=calls.append
+            model=model, limits=None, programs=SimpleNamespace(rows=None), outgoing=deque(), launch=calls.append
         )
         for _ in range(2)
     )
@@ -195,12 +195,12 @@ def test_on_accelerators_a_launch_that_did_not_reach_all_stages_is_the_last_one(
 @pytest.mark.slow
 def test_what_nobody_waits_for_goes_through_all_stages_when_what_is_before_it_is_done(stages):
     executor, nothing = stages.executor, Clear([int32s([1])])
-    assert executor.launch(nothing).passed == 2
+    assert executor.launch(nothing).num_stages_done == 2
     step = executor.launch(Step([RankStep([], [], b"", [], [])]))
     behind = executor.launch(nothing)
-    assert (step.passed, behind.passed) == (0, 0)
+    assert (step.num_stages_done, behind.num_stages_done) == (0, 0)
     executor.collect(step)
-    assert behind.passed == 2
+    assert behind.num_stages_done == 2
 
 
 @pytest.mark.slow

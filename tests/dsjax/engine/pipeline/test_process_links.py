@@ -50,14 +50,14 @@ def test_hidden_states_go_to_the_next_stage_in_their_order_to_the_bit(links, dty
     first, middle, last = links
     sent = [jnp.arange(24, dtype=dtype).reshape(2, 3, 4) + 100 * number for number in range(3)]
     for array in sent:
-        first.pass_on(array)
-    middle.pass_on(-sent[0])
-    arriving = middle.arriving(lambda array: array)
+        first.send_hidden(array)
+    middle.send_hidden(-sent[0])
+    arriving = middle.incoming(lambda array: array)
     for array in sent:
         found = arriving.popleft()
         assert found.dtype == array.dtype
         np.testing.assert_array_equal(found, np.asarray(array))
-    np.testing.assert_array_equal(last.arriving(lambda array: array).popleft(), -np.asarray(sent[0]))
+    np.testing.assert_array_equal(last.incoming(lambda array: array).popleft(), -np.asarray(sent[0]))
 
 
 def test_what_the_last_stage_makes_comes_to_all_others_as_it_was(links):
@@ -67,17 +67,17 @@ def test_what_the_last_stage_makes_comes_to_all_others_as_it_was(links):
     results = [RankResults([row], []), RankResults([], [failed, RowResult()])]
     outputs = [LastStageOutput(np.arange(6).reshape(2, 3), None), LastStageOutput(np.arange(4), np.full((2, 1), 9))]
     logits = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
-    last.publish(lambda: (results, outputs))
-    last.publish(lambda: logits)
+    last.send_results(lambda: (results, outputs))
+    last.send_results(lambda: logits)
     for other in (first, middle):
-        found, of_launches = other.hear(0)
+        found, of_launches = other.receive_results(0)
         assert [rank.decodes for rank in found] == [[row], []]
         assert found[1].prefills == [failed._replace(token_ids=[], drafts=[]), RowResult([], drafts=[])]
         assert found[1].prefills[0].kind is ErrorKind.NO_ROOM
         for one, expected in zip(of_launches, outputs, strict=True):
             np.testing.assert_array_equal(one.outcome, expected.outcome)
             assert (one.drafts is None) == (expected.drafts is None)
-        np.testing.assert_array_equal(other.hear(1), logits)
+        np.testing.assert_array_equal(other.receive_results(1), logits)
 
 
 def counts_of(number):
@@ -92,7 +92,7 @@ def loads_of_all(links, reads):
 
     def run(place):
         try:
-            found[place] = links[place].gather(reads[place])
+            found[place] = links[place].gather_counts(reads[place])
         except BaseException as error:
             found[place] = error
 
@@ -111,27 +111,27 @@ class Stage:
         mesh = SimpleNamespace(devices=np.array(jax.devices()[:1]))
         self.model = SimpleNamespace(mesh=mesh, stage=SimpleNamespace(count=3), begins=number == 0)
         self.limits, self.programs = None, SimpleNamespace(rows=SingleDeviceSharding(jax.devices()[0]))
-        self.number, self.steps, self.leaving, self.entered, self.recording = number, 0, deque(), [], False
+        self.number, self.steps, self.outgoing, self.entered, self.recording = number, 0, deque(), [], False
 
     def launch(self, command):
         self.steps += 1
-        value = 10 * self.steps if self.model.begins else self.arriving.popleft()[0] + 1
-        self.leaving.append(jnp.full(3, value))
+        value = 10 * self.steps if self.model.begins else self.incoming.popleft()[0] + 1
+        self.outgoing.append(jnp.full(3, value))
         return SimpleNamespace(value=int(value), kept=[np.full((2, 4), value), np.full((1, 4), value)])
 
-    def read(self, part):
+    def read_results(self, part):
         return [RankResults([RowResult([part.value])], [])]
 
     def outputs(self, part):
         return [LastStageOutput(np.full(2, part.value), None)]
 
-    def enter(self, part, results, outputs):
+    def commit_results(self, part, results, outputs):
         self.entered += results[0].decodes[0].token_ids
 
     def wait(self, part):
         pass
 
-    forget = lambda self: None  # noqa: E731
+    drop_interrupted = lambda self: None  # noqa: E731
 
     def set_recording(self, on):
         self.recording = on
@@ -151,8 +151,8 @@ def processes(links):
 
 def test_process_0_goes_a_step_ahead_and_a_step_that_it_has_waited_for_is_done_at_the_last_stage(processes):
     first, middle, last = processes
-    heard, hear = [], first._links.hear
-    first._links.hear = lambda number: heard.append(number) or hear(number)
+    heard, hear = [], first._links.receive_results
+    first._links.receive_results = lambda number: heard.append(number) or hear(number)
     steps = [first.launch(Step([])) for _ in range(2)]
     behind = [middle.launch(Step([])) for _ in range(2)]
     assert heard == []
@@ -185,7 +185,7 @@ def test_the_record_of_loads_has_the_layers_and_devices_of_all_processes_until_i
 def test_after_an_interrupt_the_same_results_are_heard_once_more(links, monkeypatch):
     first, _, last = links
     for number in range(3):
-        last.publish(
+        last.send_results(
             lambda number=number: (
                 [RankResults([RowResult([number])], [])],
                 [LastStageOutput(np.full(2, number), None)],
@@ -196,13 +196,13 @@ def test_after_an_interrupt_the_same_results_are_heard_once_more(links, monkeypa
         raise KeyboardInterrupt
 
     def tokens(number):
-        return first.hear(number)[0][0].decodes[0].token_ids
+        return first.receive_results(number)[0][0].decodes[0].token_ids
 
     assert tokens(0) == [0]
     with monkeypatch.context() as patch:
         patch.setattr(process_links, "LastStageOutput", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            first.hear(1)
+            first.receive_results(1)
     assert tokens(1) == [1]
     assert tokens(2) == [2]
 
@@ -222,20 +222,20 @@ def test_a_process_that_ends_is_an_error_to_those_that_wait_for_it_and_is_named(
     first, _, last = links
     last.close()
     with pytest.raises(GroupError, match=r"connection between two stages has ended: process 1 .* has ended it"):
-        first.hear(0)
+        first.receive_results(0)
 
 
 def test_what_a_process_has_sent_before_it_ends_is_heard_by_those_that_ask_later(links, monkeypatch):
     monkeypatch.setattr(process_links, "_LINGER_SECONDS", 60)  # where others use the machine
     first, middle, last = links
     logits = np.arange(3_000_000, dtype=np.float32)
-    last.publish(lambda: logits)
-    last._sent.result(10)
+    last.send_results(lambda: logits)
+    last._last_send.result(10)
     last.close()
     for other in (first, middle):
-        np.testing.assert_array_equal(other.hear(0), logits)
+        np.testing.assert_array_equal(other.receive_results(0), logits)
         with pytest.raises(GroupError, match=r"process 1 .* has ended it"):
-            other.hear(1)
+            other.receive_results(1)
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -254,7 +254,7 @@ def test_a_process_that_cannot_be_reached_is_named_and_this_one_listens_no_more(
 
         [group] = groups(1)
         group.members = group.present = [group.me, msgspec.structs.replace(group.me, process_id=1)]
-        group.agreement, group.check = SimpleNamespace(ask=ask), lambda error=None: None
+        group.agreement, group.check = SimpleNamespace(all_gather=ask), lambda error=None: None
         with pytest.raises(GroupError, match=f"process 1 .* cannot be reached at 127.0.0.1:{port}"):
             Links(group, [0, 1])
     for address, _ in told:
@@ -263,7 +263,7 @@ def test_a_process_that_cannot_be_reached_is_named_and_this_one_listens_no_more(
 
 
 def test_a_host_that_hangs_is_noticed_within_the_heartbeat_timeout(links):
-    for link in (link for one in links for link in (*one._next, *listeners_of(one))):
+    for link in (link for one in links for link in (*one._outgoing, *listeners_of(one))):
         assert 0 < link._socket.heartbeat_ivl < link._socket.heartbeat_timeout < 10_000
 
 
@@ -271,8 +271,8 @@ def test_hidden_states_alone_go_unencrypted(links):
     first, middle, last = links
     names = [[sorted(listener._names) for listener in listeners_of(one)] for one in links]
     assert names == [[[RESULTS]], [[HIDDEN], [RESULTS]], [[HIDDEN]]]
-    encrypted = [listeners_of(first)[0], listeners_of(middle)[1], *last._next]
-    plain = [listeners_of(middle)[0], listeners_of(last)[0], *first._next, *middle._next]
+    encrypted = [listeners_of(first)[0], listeners_of(middle)[1], *last._outgoing]
+    plain = [listeners_of(middle)[0], listeners_of(last)[0], *first._outgoing, *middle._outgoing]
     for sockets, mechanism in ((encrypted, zmq.CURVE), (plain, zmq.PLAIN)):
         assert {one._socket.mechanism for one in sockets} == {mechanism}
 
@@ -284,11 +284,11 @@ def test_hidden_states_alone_go_unencrypted(links):
 def test_a_member_that_is_no_stage_of_this_generation_is_not_heard_and_disturbs_nobody(links, name, ticket):
     first, middle, last = links
     sent = np.arange(6, dtype=np.float32).reshape(2, 3)
-    first.pass_on(sent)
-    last.publish(lambda: sent)
-    arriving = middle.arriving(lambda array: array)
+    first.send_hidden(sent)
+    last.send_results(lambda: sent)
+    arriving = middle.incoming(lambda array: array)
     np.testing.assert_array_equal(arriving.popleft(), sent)
-    np.testing.assert_array_equal(middle.hear(0), sent)
+    np.testing.assert_array_equal(middle.receive_results(0), sent)
     for listener, encrypted in zip(listeners_of(middle), (False, True), strict=True):
         with contextlib.suppress(NotAMemberError):
             stranger = Link(
@@ -296,16 +296,16 @@ def test_a_member_that_is_no_stage_of_this_generation_is_not_heard_and_disturbs_
             )
             process_links._send([stranger], [], [np.zeros(1)])
     time.sleep(0.1)
-    first.pass_on(2 * sent)
-    last.publish(lambda: 2 * sent)
+    first.send_hidden(2 * sent)
+    last.send_results(lambda: 2 * sent)
     np.testing.assert_array_equal(arriving.popleft(), 2 * sent)
-    np.testing.assert_array_equal(middle.hear(1), 2 * sent)
+    np.testing.assert_array_equal(middle.receive_results(1), 2 * sent)
 
 
 def test_what_cannot_be_read_ends_the_wait_for_it(links):
     first, middle, _ = links
-    first._next[0].send(b"\xc1")
-    assert "connection between two stages has ended" in raised(middle.arriving(None).popleft)[0]
+    first._outgoing[0].send(b"\xc1")
+    assert "connection between two stages has ended" in raised(middle.incoming(None).popleft)[0]
 
 
 def raised(take):
@@ -331,19 +331,19 @@ def fails():
 
 def test_where_something_cannot_be_sent_all_that_wait_for_it_or_for_anything_are_told(links, caplog):
     _, middle, last = links
-    middle.publish(fails)
+    middle.send_results(fails)
     own = "the connection between two stages has ended: a program failed"
-    assert raised(lambda: middle.hear(0)) == [own] * 2
-    assert raised(middle.arriving(None).popleft) == [own] * 2
-    others = raised(last.arriving(None).popleft)
+    assert raised(lambda: middle.receive_results(0)) == [own] * 2
+    assert raised(middle.incoming(None).popleft) == [own] * 2
+    others = raised(last.incoming(None).popleft)
     assert len(others) == 2
     assert all("the connection between two stages has ended" in error for error in others)
-    assert "The other stages are not told what they wait for" in caplog.text
+    assert "Sending to the other stages failed" in caplog.text
 
 
 def test_what_cannot_be_sent_is_raised_at_the_next_sending(links):
     last = links[-1]
-    last.publish(fails)
-    last._sent.exception(10)
+    last.send_results(fails)
+    last._last_send.exception(10)
     with pytest.raises(GroupError, match="a program failed"):
-        last.publish(fails)
+        last.send_results(fails)

@@ -1,6 +1,6 @@
 """Which pages are found again, which are not, and what is counted.
 
-These are the tests of `schedule/pages.py` and `schedule/rank.py` too.
+These are the tests of `schedule/pages.py`, `schedule/request_pages.py` and `schedule/rank.py` too.
 """
 
 from zlib import crc32

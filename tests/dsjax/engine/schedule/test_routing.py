@@ -139,7 +139,7 @@ def test_a_session_stays_on_its_rank_until_that_is_hopeless():
 
 
 def test_the_sessions_remembered_are_bounded(monkeypatch):
-    monkeypatch.setattr("dsjax.engine.schedule.scheduler.MOST_SESSIONS", 3)
+    monkeypatch.setattr("dsjax.engine.schedule.scheduler.MAX_SESSIONS", 3)
     scheduler = Scheduler(config(), 2)
     for index in range(10):
         scheduler.add(request(str(index), [index] * 8, session=str(index)))

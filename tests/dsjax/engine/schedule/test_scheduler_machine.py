@@ -87,7 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if windows is not None and limits["page_size"] > 1:  # so many more than one request needs
             columns = window_columns(max(limits["max_chunk"], 3 * 3 + 2), limits["page_size"])
             limits = limits | {"windows_per_rank": columns + 3 + windows, "window_columns": columns}
-            limits |= {"host_windows_per_rank": (limits["host_pages_per_rank"] + 1) // 2, "disk_pages": 0}
+            limits |= {"host_windows_per_rank": (limits["host_pages_per_rank"] + 1) // 2}
         disk = pages_of(SHARED, limits["page_size"]) if limits["disk_pages"] and left_over else None
         self.executor = FakeExecutor(max_model_len=MAX_LEN, disk=disk, **limits)
         speculation = drafts and SpeculativeConfig(
@@ -164,7 +164,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.gone.append(request)
 
     def _checked(self, plan):
-        under_way = any(request.num_rows_under_way for request in self._all())
+        under_way = any(request.num_rows_in_flight for request in self._all())
         arriving = any(request.is_loading for request in self.alive.values())
         assert not plan.is_empty or under_way or arriving or not self.alive, (
             "there is a step while there is something to do"
@@ -297,12 +297,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_gone_holds_nothing(self):
         """But for those that a step under way still has a row of."""
-        assert all(not request.pages and request.slot == -1 for request in self.gone if not request.num_rows_under_way)
+        assert all(not request.pages and request.slot == -1 for request in self.gone if not request.num_rows_in_flight)
         assert self.scheduler.num_unfinished == len(self.alive)
 
     def _leaving(self, index):
         """Requests that have ended while a step has a row of them."""
-        return [request for request in self.gone if request.rank == index and request.num_rows_under_way]
+        return [request for request in self.gone if request.rank == index and request.num_rows_in_flight]
 
     def _of(self, index):
         return [request for request in self.alive.values() if request.rank == index]

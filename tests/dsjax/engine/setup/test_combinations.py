@@ -77,7 +77,7 @@ def test_choices_that_exclude_each_other_are_refused_with_the_reason(pair, monke
     monkeypatch.setattr(combinations, "EXCLUSIONS", (pair,))  # options for one pair may break another row too
     family = next((name for name, choice in FAMILIES.items() if choice is pair.other), "deepseek_v3")
     options = (making(pair.other) if family == "deepseek_v3" else {}) | making(pair.one)
-    if pair.one is combinations.EXPERTS_HERE:
+    if pair.one is combinations.LOCAL_EXPERTS:
         options |= {"afd_role": "both"}
     with pytest.raises(UserError) as refused:
         check_family(EngineArgs(**options), family)

@@ -233,7 +233,7 @@ def test_a_replay_with_another_checkpoint_is_refused_before_it_is_loaded(tmp_pat
     assert "seed" not in options
     assert "record_steps" not in options
     step_record.StepFile(tmp_path / "steps", header(options=options)).close("shutdown")
-    with pytest.raises(step_record.RecordError, match="another checkpoint than the recorded one"):
+    with pytest.raises(step_record.RecordError, match="is not the recorded checkpoint"):
         build_executor(StepRecording(tmp_path / "steps"), None)
 
 

@@ -66,7 +66,24 @@ def test_bfloat16_goes_there_and_back(tmp_path):
     assert (pages_read == values[:, :, ::-1]).all()
 
 
-@pytest.mark.parametrize("at", [3, 9, 50, 80, 85, 130, -1])
+def test_pages_of_two_kinds_are_told_apart_by_their_files(tmp_path):
+    kinds = PageFolder(tmp_path), SPACE, SHAPES | {"window": ((2, 3000), np.dtype(np.uint16))}, {"window"}
+    window = {"window": np.arange(6000, dtype=np.uint16).reshape(2, 3000)}
+    own_files = PageFiles(*kinds)
+    assert own_files.write(name(1), page(1)) == own_files.page_bytes == 4096
+    assert own_files.write(name(2), window) == 3 * 4096
+    found = PageFiles(*kinds)
+    assert same(found.read(name(1)), 1)
+    read = found.read(name(2))
+    assert read.keys() == window.keys()
+    assert (read["window"] == window["window"]).all()
+    assert found.list().names == {name(1): 4096, name(2): 3 * 4096}
+    file_of(tmp_path, 1).write_bytes(file_of(tmp_path, 2).read_bytes())
+    with pytest.raises(PageFileError, match="another page"):
+        found.read(name(1))
+
+
+@pytest.mark.parametrize("at", [3, 9, 50, 80, 84, 85, 130, -1])
 def test_a_changed_byte_anywhere_is_seen(tmp_path, at):
     files(tmp_path).write(name(1), page(1))
     data = bytearray(file_of(tmp_path, 1).read_bytes())
@@ -89,7 +106,7 @@ def test_a_file_that_ends_early_or_is_of_another_page_is_not_read(tmp_path):
         path.write_bytes(whole[:length])
         with pytest.raises(PageFileError, match="torn"):
             own_files.read(name(1))
-    assert own_files.list().names == [name(2)]
+    assert list(own_files.list().names) == [name(2)]
     assert not path.exists()
 
 
@@ -97,7 +114,7 @@ def test_pages_of_another_space_are_not_found_and_not_read(tmp_path):
     other = files(tmp_path, SPACE | {"fingerprint": "g"})
     other.write(name(1), page(1))
     own_files = files(tmp_path)
-    assert own_files.list().names == []
+    assert own_files.list().names == {}
     assert len(own_files.list().others) == 1
     content = file_of(tmp_path, 1).read_bytes()
     own_files.write(name(1), page(1))
@@ -115,7 +132,7 @@ def test_the_list_is_by_last_use_and_what_was_not_finished_goes(tmp_path):
     half = file_of(tmp_path, 3).with_suffix(".writing")
     half.write_bytes(b"half")
     own_files.read(name(1))  # is a use
-    assert own_files.list().names == [name(2), name(3), name(1)]
+    assert list(own_files.list().names) == [name(2), name(3), name(1)]
     assert not half.exists()
 
 
@@ -162,7 +179,7 @@ def disk(tmp_path):
 
 def test_what_one_run_wrote_the_next_one_finds_though_the_end_came_meanwhile(tmp_path):
     first = Disk(tmp_path)
-    assert first.listed == []
+    assert first.listed == {}
     assert first.write(1, 2, 3) == {1: True, 2: True, 3: True}
     for number in range(4, 24):
         first.pages.write(number, name(number), page(number))
@@ -183,7 +200,7 @@ def test_what_an_earlier_run_left_goes_first_as_far_as_the_bytes_demand(tmp_path
         own_files.write(name(number), page(number))
         os.utime(file_of(tmp_path, number), (number, number))
     disk = Disk(tmp_path, max_pages=5)
-    assert disk.listed == [name(0), name(1), name(2), name(3)]
+    assert list(disk.listed) == [name(0), name(1), name(2), name(3)]
     assert len(own_files.list().others) == 1
     disk.write(4)
     assert len(own_files.list().others) == 0
@@ -222,7 +239,7 @@ def test_of_a_folder_that_cannot_be_listed_nothing_is_found_and_no_number_is_tol
     caplog.set_level("INFO")
     monkeypatch.setattr(disk_pages.PageFiles, "list", fail)
     unlisted = Disk(tmp_path)
-    assert unlisted.listed == []
+    assert unlisted.listed == {}
     assert "its pages cannot be listed (Input/output error)" in caplog.text
     assert "pages of this model" not in caplog.text
     assert unlisted.write(1) == {1: True}

@@ -14,7 +14,7 @@ def written(tier, *names, ok=True, now=0.0):
 def test_a_page_is_found_on_the_disk_when_it_has_been_written_and_only_then():
     tier = DiskTier(4)
     assert tier.write(b"a") == -1, "what an earlier run left is not known yet"
-    tier.listed([])
+    tier.listed({})
     number = tier.write(b"a")
     assert b"a" not in tier
     assert tier.write(b"a") == -1, "it is on its way"
@@ -25,7 +25,7 @@ def test_a_page_is_found_on_the_disk_when_it_has_been_written_and_only_then():
 
 def test_the_disks_room_is_never_exceeded_and_what_was_asked_for_stays():
     tier = DiskTier(4)
-    tier.listed([b"old", b"new"])
+    tier.listed({b"old": 1, b"new": 1})
     written(tier, b"a")
     tier.fetch(b"old")
     written(tier, b"b", b"c")
@@ -34,14 +34,14 @@ def test_the_disks_room_is_never_exceeded_and_what_was_asked_for_stays():
     assert tier.take_dropped() == (False, [b"a"])
     assert [name for name in (b"old", b"new", b"a", b"b", b"c", b"d") if name in tier] == [b"old", b"b", b"c", b"d"]
     smaller = DiskTier(1)
-    smaller.listed([b"old", b"new"])
+    smaller.listed({b"old": 1, b"new": 1})
     assert b"new" in smaller
     assert smaller.take_dropped() == (False, [b"old"])
 
 
 def test_a_page_that_is_forgotten_while_it_is_written_is_deleted_and_never_found():
     tier = DiskTier(4)
-    tier.listed([])
+    tier.listed({})
     number = tier.write(b"a")
     tier.forget([b"a"])
     tier.written(number, True, 0.0)
@@ -56,7 +56,7 @@ def test_a_page_that_is_forgotten_while_it_is_written_is_deleted_and_never_found
 
 def test_a_disk_that_cannot_be_written_is_left_alone_for_longer_and_longer():
     tier = DiskTier(1000)
-    tier.listed([b"old"])
+    tier.listed({b"old": 1})
     written(tier, b"a", b"b", ok=False, now=10.0)
     tier.begin_step(10.0 + FIRST_SECONDS / 2)
     assert tier.write(b"c") == -1
@@ -71,3 +71,16 @@ def test_a_disk_that_cannot_be_written_is_left_alone_for_longer_and_longer():
     tier.begin_step(40.0 + FIRST_SECONDS)
     assert all(tier.write(f"page {n}".encode()) >= 0 for n in range(MOST_WRITING))
     assert tier.write(b"one too many") == -1
+
+
+def test_a_page_that_takes_the_room_of_several_is_written_where_so_much_can_be_freed():
+    tier = DiskTier(5)
+    tier.listed({b"large": 3, b"small": 1})
+    assert tier.counts().used_pages == 4
+    number = tier.write(b"other", 3)
+    assert tier.take_dropped() == (False, [b"large"])
+    assert tier.write(b"more", 3) == -1, "what is being written cannot be freed, and the small page has too little"
+    tier.written(number, True, 0.0)
+    assert (tier.counts().used_pages, b"other" in tier) == (3, True)
+    tier.forget([b"other"])
+    assert tier.counts().used_pages == 0

@@ -27,9 +27,9 @@ class Divided:
         self.first, self.last = self.parts = [self.pages.part(one) for one in shapes]
         self.reports()  # the list of pages
 
-    def _open(self, shapes):
+    def _open(self, shapes, windows):
         assert shapes == SHAPES
-        return DiskPages(PageFiles(PageFolder(self.folder).lock(), SPACE, shapes), 1 << 20)
+        return DiskPages(PageFiles(PageFolder(self.folder).lock(), SPACE, shapes, windows), 1 << 20)
 
     def reports(self):
         return self.pages.page_reports()

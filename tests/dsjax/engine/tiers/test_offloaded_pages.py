@@ -74,7 +74,7 @@ def test_a_page_goes_to_the_disk_from_its_rank_and_place_and_whole_though_severa
         for at in map(slice, (0, 1), (1, 2))
     ]
     left._shards = [parts[0], *parts]  # two devices have the first one
-    pages, table = offloaded([left], lambda shapes: disk)
+    pages, table = offloaded([left], lambda shapes, windows: disk)
     first, second, third = (bytes([number]) * 32 for number in range(3))
     stored = [int32s([5, 0, 7, 6, -1, 8]), int32s([4, 0, -1, 3, 1, 9])]
     list(table[StorePages].execute(None, StorePages(stored, [first + second, third])))
@@ -102,7 +102,7 @@ def test_a_load_waits_for_the_pages_of_its_own_slots_and_for_none_that_left_late
         [np.array(own, np.int32) for own in slots], [np.arange(len(own), dtype=np.int32) for own in slots]
     )
     for piece in pieces:
-        piece.make()
+        piece.send()
     assert [array.has_come for array in arrays] == waited
     for rank, own in enumerate(slots):
         for slot in own:

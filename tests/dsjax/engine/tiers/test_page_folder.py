@@ -97,7 +97,7 @@ def test_what_is_not_of_our_form_is_neither_counted_nor_deleted(tmp_path):
     (folder / files.space / "00" / f"{'00' * 31}ff.page").symlink_to(elsewhere / "ab" / f"{'ab' * 32}.page")
     before = content(folder) | content(elsewhere)
     listing = files.list()
-    assert listing.names == [FIRST]
+    assert list(listing.names) == [FIRST]
     assert [path for _, path, _ in listing.others] == sorted(
         str(path_of(other, name).relative_to(folder)) for name in (FIRST, SECOND)
     )
@@ -136,7 +136,7 @@ def test_a_page_of_another_user_or_in_a_folder_that_others_can_write_is_not_beli
     give_away(path_of(files, FIRST))
     with pytest.raises(PermissionError):
         files.read(FIRST)
-    assert files.list().names == []
+    assert files.list().names == {}
 
 
 def test_a_folder_that_is_deleted_while_serving_is_not_made_again_and_a_space_is(tmp_path):
@@ -146,7 +146,7 @@ def test_a_folder_that_is_deleted_while_serving_is_not_made_again_and_a_space_is
     with pytest.raises(FileNotFoundError):
         files.read(FIRST)
     files.write(FIRST, PAGE)
-    assert files.list().names == [FIRST]
+    assert list(files.list().names) == [FIRST]
     shutil.rmtree(tmp_path / "pages")
     with pytest.raises(FileNotFoundError):
         files.write(SECOND, PAGE)
@@ -165,7 +165,7 @@ def test_a_disk_that_takes_nothing_when_the_weights_are_loaded_still_gives_its_p
     for call in ("mkdir", "rename", "unlink", "utime"):
         monkeypatch.setattr(os, call, partial(failing, number))
     disk = DiskPages(PageFiles(folder, SPACE, SHAPES), 1 << 20)
-    assert disk.reports().listed == [FIRST]
+    assert disk.reports().listed == {FIRST: 1}
     disk.write(1, SECOND, PAGE)
     assert disk.reports(20).written == [(1, False)]
     disk.read(0, 1, FIRST)

@@ -19,7 +19,7 @@ from dsjax import LLM, SamplingParams
 from dsjax.config import load_config
 from dsjax.engine.program_cache import library as program_library
 from dsjax.engine.program_cache.library import ProgramLibrary
-from dsjax.engine.setup.args import INDEX_SCORES, EngineArgs
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
 from dsjax.engine.setup.loading import load_model
 from dsjax.engine.setup.spaces import page_space
@@ -173,7 +173,7 @@ def spaces(folder, *several):
 
 
 def test_an_engine_finds_no_page_of_one_with_other_arithmetic(checkpoints, kernels):
-    rotated = spaces(checkpoints("v3.2"), *({"index_scores": one} for one in INDEX_SCORES))
+    rotated = spaces(checkpoints("v3.2"), *({"index_scores": one} for one in ("float", "fp8")))
     assert all(one != other for one, other in itertools.combinations(rotated, 2))
     exact, form = {"batch_invariant": True}, {"mla_decode": "CC"}
     found = spaces(checkpoints("v3"), {}, form, exact, exact | form, exact | {"kernels": "native"})

@@ -14,7 +14,7 @@ from dsjax.engine.transfer import chunk_network
 from dsjax.engine.transfer.chunk_network import FollowerSendBuffers
 from dsjax.engine.transfer.messages import ChunkReady, ReleaseChunk
 from dsjax.engine.transfer.page_chunks import PageChunks
-from dsjax.engine.transfer.send_buffers import Keeper, PageSend, SendBuffers
+from dsjax.engine.transfer.send_buffers import ChunkOwner, PageSend, SendBuffers
 
 
 def opened(kept, number):
@@ -36,7 +36,7 @@ def test_a_chunk_that_another_process_keeps_is_waited_for_when_it_was_offered_ea
 
 
 def test_few_pulls_of_what_nobody_offers_are_kept(monkeypatch):
-    monkeypatch.setattr(chunk_network, "_MOST_WAITING", 3)
+    monkeypatch.setattr(chunk_network, "_MAX_WAITING", 3)
     kept = FollowerSendBuffers()
     pulls = [opened(kept, number) for number in range(5)]
     assert [pull.done() for pull in pulls] == [True, True, False, False, False]
@@ -55,9 +55,9 @@ def test_a_chunk_that_another_process_has_offered_and_this_one_could_not_compute
 
     pull = opened(kept, 3)
     failed = {"tokens": SimpleNamespace(block_until_ready=fail)}
-    made._offers.put(lambda: made._offer_when_computed(3, failed, kept=True))
+    made._offers.put(lambda: made._offer_when_computed(3, failed, is_kept=True))
     assert pull.result(30) is None
-    made._offers.put(lambda: made._offer_when_computed(4, {"tokens": 1}, kept=True))
+    made._offers.put(lambda: made._offer_when_computed(4, {"tokens": 1}, is_kept=True))
     assert opened(kept, 4).result(30) == {"tokens": 1}
     made._offers.close()
 
@@ -67,7 +67,7 @@ def test_chunks_of_a_generation_that_has_ended_are_waited_for_no_longer():
     group = SimpleNamespace(
         options=SimpleNamespace(process_id=1, address="127.0.0.1"),
         endpoint=SimpleNamespace(address="127.0.0.1:7"),
-        agreement=SimpleNamespace(tell=lambda stage, value: told.append(value)),
+        agreement=SimpleNamespace(contribute=lambda name, value: told.append(value)),
     )
     transfers = FollowerTransfers(EngineArgs(disaggregation_mode="prefill", transfer_timeout=120), group)
     transfers._server = "started with the first generation"
@@ -83,7 +83,7 @@ def test_chunks_of_a_generation_that_has_ended_are_waited_for_no_longer():
 
 def test_process_0_offers_what_another_process_keeps_and_has_it_dropped_there_when_it_was_pulled():
     executor = FakeExecutor(transfers=True)
-    engine = PrefillEngine(executor, executor.config, timeout=60, keepers=lambda executor: [Keeper("there:1", True)])
+    engine = PrefillEngine(executor, executor.config, timeout=60, owners=lambda executor: [ChunkOwner("there:1", True)])
     offers = []
     receive = offers.append
     engine.post(prefill_request("a", range(9)), receive)
@@ -103,7 +103,7 @@ def test_the_numbers_of_a_side_that_was_started_again_are_not_those_of_before():
     send = PageSend("a", SimpleNamespace(page_hashes=[b""]), None, 0, 0, 1)
     sides = [SendBuffers(60, print) for _ in range(2)]
     for side in sides:
-        side.reset([Keeper()])
+        side.reset([ChunkOwner()])
     first, again = (side.begin(0, send, 0, 1) for side in sides)
     assert first != again  # the same in one run of two billion
     assert all(0 <= number < 2**31 for number in (first, again)), "as commands have them"

@@ -35,7 +35,7 @@ from dsjax.engine.transfer.messages import (
     TransfersUnderWay,
 )
 from dsjax.engine.transfer.page_network import PrefillServer, RemoteLinks
-from dsjax.engine.transfer.send_buffers import Keeper
+from dsjax.engine.transfer.send_buffers import ChunkOwner
 from dsjax.errors import UserError
 from dsjax.messaging import Endpoint, RefusedError
 from dsjax.messaging.cluster_key import local_credentials
@@ -82,7 +82,7 @@ def served(lease: float = 60, **fields):
     endpoint = opened()
     chunks = ChunkServer(endpoint, lambda number, take: take(engine.buffers.take(number)), transport, lease)
     server = PrefillServer(engine, chunks, space, endpoint)
-    engine.buffers.reset([Keeper(endpoint.address)])
+    engine.buffers.reset([ChunkOwner(endpoint.address)])
     engine.start()
     return server, transport
 

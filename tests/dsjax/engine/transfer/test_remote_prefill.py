@@ -125,8 +125,8 @@ def test_a_prompt_in_a_queue_longer_than_the_time_limit_is_waited_for(monkeypatc
         pair.turn()
         now += 0.02
         for one in pair.incoming._transfers.values():
-            if not one.seen:
-                waits[one.name] = now - one.began
+            if not one.offered_chunks:
+                waits[one.name] = now - one.request_time
     assert max(waits.values()) > 0.2, "the queue is not as long as the test wants it"
     assert [request.output_token_ids for request in requests] == [expected_tokens(tokens, 6) for tokens in given]
     assert (pair.incoming.transfer_counts.completed, pair.incoming.transfer_counts.given_up) == (4, 0)
@@ -147,7 +147,7 @@ def test_a_link_is_left_alone_for_what_it_does_not_send_and_not_for_what_finds_n
         pair.turn()
     pair.prefill_runs = False
     pair.turn()  # takes what has been said already
-    transfer.since -= 1000
+    transfer.last_message_time -= 1000
     pair.turn()
     assert pair.incoming.transfer_counts.given_up == 1
     assert pair.incoming._backoffs[0].holds(time.monotonic()) is has_room
@@ -200,9 +200,9 @@ def test_pages_that_two_transfers_bring_are_awaited_from_the_other_one_when_the_
     source.release(0, first)
     third = Request("third", tokens, len(tokens), SamplingParams(temperature=0), 1, 0)
     assert all(source.awaits(0, third, name) for name in names), "all five pages still come"
-    assert source._of[third].name == asked.transfer
+    assert source._transfer_by_request[third].name == asked.transfer
     source.cancel(0)
-    assert not source._expected
+    assert not source._transfer_by_page
 
 
 def test_an_offer_that_comes_twice_is_pulled_once_and_not_released_before_it_has_come():
@@ -336,8 +336,8 @@ def test_nothing_is_kept_of_a_request_that_ends_before_its_prompt_was_asked_for(
     source = decode_source()
     request = handed_request(source, "refused", list(range(21)))
     source.ended(request)  # a smaller mesh cannot hold it: it was not released before
-    assert not source._names_of
-    assert not source._links_of
+    assert not source._named_transfers
+    assert not source._named_links
 
 
 def test_what_an_executor_has_pulled_does_not_land_on_the_one_that_replaces_it():

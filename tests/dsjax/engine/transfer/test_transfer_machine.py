@@ -119,8 +119,8 @@ class TransferMachine(RuleBasedStateMachine):
                 leaving = sum(map(bool, pool._holders)) - len(
                     held
                 )  # of requests that ended while a step has a row of them
-                assert leaving == 0 or core._under_way
-                if not core._under_way:
+                assert leaving == 0 or core._in_flight
+                if not core._in_flight:
                     assert {page: count for page, count in enumerate(pool._holders) if count} == held
                 nobodys = [*pool._free, *pool._idle, *pool._free_windows, *pool._idle_windows]
                 everywhere = [*nobodys, *(page for page, count in enumerate(pool._holders) if count)]

@@ -68,6 +68,9 @@ def test_queries_in_fp8_are_numbers_of_fp8_times_a_scale(powers):
 def test_what_an_option_means_is_said_where_it_cannot_be():
     assert IndexScores.parse("fp8", 128, True) == IndexScores(True, True)
     assert IndexScores.parse("float", None, False) == IndexScores()
+    assert IndexScores.parse("fp4", 128, True, compressed=True) == IndexScores(powers=True, fp4=True)
+    with pytest.raises(UserError, match="rounds this model's index queries and keys to fp8"):
+        IndexScores.parse("fp4", 128, False)
     with pytest.raises(UserError, match="has no indexer"):
         IndexScores.parse("fp8", None, False)
     with pytest.raises(UserError, match="power of two"):
