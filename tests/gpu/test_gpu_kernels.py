@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dsjax.kernels.pallas import PallasKernels, activations, attention, heads, products
+from dsjax.kernels.pallas import PallasKernels, activations, attention, compressed, heads, products
 from dsjax.kernels.table import Kernels
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.fp8_product import ActivationScheme, block_product
@@ -76,6 +76,44 @@ def test_attention_is_softmax_over_each_rows_pages(R, C, H, context, holes, dtyp
     expected = softmax_over_pages(q_latent, q_rope, latent, rope, start, length, tables, filled, scale)
     # bf16: weights and results are rounded to 8 bits; float32: another order of sums of 576 and of the context.
     np.testing.assert_allclose(found, expected, atol=0.02 if dtype == jnp.bfloat16 else 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("R", "C", "H", "slots", "chosen"),
+    [
+        (3, 1, 64, 1, False),  # a decode, whose entries are split
+        (2, 256, 128, 1, False),  # chunks of prompts
+        (8, 1, 64, 32, True),  # chosen entries
+        (2, 5, 6, 32, True),  # drafts, on one of several devices
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=str)
+def test_attention_of_v4_is_softmax_over_sink_window_and_entries(R, C, H, slots, chosen, dtype, gpu):
+    span, entries, scale, rng = 128, 1024, 0.5 / M**0.5, np.random.default_rng(R)
+    positions = (rng.integers(span, 4096, (R, 1)) + np.arange(C)).astype(np.int32)
+    pages, ring = -(-entries // slots), (C + span - 2) // span + 2
+    tables, windows = (1 + rng.permutation(R * n).reshape(R, n).astype(np.int32) for n in (pages, ring))
+    picked = np.sort(rng.integers(0, entries, (R, C, 512)), axis=-1).astype(np.int32) if chosen else None
+    count = rng.integers(0, 512, (R, C)).astype(np.int32)
+    query, sink = drawn(0, R, C, H, M, dtype=dtype), drawn(1, H, dtype=jnp.float32)
+    window, kept = drawn(2, 2, R * ring + 1, span, M, dtype=dtype), drawn(3, 2, R * pages + 1, slots, M, dtype=dtype)
+
+    def run(*arrays):
+        layers, rest = (jnp.int32(1), jnp.int32(1)), (positions, windows, tables, None, picked, count)
+        rest = [array if array is None else jnp.asarray(array) for array in rest]
+        return compressed.compressed_attention(*arrays, layers, *rest, span=span, scale=scale, stored=np.dtype(dtype))
+
+    found = jax.jit(run)(query, sink, window, kept).astype(jnp.float32)
+    for r, c in [(0, 0), (R - 1, C - 1)]:
+        tokens = positions[r, c] - np.arange(span)
+        numbers = np.arange(count[r, c]) if picked is None else picked[r, c, : count[r, c]]
+        own = window[1, windows[r, tokens // span % ring], tokens % span]
+        context = jnp.concatenate([own, kept[1, tables[r, numbers // slots], numbers % slots]]).astype(jnp.float32)
+        with jax.default_matmul_precision("highest"):
+            scores = query[r, c].astype(jnp.float32) @ context.T * scale
+            probs = jax.nn.softmax(jnp.concatenate([sink[:, None], scores], axis=1), axis=1)[:, 1:]
+            # bf16: weights and results are rounded to 8 bits; float32: another order of sums of 512 and of the context.
+            np.testing.assert_allclose(found[r, c], probs @ context, atol=0.02 if dtype == jnp.bfloat16 else 1e-4)
 
 
 @pytest.mark.parametrize(
