@@ -41,7 +41,7 @@ def options_of(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command one option per dataclass field. The command receives the dataclasses as the keyword arguments named in `kinds`.
 
-    typer reads the decorated function's signature, which has the fields in place of these parameters, and `--config` with engine options.
+    typer reads the signature of the decorated function. It has a parameter for each field, and `--config` if there are engine options.
 
     title: returns the `--help` heading for fields without one; default: first line of the dataclass's docstring; None: the heading of the
         command's own options. only: the engine options that the command takes; None: all.

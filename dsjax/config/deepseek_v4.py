@@ -107,7 +107,7 @@ class DeepseekV4:
         return tuple(run for at, end in pairwise(ends) for run in in_runs(layers[at:end], self.first + at))
 
     def part(self, first: int, layers: int) -> DeepseekV4:
-        """Return the configuration of these layers alone. Their stacks have the names that they have in a model split around them."""
+        """Return the configuration of only these layers. Their stacks keep the names that they have in the whole model."""
         hashed = min(max(self.num_hash_layers - first, 0), layers)
         attention = self.attention[first : first + layers]
         return dataclasses.replace(self, attention=attention, num_hash_layers=hashed, first=first)

@@ -78,8 +78,8 @@ def run_apart(
 
     Returns the tokens, the cache, and if ``dispatch.report`` is set each layer's counts.
 
-    stacks: paths of the layers by kind; kinds take turns. copies: of these layers, with a leading axis. most: maximum number of
-        micro-batches; with several, both sides compute at once, each on a different one.
+    stacks: parameter path of each kind of layer in the run; the kinds alternate. copies: expert copies of these layers, with a leading
+        layer axis. most: maximum number of micro-batches; with two or more, attention and experts compute different ones at once.
     """
     own = {path: array for path, array in params.items() if path.startswith(tuple(f"{stack}." for stack in stacks))}
     layers, kinds = copies.copies_E.shape[0], len(stacks)
@@ -132,8 +132,8 @@ class LayerPass:
     """Computations of the programs for one kind of layer in a pass of tokens through a run. Equal passes have equal programs.
 
     stack: path of the ``layers`` layers among the parameters. first: number of the run's first layer in the cache. shape: ``(B, T)`` of
-    the tokens. kind, kinds: place among the kinds that take turns, and their number. Each method but ``between`` is traced; ``index`` is
-    a layer's number in the run.
+    the tokens. kind, kinds: index of this kind among the alternating kinds, and their number. Each method but ``between`` is traced;
+    ``index`` is a layer's number in the run.
     """
 
     step: StepDescription

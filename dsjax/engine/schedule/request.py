@@ -98,7 +98,7 @@ class Request:
         backlog: tokens that its rank still expects to compute before the next output token.
         num_computed_tokens: tokens in the cache, confirmed by results. num_in_flight: maximum that steps in flight can add.
         num_rows_in_flight: steps in flight with a row of it; until they end it keeps its pages and slot.
-        num_tokens_due: how many of these rows make a token.
+        num_tokens_due: number of rows in flight that will produce a token.
         drafts: the MTP module's next drafts, if rules must check them.
         should_preempt: preempt it as soon as no step in flight has a row of it.
         num_clean_pages: number of its sound pages after non-finite values; its other pages are cleared before reuse.

@@ -2,9 +2,7 @@
 device's tokens."""
 
 import pytest
-from v4_engine import DRAFTS, answers, engine, one_devices, prompts, write
-
-from dsjax.engine.transfer.prefill_links import PrefillLinks
+from v4_engine import DRAFTS, answers, engine, handed_over, one_devices, prompts, write
 
 pytestmark = pytest.mark.slow
 
@@ -57,10 +55,7 @@ def test_with_drafts_the_tokens_are_those_of_one_device(checkpoint, expected, op
 
 
 def test_pages_of_both_kinds_go_from_prefill_to_decode(checkpoint, expected):
-    sides = {"prefill_mesh": "dp=1", "decode_mesh": "dp=1", "local_prefill_tokens": 1, "transfer_timeout": 600}
-    llm = engine(checkpoint, **sides, **DRAFTS)
-    assert answers(llm, prompts()) == expected[0]
-    counts = llm.engine.core.part(PrefillLinks).source.transfer_counts
+    found, counts = handed_over(checkpoint, prefill_mesh="dp=1", decode_mesh="dp=1", **DRAFTS)
+    assert found == expected[0]
     assert (counts.completed, counts.given_up) == (counts.asked, 0)
     assert counts.asked >= 4
-    llm.shutdown()

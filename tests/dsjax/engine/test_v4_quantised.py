@@ -5,10 +5,9 @@ What is kept and what is computed from it is held to the published code in `test
 
 import numpy as np
 import pytest
-from v4_engine import DRAFTS, DRAWN, LONGEST, G, answers, engine, one_devices, prompts, write
+from v4_engine import DRAFTS, DRAWN, LONGEST, G, answers, engine, handed_over, one_devices, prompts, write
 
 from dsjax.engine.device.cache import bytes_per_page
-from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.errors import UserError
 
 pytestmark = pytest.mark.slow
@@ -63,12 +62,9 @@ def test_drafted_preempted_and_found_again_the_tokens_are_one_devices(checkpoint
 
 
 def test_quantised_pages_go_from_prefill_to_decode(checkpoint, expected):
-    sides = {"prefill_mesh": "tp=2", "decode_mesh": "dp=2", "local_prefill_tokens": 1, "transfer_timeout": 600}
-    llm = engine(checkpoint, **sides, **QUANTISED)
-    assert answers(llm, prompts()) == expected[0]
-    counts = llm.engine.core.part(PrefillLinks).source.transfer_counts
+    found, counts = handed_over(checkpoint, prefill_mesh="tp=2", decode_mesh="dp=2", **QUANTISED)
+    assert found == expected[0]
     assert (counts.completed, counts.given_up) == (counts.asked, 0)
-    llm.shutdown()
 
 
 def test_it_is_batch_invariant(checkpoint, expected):

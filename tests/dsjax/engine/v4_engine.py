@@ -7,6 +7,7 @@ import numpy as np
 from v4_models import write_v4_checkpoint
 
 from dsjax import LLM, SamplingParams
+from dsjax.engine.transfer.prefill_links import PrefillLinks
 
 G, LONGEST = 8, 96
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -44,6 +45,14 @@ def engine(checkpoint, **options):
 def answers(llm, given, params=GREEDY):
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in given], params)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def handed_over(checkpoint, **options):
+    """Greedy tokens with prefill apart from decode, and the counts of what was transferred."""
+    llm = engine(checkpoint, local_prefill_tokens=1, transfer_timeout=600, **options)
+    found = answers(llm, prompts()), llm.engine.core.part(PrefillLinks).source.transfer_counts
+    llm.shutdown()
+    return found
 
 
 def one_devices(checkpoint, **options):

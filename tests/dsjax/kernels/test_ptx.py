@@ -58,7 +58,7 @@ def attention_ptx(folder: Path, rows: int) -> Path:
 
 
 def compressed_ptx(folder: Path, rows: int, kind: str) -> Path:
-    """Of DeepSeek-V4-Flash, at 131,072 tokens: a window, and entries of 128 tokens ("hca") or 512 chosen ones of 4 ("csa")."""
+    """The kernel of V4-Flash at 131,072 tokens: a window, and all entries of 128 tokens ("hca") or 512 chosen ones of 4 ("csa")."""
     of, H, M, i32 = jax.ShapeDtypeStruct, 64, 512, jnp.int32
     slots = {"window": None, "hca": 1, "csa": 32}[kind]
     entries = None if slots is None else of((2, 512, slots, M), BF16)

@@ -59,7 +59,7 @@ def weights_of(table, params, kind):
 
 @functools.cache
 def programs(kind, requests, chunk, drafts, mesh, topk, kernels, windows, stored, scores, blocks):
-    """Of all layers of these sizes: attention to the cache, without and with writing first; compiled once for each."""
+    """Compiled programs of a layer, cached by its sizes: attention to the cache, and the same after writing to it."""
     config, table, _ = model(topk, blocks)
     spec = MeshSpec.parse(mesh)
     made = Compressed(spec.build(), Rules.for_mesh(spec), config, stored, drafts, kernels, scores)
