@@ -36,7 +36,7 @@ BLOCK = 128
 """Side of the square blocks that share one FP8 scale (DeepSeek-V3's ``weight_block_size``)."""
 
 DEPTH_LAST = ("gpu",)
-"""Platforms that store FP8 matrices with ``in`` last: Hopper's FP8 tensor cores read weights only so."""
+"""Platforms that store FP8 matrices with ``in`` last, the only order that Hopper's FP8 tensor cores read."""
 
 _BIT_PATTERNS = {"bfloat16": np.dtype(np.uint16), "float8_e4m3fn": np.dtype(np.uint8)}
 

@@ -117,7 +117,7 @@ class CompileAhead:
                 done += len(programs.labels(buckets))
                 seconds = time.monotonic() - began
                 _log.info(
-                    "The programs of %s are there, after %.1f s, for when %s.",
+                    "Compiled the programs of %s in %.1f s, for when %s.",
                     candidate.spec,
                     seconds,
                     candidate.reason,
