@@ -250,7 +250,7 @@ class Hosts(Crowd):
             return True  # a follower alone with process 0 has no smaller mesh to be in
         # A process reads the checkpoint once for each mesh, and then compiles ahead.
         since = [self.processes.output[index].rpartition("of the checkpoint's")[2] for index in live[1:]]
-        return all("are there, after" in text for text in since)
+        return all("Compiled the programs of" in text for text in since)
 
     def parts(self, said: int, silence: float, begun: float) -> dict[str, float]:
         """Divide a silence by process 0's log of its last change.
