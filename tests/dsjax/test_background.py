@@ -43,7 +43,8 @@ from dsjax.hosts.wire import Announcement
 from dsjax.messaging import Endpoint, Link
 from dsjax.messaging.cluster_key import local_credentials
 from dsjax.serve import connections, headless
-from dsjax.serve.front_ends import messages, processes
+from dsjax.serve.front_ends import processes
+from dsjax.serve.front_ends.messages import Add
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
 from dsjax.serve.server import Server
@@ -393,7 +394,7 @@ def fail_front_end_requests(monkeypatch):
 
         async def read():
             for handle in (1, 2):
-                yield messages.Add(handle, [request_with(handle, grammar)])
+                yield Add(handle, [request_with(handle, grammar)])
                 while front_ends._tasks:
                     await asyncio.sleep(0.001)
 
